@@ -1,0 +1,392 @@
+"""The integers of the buffered memory: what each slot holds, and what one launch reads, folds and writes.
+
+Everything that decides is here, and nothing here touches an array of numbers: kernels and layers get finished indices.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.recurrence.spec import Array, check_rows
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "checkpoint_of",
+        "fold_to",
+        "block_table",
+        "order",
+        "origin",
+        "length",
+        "pending",
+        "limit",
+        "folded",
+    ],
+    meta_fields=["max_pending"],
+)
+@dataclasses.dataclass(frozen=True)
+class Cursor:
+    """What every slot holds; one for all recurrent layers of a model. Slot 0 is null and stays empty.
+
+    A slot's tokens are `folded` in its checkpoint, then `length` committed entries, then `pending` ones. Entry i
+    (logical) lies at ring position order[(origin + i) % ring], which block_table maps to a block.
+
+    Attributes:
+      checkpoint_of, fold_to: int32 [slots + 1], rows of the checkpoint pool: the one read, and where a fold writes.
+      block_table: int32 [slots + 1, max_blocks].
+      order: int32 [slots + 1, ring], logical to ring position.
+      origin, length, pending: int32 [slots + 1].
+      limit: int32 [slots + 1], entries from which the slot folds.
+      folded: int32 [slots + 1], tokens in the checkpoint; 0: it holds nothing and is not read.
+      max_pending: The most tokens of one launch (static).
+    """
+
+    checkpoint_of: Array
+    fold_to: Array
+    block_table: Array
+    order: Array
+    origin: Array
+    length: Array
+    pending: Array
+    limit: Array
+    folded: Array
+    max_pending: int
+
+    @property
+    def ring(self) -> int:
+        """Entries in each slot's ring."""
+        return self.order.shape[1]
+
+    @property
+    def position(self) -> Array:
+        """int32 [slots + 1]: committed tokens of each slot."""
+        return self.folded + self.length
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["checkpoint", "has_checkpoint", "entries", "live"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Where the committed state of each row of a launch lies.
+
+    Attributes:
+      checkpoint: int32 [rows], its row of the pool; read only where has_checkpoint (bool [rows]).
+      entries: int32 [rows, ring], flat positions (block · block_size + offset) in logical order.
+      live: int32 [rows], how many of them are committed.
+    """
+
+    checkpoint: Array
+    has_checkpoint: Array
+    entries: Array
+    live: Array
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "slots",
+        "lengths",
+        "start",
+        "before",
+        "fold_to",
+        "any_fold",
+        "checkpoint",
+        "has_checkpoint",
+        "entries",
+        "live",
+        "append",
+    ],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The integers of one `extend`, for every layer.
+
+    Attributes:
+      slots, lengths: int32 [rows]; lengths is 0 for the null slot.
+      start: int32 [rows], tokens committed before: the position of the row's first new token.
+      before: What the rows held; the folding ones' goes to row fold_to (past the pool for the others).
+      any_fold: bool, whether any row folds: decided here, once for all layers.
+      checkpoint, has_checkpoint, entries, live: What they hold after the fold, as in `Held`.
+      append: int32 [rows, T], flat position of each new entry; past the pool for those that are not real.
+    """
+
+    slots: Array
+    lengths: Array
+    start: Array
+    before: Held
+    fold_to: Array
+    any_fold: Array
+    checkpoint: Array
+    has_checkpoint: Array
+    entries: Array
+    live: Array
+    append: Array
+
+    @property
+    def folds(self) -> Array:
+        """bool [rows]: which rows fold in this launch."""
+        return self.fold_to < NOWHERE
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["slots", "lengths", "start", "before", "head", "write", "append"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class PrefillStep:
+    """The integers of one `prefill`, for every layer.
+
+    Attributes:
+      slots, lengths, start, before: As in `Step`.
+      head: int32 [rows], tokens that go into the checkpoint; the others stay entries.
+      write: int32 [rows], the checkpoint row written; past the pool where none is.
+      append: int32 [rows, kept], flat position of token head + i's entry; past the pool where there is none.
+    """
+
+    slots: Array
+    lengths: Array
+    start: Array
+    before: Held
+    head: Array
+    write: Array
+    append: Array
+
+
+NOWHERE = np.iinfo(np.int32).max  # an index past every array: scatters with mode="drop" skip it
+
+
+def init_cursor(*, slots: int, limit: int | Array = 16, max_pending: int = 8, block_size: int = 8) -> Cursor:
+    """A cursor for `slots` empty requests (physical slots 1 to `slots`) that each own a checkpoint row and a ring.
+
+    Args: as in `buffered.init`. A ring holds max(limit, max_pending) + max_pending entries, in whole blocks.
+    """
+    for name, value in (("slots", slots), ("max_pending", max_pending), ("block_size", block_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    limits = np.asarray(limit, np.int32)
+    if limits.shape not in ((), (slots,)):
+        raise ValueError(f"limit must be one number or int32 [{slots}], one a slot, got shape {limits.shape}")
+    if limits.min() < 1:
+        raise ValueError(f"limit must be at least 1, got {limits.min()}")
+    blocks = -(-(max(int(limits.max()), max_pending) + max_pending) // block_size)
+    owned = np.arange(slots + 1, dtype=np.int32)
+    table = 1 + (owned[:, None] - 1) * blocks + np.arange(blocks, dtype=np.int32)[None]
+    table[0] = 0
+    order = np.broadcast_to(np.arange(blocks * block_size, dtype=np.int32), (slots + 1, blocks * block_size))
+    full = np.concatenate([[1], np.broadcast_to(limits, (slots,))]).astype(np.int32)
+
+    def zero():
+        return jnp.zeros(slots + 1, jnp.int32)
+
+    return Cursor(
+        checkpoint_of=jnp.array(owned),
+        fold_to=jnp.array(owned),
+        block_table=jnp.array(table),
+        order=jnp.array(order),
+        origin=zero(),
+        length=zero(),
+        pending=zero(),
+        limit=jnp.array(full),
+        folded=zero(),
+        max_pending=max_pending,
+    )
+
+
+def begin(cursor: Cursor, slots: Array, lengths: Array, time: int) -> tuple[Step, Cursor]:
+    """Decides one `extend` of `time` tokens: which rows fold, what is read, where entries go.
+
+    Args:
+      slots: int32 [rows]. lengths: int32 [rows], real tokens of each row, in [0, time].
+      time: T, at most max_pending.
+
+    Returns:
+      The launch's integers, and the cursor with the folds done and the new tokens pending.
+
+    Raises:
+      ValueError: time exceeds max_pending, or slots and lengths do not fit.
+    """
+    if time > cursor.max_pending:
+        raise ValueError(f"time ({time} tokens at once) must be at most max_pending ({cursor.max_pending})")
+    slots, lengths = _rows(cursor, slots, lengths, time)
+    before = held(cursor, slots)
+    full = (lengths > 0) & (before.live > 0) & (before.live + lengths > cursor.limit[slots])
+    after, fold_to = _fold_rows(cursor, slots, full)
+    now = held(after, slots)
+    time_index = jnp.arange(time, dtype=jnp.int32)[None]
+    append = _append_positions(now.entries, now.live[:, None] + time_index, time_index < lengths[:, None])
+    step = Step(
+        slots=slots,
+        lengths=lengths,
+        start=cursor.position[slots],
+        before=before,
+        fold_to=fold_to,
+        any_fold=jnp.any(fold_to < NOWHERE),
+        checkpoint=now.checkpoint,
+        has_checkpoint=now.has_checkpoint,
+        entries=now.entries,
+        live=now.live,
+        append=append,
+    )
+    return step, dataclasses.replace(after, pending=_put(after.pending, slots, lengths))
+
+
+def begin_prefill(cursor: Cursor, slots: Array, lengths: Array, keep: int | Array = 0) -> tuple[PrefillStep, Cursor]:
+    """Decides one `prefill`; arguments as there. The returned cursor has the prompt committed.
+
+    Raises:
+      ValueError: keep is negative or leaves no room for max_pending entries, or slots and lengths do not fit.
+    """
+    room = cursor.ring - cursor.max_pending
+    slots, lengths = _rows(cursor, slots, lengths, None)
+    if isinstance(keep, int):
+        if not 0 <= keep <= room:
+            raise ValueError(f"keep must be in [0, {room}], the ring ({cursor.ring}) less max_pending, got {keep}")
+        kept_at_most, keep = keep, jnp.full(slots.shape, keep, jnp.int32)
+    else:
+        keep = jnp.asarray(keep)
+        check_rows("keep", keep, slots.shape[0])
+        _check_range("keep", keep, 0, room)
+        kept_at_most = room
+    before = held(cursor, slots)
+    kept = jnp.minimum(jnp.clip(keep.astype(jnp.int32), 0, room), lengths)
+    head = lengths - kept
+    # A checkpoint is written if anything goes into it: part of the prompt, or entries that were live.
+    touched = (lengths > 0) & (head + before.live > 0)
+    moved, write = _fold_rows(cursor, slots, touched)
+    after = dataclasses.replace(
+        moved,
+        folded=_put(moved.folded, slots, moved.folded[slots] + head),
+        length=_put(moved.length, slots, jnp.where(lengths > 0, kept, moved.length[slots])),
+        pending=_put(moved.pending, slots, jnp.zeros_like(slots)),
+    )
+    index = jnp.arange(kept_at_most, dtype=jnp.int32)[None]
+    now = held(after, slots)
+    append = _append_positions(
+        now.entries, jnp.broadcast_to(index, (slots.shape[0], kept_at_most)), index < kept[:, None]
+    )
+    start = cursor.position[slots]
+    return PrefillStep(slots, lengths, start, before, head, write, append), after
+
+
+def begin_fold(cursor: Cursor, slots: Array) -> tuple[Held, Array, Cursor]:
+    """Decides a forced fold of all that `slots` committed: what they hold, the rows to write, the cursor after it.
+
+    Pending entries stay pending.
+    """
+    slots = _slots(cursor, slots)
+    before = held(cursor, slots)
+    after, fold_to = _fold_rows(cursor, slots, before.live > 0)
+    return before, fold_to, after
+
+
+def commit_cursor(cursor: Cursor, accepted: Array, slots: Array) -> Cursor:
+    """Makes the first `accepted` (int32 [rows]) pending tokens of each slot real; the rest cease to exist."""
+    slots = _slots(cursor, slots)
+    accepted = jnp.asarray(accepted)
+    check_rows("accepted", accepted, slots.shape[0])
+    pending = cursor.pending[slots]
+    _check_range("accepted", accepted, 0, pending)
+    accepted = jnp.clip(accepted.astype(jnp.int32), 0, pending)
+    return dataclasses.replace(
+        cursor,
+        length=_put(cursor.length, slots, cursor.length[slots] + accepted),
+        pending=_put(cursor.pending, slots, jnp.zeros_like(slots)),
+    )
+
+
+def reset_cursor(cursor: Cursor, slots: Array) -> Cursor:
+    """Empties slots; they keep their rows, blocks and limit."""
+    slots = _slots(cursor, slots)
+    zero = jnp.zeros_like(slots)
+    identity = jnp.broadcast_to(jnp.arange(cursor.ring, dtype=jnp.int32)[None], (slots.shape[0], cursor.ring))
+    emptied = {name: _put(getattr(cursor, name), slots, zero) for name in ("origin", "length", "pending", "folded")}
+    return dataclasses.replace(cursor, order=_put(cursor.order, slots, identity), **emptied)
+
+
+def load_cursor(cursor: Cursor, tokens: Array, slots: Array) -> tuple[Array, Cursor]:
+    """The checkpoint rows to write (past the pool where tokens is 0), and the cursor of slots that hold just that."""
+    slots = _slots(cursor, slots)
+    tokens = jnp.asarray(tokens)
+    check_rows("tokens", tokens, slots.shape[0])
+    empty = reset_cursor(cursor, slots)
+    loaded = (tokens > 0) & (slots > 0)
+    rows = jnp.where(loaded, cursor.fold_to[slots], NOWHERE)
+    checkpoint_of = _put(empty.checkpoint_of, slots, jnp.where(loaded, rows, empty.checkpoint_of[slots]))
+    folded = _put(empty.folded, slots, jnp.where(loaded, tokens.astype(jnp.int32), 0))
+    return rows, dataclasses.replace(empty, checkpoint_of=checkpoint_of, folded=folded)
+
+
+def held(cursor: Cursor, slots: Array) -> Held:
+    """Where the committed state of each row lies."""
+    blocks = cursor.block_table.shape[1]
+    block_size = cursor.ring // blocks
+    logical = (cursor.origin[slots][:, None] + jnp.arange(cursor.ring, dtype=jnp.int32)[None]) % cursor.ring
+    ring = jnp.take_along_axis(cursor.order[slots], logical, axis=1)
+    block = jnp.take_along_axis(cursor.block_table[slots], ring // block_size, axis=1)
+    has_checkpoint = (cursor.folded[slots] > 0) & (slots > 0)
+    live = jnp.where(slots > 0, cursor.length[slots], 0)
+    return Held(cursor.checkpoint_of[slots], has_checkpoint, block * block_size + ring % block_size, live)
+
+
+def _fold_rows(cursor: Cursor, slots: Array, which: Array) -> tuple[Cursor, Array]:
+    """The cursor after the rows in `which` folded, and the checkpoint row each writes (NOWHERE for the others)."""
+    length = cursor.length[slots]
+    target = cursor.fold_to[slots]
+    which = which & (slots > 0)
+    gone = jnp.where(which, length, 0)
+    after = dataclasses.replace(
+        cursor,
+        checkpoint_of=_put(cursor.checkpoint_of, slots, jnp.where(which, target, cursor.checkpoint_of[slots])),
+        origin=_put(cursor.origin, slots, (cursor.origin[slots] + gone) % cursor.ring),
+        length=_put(cursor.length, slots, length - gone),
+        folded=_put(cursor.folded, slots, cursor.folded[slots] + gone),
+    )
+    return after, jnp.where(which, target, NOWHERE)
+
+
+def _append_positions(entries: Array, logical: Array, real: Array) -> Array:
+    # Logical places past the ring belong to tokens that are not real; the index is only kept in range.
+    place = jnp.take_along_axis(entries, jnp.minimum(logical, entries.shape[1] - 1), axis=1)
+    return jnp.where(real, place, NOWHERE)
+
+
+def _put(array: Array, slots: Array, new: Array) -> Array:
+    """Writes per-row values to their slots; the null slot's are dropped."""
+    return array.at[jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")
+
+
+def _slots(cursor: Cursor, slots: Array) -> Array:
+    slots = jnp.asarray(slots)
+    if slots.ndim != 1 or not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise ValueError(f"slots must be int32 [rows], got {slots.dtype} {slots.shape}")
+    _check_range("slots", slots, 0, cursor.length.shape[0] - 1)
+    return slots.astype(jnp.int32)
+
+
+def _rows(cursor: Cursor, slots: Array, lengths: Array, time: int | None) -> tuple[Array, Array]:
+    slots, lengths = _slots(cursor, slots), jnp.asarray(lengths)
+    check_rows("lengths", lengths, slots.shape[0])
+    _check_range("lengths", lengths, 0, np.iinfo(np.int32).max if time is None else time)
+    return slots, jnp.where(slots > 0, lengths.astype(jnp.int32), 0)
+
+
+def _check_range(name: str, values: Array, low: int, high: int | Array) -> None:
+    """Raises where the values are known; inside jit they are not, and out-of-range ones write nothing."""
+    if isinstance(values, jax.core.Tracer) or isinstance(high, jax.core.Tracer):
+        return
+    given = np.asarray(values)
+    most = np.broadcast_to(np.asarray(high), given.shape)
+    wrong = (given < low) | (given > most)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise ValueError(f"{name} must be in [{low}, {most[row]}], got {given[row]} at row {row}")

@@ -1,0 +1,247 @@
+"""One layer's arrays of the buffered memory, and what a launch computes with them.
+
+Every function takes the integers that `cursor.py` made for the launch, the same for all layers.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.recurrence.chunked import solve_chunks
+from jaxbuf.recurrence.cursor import Cursor, Held, PrefillStep, Step
+from jaxbuf.recurrence.recurrent import HIGHEST
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["checkpoints", "keys", "updates", "gates"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """One layer's memory, shared by all slots. Row 0 of checkpoints and block 0 are null: never read nor written.
+
+    Attributes:
+      checkpoints: f32 or bf16 [states, heads, value_dim, key_dim].
+      keys: [blocks, block_size, key_heads, key_dim], in the entry dtype.
+      updates: [blocks, block_size, heads, value_dim], in the entry dtype: u with the delta rule, v without.
+      gates: f32 [blocks, block_size, heads, decay width (+ 1 without delta)]: log_decay, then without delta beta.
+    """
+
+    checkpoints: Array
+    keys: Array
+    updates: Array
+    gates: Array
+
+
+def init_pool(spec: RecurrenceSpec, cursor: Cursor, *, state_dtype=jnp.float32, entry_dtype=jnp.bfloat16) -> Pool:
+    """Zeroed memory of one layer, as large as `cursor` needs when no slot shares anything.
+
+    Args:
+      spec: The layer's family and sizes.
+      cursor: From `init_cursor`.
+      state_dtype: Of the checkpoints: float32, or bfloat16 (which drifts where the decay is weak).
+      entry_dtype: Of keys and updates. bfloat16 entries do not accumulate error under an fp32 checkpoint.
+    """
+    slots, max_blocks = cursor.block_table.shape
+    entries = (1 + (slots - 1) * max_blocks, cursor.ring // max_blocks)
+    gates = spec.decay_width + (0 if spec.delta else 1)
+    return Pool(
+        checkpoints=jnp.zeros((slots, *spec.state_shape), state_dtype),
+        keys=jnp.zeros((*entries, spec.key_heads, spec.key_dim), entry_dtype),
+        updates=jnp.zeros((*entries, spec.heads, spec.value_dim), entry_dtype),
+        gates=jnp.zeros((*entries, spec.heads, gates), jnp.float32),
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def extend_pool(
+    spec: RecurrenceSpec,
+    pool: Pool,
+    step: Step,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None = None,
+    beta: Array | None = None,
+) -> tuple[Array, Pool]:
+    """`extend` for one layer, with the integers that `begin` made for all of them."""
+    check_inputs(spec, q, k, v, log_decay, beta)
+    rows, time = v.shape[:2]
+    # The fold comes first, so that the step depends on the pool after it and the pool can change in place.
+    checkpoints = jax.lax.cond(
+        step.any_fold,
+        lambda pool: fold_pool(spec, pool, step.before, step.fold_to),
+        lambda pool: pool.checkpoints,
+        pool,
+    )
+    beta = jnp.ones((rows, time, spec.heads), jnp.float32) if beta is None else beta
+    new_gates = _pack_gates(spec, log_decay, beta)
+    keys, gates = _append(pool.keys, k, step.append), _append(pool.gates, new_gates, step.append)
+
+    index = jnp.arange(step.entries.shape[1], dtype=jnp.int32)[None]
+    end = (step.live + step.lengths)[:, None]
+    ring_keys = _per_head(spec, _take(keys, step.entries, index < end))
+    ring_decay, ring_beta = _unpack_gates(spec, _take(gates, step.entries, index < end))
+    ring_updates = _take(pool.updates, step.entries, index < step.live[:, None])
+    query, key = _per_head(spec, q.astype(jnp.float32)), _per_head(spec, k.astype(keys.dtype).astype(jnp.float32))
+    value = v.astype(jnp.float32)
+
+    def token(t, checkpoint, updates):
+        """Output and entry of pending token t, from the checkpoint and every entry before it.
+
+        Whether those entries are committed or pending makes no difference here, which is why T tokens at once and one
+        by one store the same bits.
+        """
+        current = step.live[:, None] + t
+        decay = jnp.where((index <= current)[..., None, None], ring_decay, 0.0)
+        to_now = jax.lax.cumsum(decay, axis=1, reverse=True)  # of entry i: decay from i on, its own included
+        after = jnp.concatenate([to_now[:, 1:], jnp.zeros_like(to_now[:, :1])], axis=1)
+        weighted = jnp.where((index <= current)[..., None, None], jnp.exp(after), 0.0) * ring_keys
+        key_t, query_t = _at(key, t), _at(query, t)
+        since = jnp.exp(to_now[:, 0])
+        recalled, out = _read(checkpoints, checkpoint, step.has_checkpoint, since * key_t, since * query_t)
+        pair = jnp.stack([key_t, query_t], axis=2)
+        match = jnp.einsum("nrhd,nhxd->nhxr", weighted, pair, precision=HIGHEST)
+        effective = updates if spec.delta else ring_beta[..., None] * updates
+        before = (index < current)[:, None]
+        entry = _at(value, t)
+        if spec.delta:
+            earlier = jnp.where(before, match[:, :, 0], 0.0)
+            recalled = recalled + jnp.einsum("nhr,nrhv->nhv", earlier, effective, precision=HIGHEST)
+            entry = _at(beta, t)[..., None] * (entry - recalled)
+        entry = entry.astype(pool.updates.dtype)
+        now = (index == current)[..., None, None]
+        stored = entry.astype(jnp.float32)[:, None]
+        updates = jnp.where(now, stored, updates)
+        effective = jnp.where(now, stored if spec.delta else _at(beta, t)[:, None, :, None] * stored, effective)
+        out = out + jnp.einsum("nhr,nrhv->nhv", match[:, :, 1], effective, precision=HIGHEST)
+        return updates, entry, out
+
+    if time == 1:
+        _, entry, out = token(0, step.checkpoint, ring_updates)
+        entries, out = entry[:, None], out[:, None]
+    else:
+
+        def body(updates, inputs):
+            updates, entry, out = token(inputs[0], inputs[1], updates)
+            return updates, (entry, out)
+
+        # The checkpoint's row is a loop input, or XLA would gather the checkpoints into memory before the loop.
+        inputs = jnp.arange(time, dtype=jnp.int32), jnp.broadcast_to(step.checkpoint[None], (time, rows))
+        _, (entries, out) = jax.lax.scan(body, ring_updates, inputs)
+        entries, out = jnp.moveaxis(entries, 0, 1), jnp.moveaxis(out, 0, 1)
+
+    updates = _append(pool.updates, entries, step.append)
+    real = jnp.arange(time, dtype=jnp.int32)[None] < step.lengths[:, None]
+    out = jnp.where(real[..., None, None], out, 0.0).astype(v.dtype)
+    return out, Pool(checkpoints, keys, updates, gates)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="chunk_size")
+def prefill_pool(
+    spec: RecurrenceSpec,
+    pool: Pool,
+    step: PrefillStep,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None = None,
+    beta: Array | None = None,
+    *,
+    chunk_size: int = 64,
+) -> tuple[Array, Pool]:
+    """`prefill` for one layer, with the integers that `begin_prefill` made for all of them."""
+    check_inputs(spec, q, k, v, log_decay, beta)
+    k = k.astype(pool.keys.dtype)  # what will be stored is what is used
+    start = read_pool(spec, pool, step.before)
+    out, state, updates = solve_chunks(
+        spec, start, q, k, v, log_decay, beta, chunk_size=chunk_size, lengths=step.lengths
+    )
+    kept = step.append.shape[1]
+    keys, stored, gates = pool.keys, pool.updates, pool.gates
+    if kept:
+        # The state before the kept tokens: the same sum of u ⊗ k, cut earlier, with the u that are known by now.
+        plain = dataclasses.replace(spec, delta=False)
+        _, state, _ = solve_chunks(
+            plain, start, q, k, updates, log_decay, None, chunk_size=chunk_size, lengths=step.head
+        )
+        beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
+        chosen = jnp.minimum(step.head[:, None] + jnp.arange(kept, dtype=jnp.int32)[None], v.shape[1] - 1)
+
+        def tail(x):
+            return jnp.take_along_axis(x, chosen.reshape(*chosen.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+        keys = _append(keys, tail(k), step.append)
+        stored = _append(stored, tail(updates if spec.delta else v), step.append)
+        gates = _append(gates, tail(_pack_gates(spec, log_decay, beta)), step.append)
+    checkpoints = pool.checkpoints.at[step.write].set(state.astype(pool.checkpoints.dtype), mode="drop")
+    return out, Pool(checkpoints, keys, stored, gates)
+
+
+def fold_pool(spec: RecurrenceSpec, pool: Pool, before: Held, rows: Array) -> Array:
+    """The checkpoints after the state that `before` describes is written to `rows`; rows past the pool are not."""
+    state = read_pool(spec, pool, before)
+    return pool.checkpoints.at[rows].set(state.astype(pool.checkpoints.dtype), mode="drop")
+
+
+def read_pool(spec: RecurrenceSpec, pool: Pool, held: Held) -> Array:
+    """f32 [rows, heads, value_dim, key_dim]: checkpoint and live entries summed into the state. KVBuffer, eq. 16."""
+    index = jnp.arange(held.entries.shape[1], dtype=jnp.int32)[None]
+    alive = index < held.live[:, None]
+    keys = _per_head(spec, _take(pool.keys, held.entries, alive))
+    updates = _take(pool.updates, held.entries, alive)
+    decay, beta = _unpack_gates(spec, _take(pool.gates, held.entries, alive))
+    to_now = jax.lax.cumsum(decay, axis=1, reverse=True)
+    after = jnp.concatenate([to_now[:, 1:], jnp.zeros_like(to_now[:, :1])], axis=1)
+    updates = updates if spec.delta else beta[..., None] * updates
+    added = jnp.einsum("nrhv,nrhd->nhvd", updates, jnp.exp(after) * keys, precision=HIGHEST)
+    checkpoint = pool.checkpoints[held.checkpoint].astype(jnp.float32)
+    checkpoint = jnp.where(held.has_checkpoint[:, None, None, None], checkpoint, 0.0)
+    return jnp.exp(to_now[:, 0])[:, :, None] * checkpoint + added
+
+
+def _read(checkpoints: Array, rows: Array, holds: Array, key: Array, query: Array) -> tuple[Array, Array]:
+    """S k and S q for each row's checkpoint S: [rows, heads, key_dim] -> [rows, heads, value_dim]; 0 without one.
+
+    One reduction of both products, because XLA fuses it with the gather and reads each checkpoint once, where it lies;
+    a dot would first have its operand gathered into memory, a copy of the checkpoints every step.
+    """
+    state = checkpoints[rows].astype(jnp.float32)
+    state = jnp.where(holds[:, None, None, None], state, 0.0)
+    products = state * key[:, :, None], state * query[:, :, None]
+    return jax.lax.reduce(products, (jnp.float32(0), jnp.float32(0)), lambda a, b: (a[0] + b[0], a[1] + b[1]), (3,))
+
+
+def _append(array: Array, new: Array, positions: Array) -> Array:
+    """Writes new [rows, time, ...] to flat entry positions int32 [rows, time]; those past the end are dropped."""
+    flat = array.reshape(-1, *array.shape[2:])
+    return flat.at[positions].set(new.astype(array.dtype), mode="drop").reshape(array.shape)
+
+
+def _take(array: Array, positions: Array, alive: Array) -> Array:
+    """f32 [rows, ring, ...] of entries; dead ones are selected away, for they may hold another owner's NaN."""
+    taken = array.reshape(-1, *array.shape[2:])[positions].astype(jnp.float32)
+    return jnp.where(alive.reshape(*alive.shape, *(1,) * (taken.ndim - 2)), taken, 0.0)
+
+
+def _per_head(spec: RecurrenceSpec, x: Array) -> Array:
+    return jnp.repeat(x, spec.group, axis=-2)
+
+
+def _at(x: Array, t: Array | int) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, t, axis=1, keepdims=False)
+
+
+def _pack_gates(spec: RecurrenceSpec, log_decay: Array | None, beta: Array) -> Array:
+    parts = []
+    if log_decay is not None:
+        parts.append(log_decay[..., None] if spec.decay == "head" else log_decay)
+    if not spec.delta:
+        parts.append(beta[..., None])
+    return jnp.concatenate(parts, axis=-1) if parts else jnp.zeros((*beta.shape, 0), jnp.float32)
+
+
+def _unpack_gates(spec: RecurrenceSpec, gates: Array) -> tuple[Array, Array]:
+    """log_decay [rows, ring, heads, 1 or key_dim], 0 without decay, and beta [rows, ring, heads], 1 with delta."""
+    decay = gates[..., : spec.decay_width] if spec.decay_width else jnp.zeros((*gates.shape[:-1], 1), jnp.float32)
+    return decay, jnp.ones(gates.shape[:-1], jnp.float32) if spec.delta else gates[..., -1]

@@ -1,0 +1,107 @@
+"""The static description of a recurrence, and the checks that every form makes of its inputs."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+type Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrenceSpec:
+    """A family of linear attention as data (all families are one recurrence, with state S [value_dim, key_dim] a head):
+
+        S̃ = S · diag(exp(log_decay))        u = beta · (v − S̃ k) with the delta rule, beta · v without
+        S ← S̃ + u ⊗ k                       o = S q
+
+    Attributes:
+      heads: Value heads; each has a state of its own.
+      key_heads: Heads of q and k; head h reads key head h // (heads // key_heads).
+      key_dim: Size of a key (columns of the state).
+      value_dim: Size of a value (rows of the state).
+      decay: "none", one number a head ("head"), or one a head and key channel ("channel").
+      delta: Whether the update subtracts what the state already recalls for k.
+
+    Gated DeltaNet is `decay="head", delta=True`.
+
+    Raises:
+      ValueError: A size below 1, heads that key_heads does not divide, or an unknown decay.
+    """
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    decay: Literal["none", "head", "channel"] = "head"
+    delta: bool = True
+
+    def __post_init__(self):
+        for name in ("heads", "key_heads", "key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.heads % self.key_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of key_heads ({self.key_heads})")
+        if self.decay not in ("none", "head", "channel"):
+            raise ValueError(f'decay must be "none", "head" or "channel", got {self.decay!r}')
+
+    @property
+    def group(self) -> int:
+        """Value heads that share one key head."""
+        return self.heads // self.key_heads
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of one request's state: (heads, value_dim, key_dim)."""
+        return (self.heads, self.value_dim, self.key_dim)
+
+    @property
+    def decay_width(self) -> int:
+        """Numbers of log_decay a token and head carry: 0, 1 or key_dim."""
+        return {"none": 0, "head": 1, "channel": self.key_dim}[self.decay]
+
+
+def check_inputs(
+    spec: RecurrenceSpec, q: Array, k: Array, v: Array, log_decay: Array | None, beta: Array | None
+) -> None:
+    """Raises a ValueError that names the first argument whose shape or dtype does not fit `spec`."""
+    if v.ndim != 4:
+        raise ValueError(f"v must be [batch, time, heads, value_dim], got shape {v.shape}")
+    batch, time = v.shape[:2]
+    head = (batch, time, spec.heads)
+    decay_shape = {"none": None, "head": head, "channel": (*head, spec.key_dim)}[spec.decay]
+    if (log_decay is None) != (decay_shape is None):
+        raise ValueError(
+            f"log_decay must be {'None' if decay_shape is None else f'f32 {decay_shape}'} for decay={spec.decay!r}, "
+            f"got {'None' if log_decay is None else log_decay.shape}"
+        )
+    expected = {
+        "q": (q, (batch, time, spec.key_heads, spec.key_dim)),
+        "k": (k, (batch, time, spec.key_heads, spec.key_dim)),
+        "v": (v, (*head, spec.value_dim)),
+        "log_decay": (log_decay, decay_shape),
+        "beta": (beta, head),
+    }
+    for name, (array, shape) in expected.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+    for name, gate in (("log_decay", log_decay), ("beta", beta)):
+        if gate is not None and gate.dtype != jnp.float32:
+            raise ValueError(f"{name} must be float32 (rounded gates drift over long decodes), got {gate.dtype}")
+
+
+def check_rows(name: str, array: Array, rows: int) -> None:
+    """Raises a ValueError unless `array` is an integer vector with one number a row."""
+    if array.shape != (rows,) or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be int32 [{rows}], one number a row, got {array.dtype} {array.shape}")
+
+
+def check_implementation(operation: str, implementation: str) -> None:
+    """Raises a ValueError unless `implementation` can serve `operation`: for now XLA's compilation of the jnp path."""
+    if implementation in ("gpu", "tpu"):
+        raise ValueError(
+            f'implementation="{implementation}" has no kernel for {operation} yet, expected "auto" or "xla"'
+        )
+    if implementation not in ("auto", "xla"):
+        raise ValueError(f'implementation must be "auto", "xla", "gpu" or "tpu", got {implementation!r}')

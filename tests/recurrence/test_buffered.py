@@ -1,0 +1,255 @@
+"""The buffered memory: any schedule of calls gives what the float64 recurrence gives."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.recurrence import RecurrenceSpec, buffered
+from tests.recurrence import definition
+
+GDN = RecurrenceSpec(heads=6, key_heads=2, key_dim=32, value_dim=24)
+MAX_PENDING = 8
+KV_ONLY = 200
+SLOTS = 5  # one shape for most tests: compiling is what costs
+
+extend = jax.jit(buffered.extend, static_argnums=0)
+prefill = jax.jit(buffered.prefill, static_argnums=0, static_argnames="chunk_size")
+commit = jax.jit(buffered.commit)
+fold = jax.jit(buffered.fold, static_argnums=0)
+read = jax.jit(buffered.read, static_argnums=0)
+reset = jax.jit(buffered.reset)
+
+
+def memory(limits, dtype=jnp.float32):
+    """Five empty slots; the last one's limit keeps it KV-only and gives every test the same ring."""
+    return buffered.init(GDN, slots=SLOTS, limit=np.array(limits), max_pending=MAX_PENDING, entry_dtype=dtype)
+
+
+def ints(*values):
+    return jnp.array(values, jnp.int32)
+
+
+def window(inputs, start, stop):
+    return [None if x is None else jnp.asarray(x[:, start:stop]) for x in inputs]
+
+
+def poison(cache, slot):
+    """Fills everything slot owns with NaN, as a diverged earlier owner would have left it."""
+    row, blocks = int(cache.cursor.fold_to[slot]), np.asarray(cache.cursor.block_table[slot])
+    pool = cache.pool
+    pool = dataclasses.replace(
+        pool,
+        checkpoints=pool.checkpoints.at[row].set(jnp.nan),
+        keys=pool.keys.at[blocks].set(jnp.nan),
+        updates=pool.updates.at[blocks].set(jnp.nan),
+        gates=pool.gates.at[blocks].set(jnp.nan),
+    )
+    return dataclasses.replace(cache, pool=pool)
+
+
+@pytest.mark.parametrize("repetition", range(2))
+def test_any_schedule_equals_the_recurrence(rng, repetition):
+    """Random T, ragged rows, partial acceptance, forced folds, prefills that keep entries, reused poisoned slots."""
+    spec, slots = GDN, SLOTS
+    cache = memory([1, 16, 32, 16, KV_ONLY])
+    states = np.zeros((slots + 1, *spec.state_shape))
+    tokens = np.zeros(slots + 1, int)
+    worst = 0.0
+    for _ in range(60):
+        rows = np.concatenate([[0], rng.permutation(np.arange(1, slots + 1))[:4]]).astype(np.int32)
+        rng.shuffle(rows)
+        for slot in np.flatnonzero((rng.random(slots + 1) < 0.06) | (tokens > KV_ONLY - 30)):
+            cache = reset(poison(cache, slot) if slot else cache, ints(slot))
+            states[slot], tokens[slot] = 0, 0
+        action = rng.random()
+        if action < 0.1:
+            cache = fold(spec, cache, slots=jnp.asarray(rows))
+        elif action < 0.2:
+            lengths, keep = rng.integers(0, 20, 5).astype(np.int32), rng.integers(0, 12, 5).astype(np.int32)
+            inputs = definition.inputs(rng, spec, 5, 20)
+            out, cache = prefill(spec, cache, *inputs, slots=rows, lengths=lengths, keep=keep)
+            lengths = np.where(rows > 0, lengths, 0)
+            expected, after, _ = definition.run_batch(spec, states[rows], *inputs, lengths)
+            worst = max(worst, definition.error(out, expected))
+            states[rows], tokens[rows] = after, tokens[rows] + lengths
+        else:
+            time = int(rng.integers(1, MAX_PENDING + 1))
+            lengths = rng.integers(0, time + 1, 5).astype(np.int32)
+            inputs = definition.inputs(rng, spec, 5, time)
+            out, cache = extend(spec, cache, *inputs, slots=rows, lengths=lengths)
+            lengths = np.where(rows > 0, lengths, 0)
+            expected, _, _ = definition.run_batch(spec, states[rows], *inputs, lengths)
+            worst = max(worst, definition.error(out, expected))
+            accepted = rng.integers(0, lengths + 1).astype(np.int32)
+            cache = commit(cache, accepted, slots=rows)
+            states[rows] = definition.run_batch(spec, states[rows], *inputs, accepted)[1]
+            tokens[rows] += accepted
+        assert (np.asarray(cache.cursor.position)[1:] == tokens[1:]).all()
+        states[0] = 0
+        worst = max(worst, definition.error(read(spec, cache, ints(*range(slots + 1))), states))
+        assert worst < 1e-4
+    assert (np.asarray(cache.pool.checkpoints[0]) == 0).all() and (np.asarray(cache.pool.keys[0]) == 0).all()
+
+
+def test_limit_one_holds_the_recurrent_state_and_kv_only_never_reads_one(rng):
+    cache = poison(memory([1, 16, 16, 32, KV_ONLY]), 5)
+    no_checkpoint = cache.cursor.checkpoint_of.at[5].set(0)
+    cache = dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, checkpoint_of=no_checkpoint))
+    inputs, slots, one = definition.inputs(rng, GDN, SLOTS, 40), ints(1, 2, 3, 4, 5), ints(1, 1, 1, 1, 1)
+    out, state, _ = definition.run_batch(GDN, None, *inputs)
+    folds = np.zeros(SLOTS, int)
+    for t in range(40):
+        before = np.asarray(cache.cursor.folded)
+        step, cache = extend(GDN, cache, *window(inputs, t, t + 1), slots=slots)
+        assert definition.error(step[:, 0], out[:, t]) < 1e-4
+        folds += (np.asarray(cache.cursor.folded) > before)[1:]
+        cache = commit(cache, one, slots=slots)
+    assert folds.tolist() == [39, 2, 2, 1, 0]
+    assert np.asarray(cache.cursor.folded).tolist() == [0, 39, 32, 32, 32, 0]
+    assert definition.error(read(GDN, cache, slots), state) < 1e-4
+    assert np.isnan(np.asarray(cache.pool.checkpoints[5])).all()
+
+
+@pytest.mark.parametrize("limit", [4, 16])
+def test_a_slot_folds_exactly_when_the_new_tokens_would_exceed_its_limit(rng, limit):
+    cursor = buffered.init_cursor(slots=1, limit=limit, max_pending=MAX_PENDING)
+    length = folded = 0
+    for _ in range(60):
+        time = int(rng.integers(1, MAX_PENDING + 1))
+        new = int(rng.integers(0, time + 1))
+        step, cursor = buffered.begin(cursor, ints(1), ints(new), time)
+        folds = new > 0 and length > 0 and length + new > limit
+        if folds:
+            folded, length = folded + length, 0
+        assert bool(step.folds[0]) == folds
+        written = np.asarray(step.append[0])[:new]
+        assert not set(written) & set(np.asarray(step.entries[0])[: int(step.live[0])]), "wrote what is read"
+        accepted = int(rng.integers(0, new + 1))
+        assert int(cursor.pending[1]) == new
+        cursor = buffered.commit_cursor(cursor, ints(accepted), ints(1))
+        length += accepted
+        assert (int(cursor.folded[1]), int(cursor.length[1])) == (folded, length)
+
+
+def test_tokens_at_once_store_the_same_bits_as_one_by_one(rng):
+    rows, one = ints(1, 2, 3, 4, 5), ints(1, 1, 1, 1, 1)
+    for _ in range(8):
+        cache = memory([16, 16, 16, 16, KV_ONLY], jnp.bfloat16)
+        state = jnp.asarray(rng.standard_normal((SLOTS, *GDN.state_shape)), jnp.float32)
+        cache = buffered.load(cache, state, ints(9, 9, 9, 9, 9), rows)
+        inputs = definition.inputs(rng, GDN, SLOTS, 16)
+        for t in range(int(rng.integers(0, 10))):
+            _, cache = extend(GDN, cache, *window(inputs, t, t + 1), slots=rows)
+            cache = commit(cache, one, slots=rows)
+        inputs = window(inputs, 11, 16)
+        _, at_once = extend(GDN, cache, *inputs, slots=rows)
+        one_by_one = cache
+        for t in range(5):
+            _, one_by_one = extend(GDN, one_by_one, *window(inputs, t, t + 1), slots=rows)
+            one_by_one = commit(one_by_one, one, slots=rows)
+        assert at_once.pool.updates.dtype == jnp.bfloat16
+        for name in ("keys", "updates", "gates"):
+            a, b = (np.asarray(getattr(c.pool, name)) for c in (at_once, one_by_one))
+            assert a.tobytes() == b.tobytes(), name
+
+
+def test_bf16_entries_replay_to_the_state_and_are_within_an_ulp(rng):
+    """The stored entries are the whole truth: nothing is lost between what was stored and what the memory holds."""
+    steps, rows = 4096, ints(1, 2)
+    cache = buffered.init(GDN, slots=2, limit=16)
+    q, k, v, log_decay, beta = (jnp.asarray(x) for x in definition.inputs(rng, GDN, 2, steps, mean_log_decay=-0.02))
+
+    @jax.jit
+    def decode(cache, inputs):
+        def token(cache, inputs):
+            position, _ = buffered.begin(cache.cursor, rows, ints(1, 1), 1)
+            _, cache = buffered.extend(GDN, cache, *(x[:, None] for x in inputs), slots=rows)
+            pools = cache.pool.keys, cache.pool.updates
+            stored = [x.reshape(-1, *x.shape[2:])[position.append[:, 0]] for x in pools]
+            return buffered.commit(cache, ints(1, 1), slots=rows), stored
+
+        return jax.lax.scan(token, cache, [jnp.moveaxis(x, 1, 0) for x in inputs])
+
+    cache, (keys, updates) = decode(cache, (q, k, v, log_decay, beta))
+    keys, updates = np.asarray(keys, np.float64), np.asarray(updates, np.float64)
+    values, decay, strength = (np.moveaxis(np.asarray(x, np.float64), 1, 0) for x in (v, np.exp(log_decay), beta))
+    keys = np.repeat(keys, GDN.heads // GDN.key_heads, axis=2)
+    state, worst = np.zeros((2, *GDN.state_shape)), 0.0
+    for t in range(steps):
+        state = state * decay[t][:, :, None, None]
+        recalled = np.einsum("nhvd,nhd->nhv", state, keys[t])
+        exact = strength[t][..., None] * (values[t] - recalled)
+        # Where v and what is recalled cancel, u is smaller than the fp32 rounding of either: that is added to the ulp.
+        size = np.abs(values[t]) + np.einsum("nhvd,nhd->nhv", np.abs(state), np.abs(keys[t]))
+        ulp = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
+        worst = max(worst, (np.abs(updates[t] - exact) / (ulp + np.finfo(np.float32).eps * size)).max())
+        state = state + updates[t][..., None] * keys[t][:, :, None]
+    assert worst <= 1.0
+    assert definition.error(read(GDN, cache, rows), state) < 2e-5
+
+
+def test_a_fold_writes_the_row_it_is_told_and_no_other(rng):
+    """A checkpoint that another slot also reads is never written: `fold_to` names the row instead."""
+    cache, rows, one = memory([4, 4, 16, 16, KV_ONLY]), ints(1, 2, 0, 0, 0), ints(1, 1, 0, 0, 0)
+    state = jnp.asarray(rng.standard_normal((1, *GDN.state_shape)), jnp.float32)
+    cache = buffered.load(cache, state, ints(7), ints(1))
+    cursor = cache.cursor
+    shared = dataclasses.replace(
+        cursor,
+        checkpoint_of=cursor.checkpoint_of.at[2].set(1),
+        folded=cursor.folded.at[2].set(7),
+        fold_to=cursor.fold_to.at[1].set(3),
+    )
+    cache = dataclasses.replace(cache, cursor=shared)
+    inputs = definition.inputs(rng, GDN, SLOTS, 12)
+    out, after, _ = definition.run_batch(GDN, np.repeat(state, SLOTS, 0), *inputs)
+    untouched = np.asarray(cache.pool.checkpoints[1]).tobytes()
+    for t in range(12):
+        step, cache = extend(GDN, cache, *window(inputs, t, t + 1), slots=rows)
+        assert definition.error(step[:2, 0], out[:2, t]) < 1e-4
+        assert (np.asarray(step[2:]) == 0).all()
+        cache = commit(cache, one, slots=rows)
+    assert np.asarray(cache.cursor.checkpoint_of)[1:3].tolist() == [3, 2]
+    assert np.asarray(cache.pool.checkpoints[1]).tobytes() == untouched
+    assert definition.error(read(GDN, cache, ints(1, 2)), after[:2]) < 1e-4
+
+
+def test_slots_outside_a_call_keep_every_bit(rng):
+    cache = memory([4, 4, 4, 4, KV_ONLY])
+    inputs = definition.inputs(rng, GDN, SLOTS, 20)
+    keep = ints(2, 2, 2, 2, 9)
+    _, cache = prefill(GDN, cache, *inputs, slots=ints(1, 2, 3, 4, 5), lengths=ints(6, 5, 4, 20, 9), keep=keep)
+
+    def bits(slot):
+        blocks, row = np.asarray(cache.cursor.block_table[slot]), int(cache.cursor.checkpoint_of[slot])
+        pool = cache.pool
+        arrays = pool.checkpoints[row], pool.keys[blocks], pool.updates[blocks], pool.gates[blocks]
+        return [np.asarray(x).tobytes() for x in arrays]
+
+    before = bits(2), bits(5)
+    for t in range(6):
+        _, cache = extend(GDN, cache, *window(inputs, t, t + 1), slots=ints(1, 3, 4, 0, 0))
+        cache = commit(cache, ints(1, 1, 1, 0, 0), slots=ints(1, 3, 4, 0, 0))
+    assert (bits(2), bits(5)) == before
+
+
+def test_errors_name_the_argument(rng):
+    cache = buffered.init(GDN, slots=2, limit=16, max_pending=4)
+    inputs = definition.inputs(rng, GDN, 1, 5)
+    with pytest.raises(ValueError, match=r"time \(5 tokens at once\) must be at most max_pending \(4\)"):
+        buffered.extend(GDN, cache, *inputs, slots=ints(1))
+    with pytest.raises(ValueError, match=r"slots must be in \[0, 2\], got 3 at row 0"):
+        buffered.extend(GDN, cache, *window(inputs, 0, 1), slots=ints(3))
+    with pytest.raises(ValueError, match=r"accepted must be in \[0, 0\], got 1"):
+        buffered.commit(cache, ints(1), slots=ints(1))
+    with pytest.raises(ValueError, match=r"keep must be in \[0, 20\]"):
+        buffered.prefill(GDN, cache, *inputs, slots=ints(1), keep=21)
+    with pytest.raises(ValueError, match=r"limit must be at least 1, got 0"):
+        buffered.init(GDN, slots=2, limit=0)
+    with pytest.raises(ValueError, match=r"limit must be one number or int32 \[2\]"):
+        buffered.init(GDN, slots=2, limit=np.array([1, 2, 3]))
+    with pytest.raises(ValueError, match=r"state must have shape \(1, 6, 24, 32\)"):
+        buffered.load(cache, jnp.zeros((1, 6, 32, 24)), ints(3), ints(1))
