@@ -1,5 +1,40 @@
-"""Serve linear-attention and hybrid language models from JAX by moving fewer bytes."""
+"""Serve linear-attention and hybrid language models from JAX by moving fewer bytes.
+
+import jaxbuf
+lm = jaxbuf.load("demo")
+results = jaxbuf.generate(lm, ["The buffer is"], max_new_tokens=64)
+"""
+
+import importlib
+from typing import TYPE_CHECKING
 
 from jaxbuf.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from jaxbuf.models.checkpoint import CheckpointError
+    from jaxbuf.models.language_model import LanguageModel, load
+    from jaxbuf.serving import GenerationResult, SamplingParams, generate, stream
+
+__all__ = [
+    "CheckpointError",
+    "GenerationResult",
+    "LanguageModel",
+    "SamplingParams",
+    "__version__",
+    "generate",
+    "load",
+    "stream",
+]
+
+# JAX takes a second to import, which `jaxbuf --help` need not wait for.
+_HOME = {
+    "CheckpointError": "jaxbuf.models.checkpoint",
+    "LanguageModel": "jaxbuf.models.language_model",
+    "load": "jaxbuf.models.language_model",
+}
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module 'jaxbuf' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME.get(name, "jaxbuf.serving")), name)

@@ -1,0 +1,98 @@
+"""The short causal convolution in front of Gated DeltaNet, and the ring of its last inputs.
+
+The input of absolute position p lies at ring row p % ring. A committed length therefore says everything about the ring:
+rejecting drafts moves that integer elsewhere, and here nothing at all moves.
+"""
+
+import jax
+import jax.numpy as jnp
+
+type Array = jax.Array
+
+
+def init_ring(*, slots: int, channels: int, width: int, max_pending: int, dtype: jnp.dtype) -> Array:
+    """Returns an empty ring [slots + 1, width - 1 + max_pending, channels]; row 0 is the null slot.
+
+    It holds the width - 1 inputs before the first pending token and the pending ones, so no pending input overwrites
+    one that the next step may read, whatever is accepted.
+
+    Raises:
+      ValueError: A size below 1 (width below 2).
+    """
+    for name, size, least in (
+        ("slots", slots, 1),
+        ("channels", channels, 1),
+        ("width", width, 2),
+        ("max_pending", max_pending, 1),
+    ):
+        if size < least:
+            raise ValueError(f"{name} must be at least {least}, got {size}")
+    return jnp.zeros((slots + 1, width - 1 + max_pending, channels), dtype)
+
+
+def causal_convolution(x: Array, weight: Array, previous: Array | None = None) -> Array:
+    """Convolves each channel with its own taps over the current and the last width - 1 inputs; no activation.
+
+    Args:
+      x: [batch, time, channels].
+      weight: [channels, width]; tap width - 1 meets the current input, tap 0 the oldest.
+      previous: [batch, width - 1, channels], the inputs before x, oldest first. None: zeros.
+
+    Returns:
+      y [batch, time, channels] in x's dtype, summed in float32.
+
+    Raises:
+      ValueError: A shape that does not fit.
+    """
+    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"x must be [batch, time, channels] and weight [channels, width], got {x.shape} and {weight.shape}"
+        )
+    batch, time, channels = x.shape
+    width = weight.shape[1]
+    if previous is None:
+        previous = jnp.zeros((batch, width - 1, channels), x.dtype)
+    if previous.shape != (batch, width - 1, channels):
+        raise ValueError(f"previous must have shape {(batch, width - 1, channels)}, got {previous.shape}")
+    inputs = jnp.concatenate([previous.astype(x.dtype), x], axis=1).astype(jnp.float32)
+    taps = weight.astype(jnp.float32)
+    y = inputs[:, :time] * taps[None, None, :, 0]
+    for tap in range(1, width):
+        y = y + inputs[:, tap : tap + time] * taps[None, None, :, tap]
+    return y.astype(x.dtype)
+
+
+def extend_ring(
+    ring: Array, weight: Array, x: Array, *, slots: Array, start: Array, lengths: Array
+) -> tuple[Array, Array]:
+    """Convolves the next inputs of each slot with what its ring holds before them, and writes them into the ring.
+
+    Serves prefill (any time) and decoding alike. Pending inputs (at most the ring's max_pending, see `init_ring`) are
+    rolled back by calling again with a smaller `start`: they are overwritten or never read.
+
+    Args:
+      ring: [slots + 1, ring, channels], from `init_ring`.
+      weight: [channels, width].
+      x: [rows, time, channels], the inputs of positions start .. start + time - 1.
+      slots: int32 [rows], the physical slot of each row. Slot 0 is null: nothing is written, zeros come back.
+      start: int32 [rows], the committed tokens of each row's slot. Positions below 0 read as zeros.
+      lengths: int32 [rows], how many of the inputs are real; the others are not written and give zeros.
+
+    Returns:
+      y [rows, time, channels] in x's dtype, before the activation, and the ring.
+    """
+    time, size, history = x.shape[1], ring.shape[1], weight.shape[1] - 1
+    before = start[:, None] - history + jnp.arange(history, dtype=start.dtype)[None]
+    known = (before >= 0) & (slots > 0)[:, None]
+    previous = jnp.where(known[..., None], ring[slots[:, None], before % size], jnp.zeros((), ring.dtype))
+    y = causal_convolution(x, weight, previous)
+    offsets = jnp.arange(time, dtype=start.dtype)[None]
+    real = (offsets < lengths[:, None]) & (slots > 0)[:, None]
+    y = jnp.where(real[..., None], y, jnp.zeros((), y.dtype))
+
+    if time > size:  # only the last inputs survive: write those, so that no ring row is written twice
+        offsets = lengths[:, None] - size + jnp.arange(size, dtype=start.dtype)[None]
+        real = (offsets >= 0) & (slots > 0)[:, None]
+        x = jnp.take_along_axis(x, jnp.maximum(offsets, 0)[..., None], axis=1)
+    rows = jnp.where(real, (start[:, None] + offsets) % size, size)
+    return y, ring.at[slots[:, None], rows].set(x.astype(ring.dtype), mode="drop")

@@ -1,0 +1,167 @@
+"""Generation as people call it. Prompts and lengths are chosen so that few shapes are compiled."""
+
+import dataclasses
+import importlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxbuf.recurrence import RecurrenceSpec
+from jaxbuf.serving import SamplingParams, generate, generate_tokens, start, stream
+from jaxbuf.serving.stats import checkpoint_bytes, entry_bytes
+
+module = importlib.import_module("jaxbuf.serving.generate")  # the package's attribute is the function
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+NEW = 40  # crosses several folds at limit 16
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Eight prompts of lengths 1 to 200, the ends included."""
+    rng = np.random.default_rng()
+    lengths = [1, 200, *rng.integers(2, 200, 6)]
+    return [rng.integers(0, 256, n).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def greedy(lm, prompts):
+    return generate(lm, prompts, NEW, GREEDY)
+
+
+def settings(count):
+    return [
+        SamplingParams(temperature=0.9, top_k=(0, 20)[i % 2], top_p=0.95, seed=i, ignore_eos=True) for i in range(count)
+    ]
+
+
+def test_greedy_tokens_are_the_full_forwards(lm, prompts, greedy):
+    """Every token is the best one of the plain forward over everything before it, or ties with it."""
+    for row in (0, 1, 5):
+        prompt, new = prompts[row], greedy[row].tokens
+        assert len(new) == NEW
+        logits = np.asarray(lm.logits(np.array([(prompt + new)[:-1] + [0] * (256 - len(prompt) - NEW + 1)])))[0]
+        scores = logits[len(prompt) - 1 : len(prompt) + NEW - 1]
+        assert (scores.max(-1) - scores[np.arange(NEW), new] < 1e-3).all()
+
+
+def test_batched_equals_one_by_one(lm, prompts, greedy, monkeypatch):
+    monkeypatch.setattr(module, "PROMPT_BUCKET", 256)  # every prompt alone in the long one's shape: compiled once
+    sampled = generate(lm, prompts, NEW, settings(8))
+    for row, prompt in enumerate(prompts):
+        assert generate(lm, [prompt], NEW, GREEDY)[0].tokens == greedy[row].tokens, row
+        assert generate(lm, [prompt], NEW, settings(8)[row])[0].tokens == sampled[row].tokens, row
+    assert any(a.tokens != b.tokens for a, b in zip(sampled, greedy, strict=True))
+
+
+def test_recurrent_and_buffered_give_the_same_tokens(lm, prompts, greedy):
+    for form, limit in (("recurrent", 16), ("buffered", 16)):
+        results = generate(lm, prompts, NEW, GREEDY, form=form, limit=limit)
+        assert [r.tokens for r in results] == [r.tokens for r in greedy], form
+
+
+@pytest.mark.parametrize("form", ["recurrent", "buffered"])
+def test_stats_are_what_a_count_by_hand_gives(lm, prompts, form):
+    """The ring is empty after prefill; each step reads it, appends one, and folds first if one more would exceed."""
+    spec: RecurrenceSpec = lm.config.spec
+    results = generate(lm, prompts, NEW, GREEDY, form=form)
+    limit = 1 if form == "recurrent" else 16
+    folds = live = length = 0
+    for _ in range(NEW - 1):
+        live += length
+        if length and length + 1 > limit:
+            folds, length = folds + 1, 0
+        length += 1
+    state = 4 * spec.heads * spec.value_dim * spec.key_dim
+    entry = 4 * (spec.key_heads * spec.key_dim + spec.heads * spec.value_dim + spec.heads)
+    assert (state, entry) == (checkpoint_bytes(spec, "float32"), entry_bytes(spec, "float32"))
+    expected = 3 * (state * (NEW - 1 + folds) + entry * (live + NEW - 1))
+    for prompt, result in zip(prompts, results, strict=True):
+        stats = result.stats
+        assert (stats.steps, stats.checkpoint_reads, stats.folds) == (NEW - 1, NEW - 1, folds)
+        assert (stats.live_entries, stats.bytes) == (live, expected)
+        assert (stats.prompt_tokens, stats.new_tokens, stats.drafted, stats.accepted) == (len(prompt), NEW, 0, 0)
+
+
+def test_a_stop_token_ends_its_row_and_no_other(lm, prompts, greedy):
+    row, place = 3, 17
+    stop = greedy[row].tokens[place]
+    first = greedy[row].tokens.index(stop)
+    sampling = [dataclasses.replace(GREEDY, stop_token_ids=(stop,)) if i == row else GREEDY for i in range(8)]
+    results = generate(lm, prompts, NEW, sampling)
+    assert (results[row].tokens, results[row].finish_reason) == (greedy[row].tokens[: first + 1], "stop")
+    for i in set(range(8)) - {row}:
+        assert (results[i].tokens, results[i].finish_reason) == (greedy[i].tokens, "length")
+    assert results[row].stats.steps == first
+
+
+def test_a_generation_in_slices_is_the_whole_one(lm, prompts, greedy):
+    for segment in (16, 7):
+        events = list(stream(lm, prompts[1], NEW, GREEDY, segment=segment))
+        assert [t for e in events for t in e.tokens] == events[-1].result.tokens
+        assert "".join(e.text for e in events) == events[-1].result.text
+        assert [e.done for e in events] == [False] * (len(events) - 1) + [True]
+        whole = generate(lm, [prompts[1]], NEW, GREEDY)[0]
+        assert events[-1].result == whole
+        assert whole.tokens == greedy[1].tokens
+
+
+def test_streamed_text_never_splits_a_character(lm, monkeypatch):
+    """A model that writes chosen bytes: pieces end at whole characters and together are the text."""
+    text = "naïve 東京 🙂 done\n" * 2
+    ids = lm.encode(text)
+    results = [dataclasses.replace(r, text=lm.decode(r.tokens)) for r in _prefixes(lm, ids)]
+    calls = iter(results)
+    monkeypatch.setattr(module, "_results", lambda request, carry: [next(calls)])
+    monkeypatch.setattr(module.loop, "generate_tokens", lambda model, carry, steps: carry)
+    pieces = [event.text for event in stream(lm, [5] * 200, NEW, GREEDY)]
+    assert "".join(pieces) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def _prefixes(lm, ids):
+    (template,) = generate(lm, [[5] * 200], NEW, GREEDY)
+    for end in range(1, len(ids) + 1):
+        done = end == len(ids)
+        yield dataclasses.replace(template, tokens=ids[:end], finish_reason="length" if done else "unfinished")
+
+
+def test_settings_do_not_compile_again_and_a_second_bucket_does_once(lm):
+    start.clear_cache()
+    generate_tokens.clear_cache()
+    rng = np.random.default_rng()
+    some = [rng.integers(0, 256, n).tolist() for n in (3, 20, 31, 32)]
+    for sampling in (GREEDY, SamplingParams(temperature=0.7, top_k=5, seed=9), SamplingParams(top_p=0.5, seed=3)):
+        generate(lm, some[:2], 12, sampling)
+        generate(lm, some[2:], 9, sampling, form="recurrent")
+    assert (start._cache_size(), generate_tokens._cache_size()) == (1, 1)
+    generate(lm, [rng.integers(0, 256, 33).tolist(), some[0]], 12, GREEDY)
+    assert (start._cache_size(), generate_tokens._cache_size()) == (2, 2)
+
+
+def test_the_carry_is_reused_in_place(lm):
+    request = module._check(lm, [[1, 2, 3], [4] * 20], 12, GREEDY, 16, "auto", None)
+    carry = start(lm.model, **request.arguments)
+    generate_tokens(lm.model, carry, np.int32(2))
+    assert all(x.is_deleted() for x in jax.tree.leaves(carry.cache))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": [[]]}, r"prompts\[0\] must hold at least one token, got \[\]"),
+        ({"prompts": ["fine", ""]}, r"prompts\[1\] must hold at least one token, got ''"),
+        ({"prompts": "text"}, r"prompts must be a list of texts or token lists"),
+        ({"prompts": [[1, 259]]}, r"prompts\[0\] must hold token ids in \[0, 259\), got 259"),
+        ({"prompts": [[1] * 1000], "max_new_tokens": 25}, r"prompts\[0\] \(1000 tokens\).*\(25\).*at most.*\(1024\)"),
+        ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"prompts": [[1]], "limit": 0}, "limit must be at least 1, got 0"),
+        ({"prompts": [[1]], "form": "linear"}, "form must be .* got 'linear'"),
+        ({"prompts": [[1]], "entry_dtype": "int8"}, "entry_dtype must be .* got 'int8'"),
+        ({"prompts": [[1]], "sampling": [GREEDY] * 2}, r"sampling must be one .* \(1\), got 2"),
+    ],
+)
+def test_a_wrong_argument_is_named(lm, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate(lm, **arguments)
