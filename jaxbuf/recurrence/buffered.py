@@ -222,6 +222,7 @@ def load(cache: BufferedState, state: Array, tokens: Array, slots: Array) -> Buf
     Raises:
       ValueError: The state's shape does not fit the pool.
     """
+    slots = jnp.asarray(slots)
     shape = (slots.shape[0], *cache.pool.checkpoints.shape[1:])
     if state.shape != shape:
         raise ValueError(f"state must have shape {shape}, got {state.shape}")

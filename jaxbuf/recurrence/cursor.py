@@ -168,12 +168,14 @@ NOWHERE = np.iinfo(np.int32).max  # an index past every array: scatters with mod
 def init_cursor(*, slots: int, limit: int | Array = 16, max_pending: int = 8, block_size: int = 8) -> Cursor:
     """A cursor for `slots` empty requests (physical slots 1 to `slots`) that each own a checkpoint row and a ring.
 
-    Args: as in `buffered.init`. A ring holds max(limit, max_pending) + max_pending entries, in whole blocks.
+    Args: as in `buffered.init` (a limit for each may also start with the null slot's). A ring holds max(limit, max_pending) + max_pending entries, in whole blocks.
     """
     for name, value in (("slots", slots), ("max_pending", max_pending), ("block_size", block_size)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     limits = np.asarray(limit, np.int32)
+    if limits.shape == (slots + 1,):
+        limits = limits[1:]
     if limits.shape not in ((), (slots,)):
         raise ValueError(f"limit must be one number or int32 [{slots}], one a slot, got shape {limits.shape}")
     if limits.min() < 1:

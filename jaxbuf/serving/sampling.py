@@ -63,9 +63,9 @@ def pack(params: Sequence[SamplingParams]) -> Sampling:
     """The settings of a batch as arrays, one row each."""
 
     def column(name, dtype):
-        return np.array([getattr(p, name) for p in params], dtype)
+        return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
 
-    top_k = np.minimum([p.top_k for p in params], np.iinfo(np.int32).max).astype(np.int32)
+    top_k = jnp.asarray(np.minimum([p.top_k for p in params], np.iinfo(np.int32).max).astype(np.int32))
     return Sampling(column("temperature", np.float32), top_k, column("top_p", np.float32), column("seed", np.uint32))
 
 

@@ -250,6 +250,6 @@ def test_errors_name_the_argument(rng):
     with pytest.raises(ValueError, match=r"limit must be at least 1, got 0"):
         buffered.init(GDN, slots=2, limit=0)
     with pytest.raises(ValueError, match=r"limit must be one number or int32 \[2\]"):
-        buffered.init(GDN, slots=2, limit=np.array([1, 2, 3]))
+        buffered.init(GDN, slots=2, limit=np.array([1, 2, 3, 4]))
     with pytest.raises(ValueError, match=r"state must have shape \(1, 6, 24, 32\)"):
         buffered.load(cache, jnp.zeros((1, 6, 32, 24)), ints(3), ints(1))

@@ -33,8 +33,8 @@ def loop_bodies(hlo: str) -> list[str]:
 def written_in_loops(hlo: str, shape: tuple[int, ...]) -> list[str]:
     """Instructions in loops, but outside conditionals, that output an array whose last dimensions are `shape`.
 
-    A fusion counts by what it outputs: inside it nothing is written to memory. Tuples, and what only passes a buffer on,
-    are no writes.
+    A fusion counts by what it outputs: inside it nothing is written to memory. Tuples, and what only passes a buffer
+    on, are no writes.
     """
     all_lines, flagged = computations(hlo), []
     wanted = re.compile(r"\[(?:\d+,)*" + ",".join(map(str, shape)) + r"\]")

@@ -1,0 +1,1 @@
+"""Softmax attention's memory: keys and values of the tokens so far."""

@@ -1,0 +1,1 @@
+"""Architectures: Flax NNX modules as containers of parameters, pure forward functions, Hugging Face checkpoints."""

@@ -1,0 +1,39 @@
+"""Tensor parallelism: where on a mesh each parameter lies, from the logical names of its axes."""
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxbuf.models.qwen3_5_config import Config
+
+TENSOR = "tensor"
+
+
+def parameter_sharding(param: nnx.Param, config: Config, mesh: Mesh | None) -> jax.sharding.Sharding | None:
+    """Where a parameter goes: its heads, MLP channels or vocabulary spread over the mesh's axis "tensor".
+
+    What the axis does not divide (few key or KV heads, an odd vocabulary) is replicated. Without a mesh the answer is
+    None: the default device.
+
+    Raises:
+      ValueError: The mesh has no axis "tensor", or its size does not divide the value heads of the linear layers.
+    """
+    if mesh is None:
+        return None
+    if TENSOR not in mesh.shape:
+        raise ValueError(f'mesh must have an axis "{TENSOR}", got {tuple(mesh.axis_names)}')
+    size = mesh.shape[TENSOR]
+    counts = {
+        "heads": config.linear_num_value_heads,
+        "key_heads": config.linear_num_key_heads,
+        "query_heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "ffn": config.intermediate_size,
+        "vocab": config.vocab_size,
+    }
+    if "linear_attention" in config.layer_types and counts["heads"] % size:
+        raise ValueError(
+            f'linear_num_value_heads ({counts["heads"]}) must be a multiple of the mesh axis "{TENSOR}" ({size})'
+        )
+    split = [TENSOR if axis is not None and counts[axis] % size == 0 else None for axis in param.axes]
+    return NamedSharding(mesh, PartitionSpec(*split))
