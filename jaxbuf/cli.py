@@ -3,9 +3,13 @@
 JAX and the models are imported by the commands that need them: `jaxbuf --help` answers at once.
 """
 
+import contextlib
 import logging
+import os
+import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -93,24 +97,58 @@ def generate(
       jaxbuf generate - --model ./checkpoint --dtype bfloat16 < prompt.txt
     """
     err = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        finished = _generate(
+    text = _read_prompt(err) if prompt == "-" else prompt
+    with _interrupt() as interrupted:
+        _generate(
             err,
-            prompt=prompt,
+            interrupted,
+            prompt=text,
             model=model,
             dtype=dtype,
             sampling={"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed},
             options={"max_new_tokens": max_new_tokens, "limit": limit, "form": form},
         )
-    except KeyboardInterrupt:  # before there was any text
-        err.print("interrupted")
-        finished = False
-    if not finished:
+    if interrupted.is_set():
         raise typer.Exit(130)
 
 
-def _generate(err: Console, *, prompt: str, model: str, dtype: str | None, sampling: dict, options: dict) -> bool:
-    """Runs `jaxbuf generate`; returns whether it ran to its end, not to a Ctrl-C."""
+def _read_prompt(err: Console) -> str:
+    try:
+        return typer.get_binary_stream("stdin").read().decode()
+    except UnicodeDecodeError as error:
+        raise _failure(err, error) from error
+
+
+@contextlib.contextmanager
+def _interrupt() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second one ends the process.
+
+    It raises nothing, for JAX runs Python callbacks in which an exception would be lost.
+    """
+    asked = threading.Event()
+
+    def ask(*_):
+        asked.set()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.write(2, b"\nstopping; Ctrl-C again to end at once\n")
+
+    previous = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _generate(
+    err: Console,
+    interrupted: threading.Event,
+    *,
+    prompt: str,
+    model: str,
+    dtype: str | None,
+    sampling: dict,
+    options: dict,
+) -> None:
     with err.status("starting JAX"):
         import jax
 
@@ -124,34 +162,29 @@ def _generate(err: Console, *, prompt: str, model: str, dtype: str | None, sampl
 
     try:
         lm = jaxbuf.load(model, dtype=dtype)
-        text = typer.get_binary_stream("stdin").read().decode() if prompt == "-" else prompt
-        events = jaxbuf.stream(lm, text, sampling=jaxbuf.SamplingParams(**sampling), segment=SEGMENT, **options)
-        return _print_stream(err, events)
+        if interrupted.is_set():
+            return
+        events = jaxbuf.stream(lm, prompt, sampling=jaxbuf.SamplingParams(**sampling), segment=SEGMENT, **options)
+        _print_stream(err, events, interrupted)
     except (ValueError, FileNotFoundError, jaxbuf.CheckpointError) as error:
         raise _failure(err, error) from error
 
 
-def _print_stream(err: Console, events: "Iterable[Event]") -> bool:
-    """Prints text as it comes and the statistics after it; returns whether it came to its end, not to a Ctrl-C."""
+def _print_stream(err: Console, events: "Iterable[Event]", interrupted: threading.Event) -> None:
+    """Prints text as it comes, to its end or to a Ctrl-C, and the statistics after it."""
     err.print("compiling prefill and decode, once per shape ...", style="dim")
     stdout = typer.get_text_stream("stdout", errors="replace")
     started = time.perf_counter()
     marks: list[tuple[float, Stats]] = []
-    finished = True
-    try:
-        for event in events:
-            marks.append((time.perf_counter() - started, event.result.stats))
-            stdout.write(event.text)
-            stdout.flush()
-    except KeyboardInterrupt:
-        finished = False
+    for event in events:
+        marks.append((time.perf_counter() - started, event.result.stats))
+        stdout.write(event.text)
+        stdout.flush()
+        if interrupted.is_set():
+            break
     stdout.write("\n")
     stdout.flush()
-    if marks:
-        _print_statistics(err, marks)
-    if not finished:
-        err.print("interrupted")
-    return finished
+    _print_statistics(err, marks)
 
 
 def _print_statistics(err: Console, marks: "list[tuple[float, Stats]]") -> None:

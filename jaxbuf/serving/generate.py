@@ -18,6 +18,7 @@ from jaxbuf.serving.stats import Stats, state_traffic
 log = logging.getLogger("jaxbuf")
 
 type Prompt = str | Sequence[int]
+type FinishReason = Literal["stop", "length", "unfinished"]
 type Form = Literal["auto", "recurrent", "buffered"]
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -39,7 +40,7 @@ class GenerationResult:
 
     text: str
     tokens: list[int]
-    finish_reason: Literal["stop", "length", "unfinished"]
+    finish_reason: FinishReason
     stats: Stats
 
 
@@ -204,6 +205,7 @@ def _power_of_two(number: int, least: int) -> int:
 
 def _results(request: _Request, carry: loop.Carry) -> list[GenerationResult]:
     tokens, count, state, counters = jax.device_get((carry.tokens, carry.count, carry.state, carry.counters))
+    reasons: dict[int, FinishReason] = {loop.RUNNING: "unfinished", loop.STOPPED: "stop", loop.FULL: "length"}
     results = []
     for row, prompt in enumerate(request.prompts):
         new = tokens[row, : count[row]].tolist()
@@ -222,7 +224,6 @@ def _results(request: _Request, carry: loop.Carry) -> list[GenerationResult]:
             entry_dtype=request.entry_dtype,
         )
         stats = Stats(prompt_tokens=len(prompt), new_tokens=len(new), **counted, drafted=0, accepted=0, bytes=traffic)
-        reason = {loop.RUNNING: "unfinished", loop.STOPPED: "stop", loop.FULL: "length"}[int(state[row])]
         text = request.lm.decode(new) if request.lm.tokenizer is not None else ""
-        results.append(GenerationResult(text, new, reason, stats))
+        results.append(GenerationResult(text, new, reasons[int(state[row])], stats))
     return results
