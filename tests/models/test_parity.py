@@ -1,0 +1,157 @@
+"""What transformers computes, from the fixtures that scripts/make_parity_fixtures wrote: random models and the demo."""
+
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxbuf.models import qwen3_5
+from jaxbuf.models.language_model import load
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+DEMO = Path(qwen3_5.__file__).parent / "demo"
+RANDOM = ("tied", "untied_mtp", "vision_language")
+FOUND = sorted(file.parent.name for file in FIXTURES.glob("*/expected.safetensors"))
+
+TOLERANCE = 2e-3
+TIE = 2 * TOLERANCE  # two scores closer than this may change places within the tolerance
+CAPACITY, PADDED = 256, 192
+
+
+@functools.cache
+def read(name):
+    """The model, what is expected of it, and its logits over the whole inputs."""
+    fixture = FIXTURES / name
+    lm = load("demo" if name == "demo" else fixture / "checkpoint", dtype="float32")
+    expected = SimpleNamespace(**load_file(fixture / "expected.safetensors"))
+    return lm, expected, np.asarray(lm.logits(expected.tokens))
+
+
+@jax.jit
+def decode(model, cache, first, forced, use_forced):
+    """Reads one token a step through the cache: those of forced int32 [steps, rows], or the best after `first`.
+
+    Returns the tokens read and f32 [steps, rows, vocab], the scores after each.
+    """
+
+    def step(carry, forced_token):
+        cache, token = carry
+        token = jnp.where(use_forced, forced_token, token)
+        hidden, cache = qwen3_5.extend(model, cache, token[:, None])
+        cache = qwen3_5.commit(cache, jnp.ones_like(token))
+        scores = qwen3_5.logits(model, hidden)[:, 0]
+        return (cache, jnp.argmax(scores, axis=-1).astype(jnp.int32)), (token, scores)
+
+    return jax.lax.scan(step, (cache, first), forced)[1]
+
+
+@jax.jit
+def prefill(model, cache, tokens, lengths):
+    hidden, cache = qwen3_5.prefill(model, cache, tokens, lengths=lengths)
+    last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]
+    return qwen3_5.logits(model, last), cache
+
+
+def start(lm, expected, lengths):
+    """The scores after the first `lengths` tokens of each row, and the cache that read them: limit 16, float32."""
+    rows = expected.tokens.shape[0]
+    cache = qwen3_5.init_cache(lm.config, slots=rows, capacity=CAPACITY, limit=16)
+    tokens = np.pad(expected.tokens, ((0, 0), (0, PADDED - expected.tokens.shape[1])))
+    tokens[np.arange(PADDED)[None] >= lengths[:, None]] = 0
+    return prefill(lm.model, cache, tokens, lengths)
+
+
+def test_fixtures_are_there():
+    assert set(FOUND) >= set(RANDOM), f"run scripts/make_parity_fixtures; found {FOUND}"
+    assert set(FOUND) <= {*RANDOM, "demo"}
+
+
+def test_demo_has_its_fixture():
+    if (DEMO / "config.json").exists():
+        assert "demo" in FOUND, "run scripts/make_parity_fixtures --checkpoint jaxbuf/models/demo --name demo"
+
+
+def test_fixtures_are_small():
+    files = [file for file in FIXTURES.rglob("*") if file.is_file()]
+    assert max(file.stat().st_size for file in files) <= 2**20
+    assert sum(file.stat().st_size for file in files) <= 4 * 2**20
+
+
+def test_random_fixtures_cover_what_differs_between_checkpoints():
+    models = [read(name)[0] for name in RANDOM]
+    configs = [lm.config for lm in models]
+    assert {config.tie_word_embeddings for config in configs} == {True, False}
+    assert any(config.vocab_size % 2 for config in configs)
+    assert any(config.num_attention_heads == 3 * config.num_key_value_heads for config in configs)
+    assert any(config.linear_key_head_dim != config.linear_value_head_dim for config in configs)
+    assert any(lm.model.mtp is not None for lm in models)
+    for lm in models:
+        assert all(np.std(leaf) > 0 for leaf in jax.tree.leaves(lm.model)), "every parameter must be random"
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_logits(name):
+    lm, expected, logits = read(name)
+    assert expected.tokens.shape == (8, 150) and logits.shape == (8, 150, lm.vocab_size)
+    assert np.abs(logits[..., expected.columns] - expected.logits).max() < TOLERANCE
+    assert np.abs(logits[tuple(expected.places.T)] - expected.place_logits).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_mtp_logits(name):
+    lm, expected, _ = read(name)
+    assert hasattr(expected, "mtp_logits") == (lm.model.mtp is not None)
+    if lm.model.mtp is None:
+        return
+
+    @jax.jit
+    def run(model, tokens):
+        hidden = qwen3_5.forward(model, tokens)
+        further = qwen3_5.mtp_forward(model, hidden[:, :-1], tokens[:, 1:])
+        return qwen3_5.logits(model, further)
+
+    logits = np.asarray(run(lm.model, expected.tokens))
+    assert np.abs(logits[..., expected.columns] - expected.mtp_logits).max() < TOLERANCE
+    assert np.abs(logits[tuple(expected.places.T)] - expected.mtp_place_logits).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_stepwise_decoding_is_the_full_forward(name, rng):
+    lm, expected, logits = read(name)
+    rows, time = expected.tokens.shape
+    steps = expected.greedy.shape[1]
+    lengths = rng.integers(1, time - steps + 1, rows, dtype=np.int32)
+    last, cache = start(lm, expected, lengths)
+    np.testing.assert_allclose(last, logits[np.arange(rows), lengths - 1], rtol=0, atol=TOLERANCE)
+    read_at = lengths[None] + np.arange(steps)[:, None]
+    forced = expected.tokens[np.arange(rows)[None], read_at]
+    tokens, scores = decode(lm.model, cache, forced[0], forced, True)
+    np.testing.assert_array_equal(tokens, forced)
+    np.testing.assert_allclose(scores, logits[np.arange(rows)[None], read_at], rtol=0, atol=TOLERANCE)
+
+
+@functools.cache
+def first_differences(name):
+    """The reference's top-2 gap where each row's 64 greedy tokens first differ; rows that are equal are left out."""
+    lm, expected, _ = read(name)
+    last, cache = start(lm, expected, expected.prompt_lengths)
+    first = np.argmax(last, axis=-1).astype(np.int32)
+    tokens, _ = decode(lm.model, cache, first, np.zeros_like(expected.greedy.T), False)
+    differs = expected.greedy != np.asarray(tokens).T
+    return [expected.gaps[row, differs[row].argmax()] for row in np.flatnonzero(differs.any(axis=1))]
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_greedy_tokens(name):
+    gaps = first_differences(name)
+    assert all(gap < TIE for gap in gaps) and len(gaps) <= 1, f"gaps at the first differences: {gaps}"
+
+
+def test_at_most_one_greedy_row_in_24_differs():
+    assert sum(read(name)[1].greedy.shape[0] for name in RANDOM) == 24
+    assert sum(len(first_differences(name)) for name in RANDOM) <= 1
