@@ -1,0 +1,79 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxbuf.models import language_model as models
+from jaxbuf.models import qwen3_5
+from jaxbuf.train import data, evaluation
+from tests.train.test_language_model import CONFIG
+
+
+@pytest.fixture(scope="module")
+def lm():
+    tokenizer = data.train_tokenizer(["some text about a language model, and about text"], 300)
+    config = CONFIG.__class__(**{**vars(CONFIG), "vocab_size": tokenizer.get_vocab_size()})
+    model = jax.jit(lambda: qwen3_5.Qwen3_5(config, rngs=nnx.Rngs(1)))()
+    model = jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, model)  # sharp enough for the choices to differ
+    return models.LanguageModel(model, config, tokenizer, {}, jnp.dtype("float32"), "tiny")
+
+
+@jax.jit
+def choices(model, ids):
+    """Log-probabilities of the next token, and the MTP layer's first choice of the one after it."""
+    hidden = qwen3_5.forward(model, ids)
+    further = qwen3_5.mtp_forward(model, hidden[:, :-1], ids[:, 1:])
+    scores = jax.nn.log_softmax(qwen3_5.logits(model, hidden), axis=-1)
+    return scores[0], jnp.argmax(qwen3_5.logits(model, further), axis=-1)[0]
+
+
+def reference(lm, texts):
+    """Bits, hits and agreements, document by document, without lengths or windows."""
+    bits = hits = agreements = pairs = tokens = 0
+    for text in texts:
+        ids = np.asarray([0, *lm.encode(text)])
+        padded = np.pad(ids, (0, 64 - ids.size))[None]
+        scores, drafted = (np.asarray(x) for x in choices(lm.model, jnp.asarray(padded, jnp.int32)))
+        best, last = scores.argmax(-1), ids.size - 1
+        bits -= scores[np.arange(last), ids[1:]].sum() / np.log(2)
+        hits += (best[:last] == ids[1:]).sum()
+        agreements += (drafted[: last - 1] == best[1:last]).sum()
+        pairs += last - 1
+        tokens += last
+    return bits, hits / tokens, agreements / pairs, tokens
+
+
+def test_scores_are_those_of_whole_documents(lm):
+    texts = ["a language model", "some text — naïve", "and about text " * 3, "x y"]
+    scores = evaluation.score(lm, texts, context=64, rows=3)
+    bits, accuracy, agreement, tokens = reference(lm, texts)
+    assert scores.tokens == tokens and scores.bytes == sum(len(text.encode()) for text in texts)
+    np.testing.assert_allclose(scores.bits, bits, rtol=1e-5)
+    np.testing.assert_allclose([scores.accuracy, scores.mtp_agreement], [accuracy, agreement], atol=1e-6)
+    np.testing.assert_allclose(scores.bits_per_byte, bits / scores.bytes, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 63, 64, 65, 100, 129, 1000])
+def test_windows_score_every_token_once_with_enough_before_it(size):
+    tokens = np.arange(size)
+    scored = []
+    for number, window in enumerate(evaluation.windows(tokens, 64)):
+        assert window.tokens.size <= 64
+        assert window.first == 1 if number == 0 else window.first >= 32
+        scored += window.tokens[window.first :].tolist()
+    assert scored == list(range(1, size))
+
+
+def test_continuations_do_not_depend_on_their_neighbours(lm):
+    one = evaluation.continuations(lm, ["some text"], 6)
+    two = evaluation.continuations(lm, ["some text", "language"], 6)
+    assert one[0] == two[0]
+    assert evaluation.continuations(lm, ["some text"], 6, seed=1, temperature=50.0, top_k=200) != one
+
+
+def test_what_cannot_be_scored_is_refused(lm):
+    with pytest.raises(ValueError, match="no text"):
+        evaluation.score(lm, [""])
+    with pytest.raises(ValueError, match="context must be a power of two"):
+        evaluation.score(lm, ["x"], context=100)
