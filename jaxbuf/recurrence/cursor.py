@@ -168,7 +168,8 @@ NOWHERE = np.iinfo(np.int32).max  # an index past every array: scatters with mod
 def init_cursor(*, slots: int, limit: int | Array = 16, max_pending: int = 8, block_size: int = 8) -> Cursor:
     """A cursor for `slots` empty requests (physical slots 1 to `slots`) that each own a checkpoint row and a ring.
 
-    Args: as in `buffered.init` (a limit for each may also start with the null slot's). A ring holds max(limit, max_pending) + max_pending entries, in whole blocks.
+    Args: as in `buffered.init`; limits for each may also start with the null slot's. A ring holds
+    max(limit, max_pending) + max_pending entries, in whole blocks.
     """
     for name, value in (("slots", slots), ("max_pending", max_pending), ("block_size", block_size)):
         if value < 1:
@@ -321,7 +322,7 @@ def load_cursor(cursor: Cursor, tokens: Array, slots: Array) -> tuple[Array, Cur
     tokens = jnp.asarray(tokens)
     check_rows("tokens", tokens, slots.shape[0])
     empty = reset_cursor(cursor, slots)
-    loaded = (tokens > 0) & (slots > 0)
+    loaded = (tokens > 0) & (slots > 0) & (cursor.fold_to[slots] > 0)
     rows = jnp.where(loaded, cursor.fold_to[slots], NOWHERE)
     checkpoint_of = _put(empty.checkpoint_of, slots, jnp.where(loaded, rows, empty.checkpoint_of[slots]))
     folded = _put(empty.folded, slots, jnp.where(loaded, tokens.astype(jnp.int32), 0))
@@ -344,7 +345,7 @@ def _fold_rows(cursor: Cursor, slots: Array, which: Array) -> tuple[Cursor, Arra
     """The cursor after the rows in `which` folded, and the checkpoint row each writes (NOWHERE for the others)."""
     length = cursor.length[slots]
     target = cursor.fold_to[slots]
-    which = which & (slots > 0)
+    which = which & (slots > 0) & (target > 0)  # without a row to write, a slot stays KV-only
     gone = jnp.where(which, length, 0)
     after = dataclasses.replace(
         cursor,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.recurrence.chunked import solve_chunks
-from jaxbuf.recurrence.cursor import Cursor, Held, PrefillStep, Step
+from jaxbuf.recurrence.cursor import NOWHERE, Cursor, Held, PrefillStep, Step
 from jaxbuf.recurrence.recurrent import HIGHEST
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs
 
@@ -213,13 +213,15 @@ def _read(checkpoints: Array, rows: Array, holds: Array, key: Array, query: Arra
 
 
 def _append(array: Array, new: Array, positions: Array) -> Array:
-    """Writes new [rows, time, ...] to flat entry positions int32 [rows, time]; those past the end are dropped."""
+    """Writes new [rows, time, ...] to flat entry positions int32 [rows, time], but none in block 0 or past the end."""
+    positions = jnp.where(positions < array.shape[1], NOWHERE, positions)
     flat = array.reshape(-1, *array.shape[2:])
     return flat.at[positions].set(new.astype(array.dtype), mode="drop").reshape(array.shape)
 
 
 def _take(array: Array, positions: Array, alive: Array) -> Array:
-    """f32 [rows, ring, ...] of entries; dead ones are selected away, for they may hold another owner's NaN."""
+    """f32 [rows, ring, ...] of entries. Dead ones and block 0 are selected away: they may hold another owner's NaN."""
+    alive = alive & (positions >= array.shape[1])
     taken = array.reshape(-1, *array.shape[2:])[positions].astype(jnp.float32)
     return jnp.where(alive.reshape(*alive.shape, *(1,) * (taken.ndim - 2)), taken, 0.0)
 

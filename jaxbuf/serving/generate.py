@@ -22,7 +22,7 @@ type FinishReason = Literal["stop", "length", "unfinished"]
 type Form = Literal["auto", "recurrent", "buffered"]
 
 GREEDY = SamplingParams(temperature=0.0)
-PROMPT_BUCKET = 32  # the smallest shapes that are compiled; larger ones are powers of two
+PROMPT_BUCKET = 64  # the smallest shapes that are compiled; larger ones are powers of two
 ROOM = 16
 STOP_IDS = 4
 

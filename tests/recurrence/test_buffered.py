@@ -217,6 +217,31 @@ def test_a_fold_writes_the_row_it_is_told_and_no_other(rng):
     assert definition.error(read(GDN, cache, ints(1, 2)), after[:2]) < 1e-4
 
 
+def test_null_rows_and_blocks_are_neither_read_nor_written(rng):
+    """A KV-only slot needs no checkpoint row, and blocks only as far as its entries reach."""
+    cache = memory([16, 16, 16, 16, KV_ONLY])
+    cursor, pool = cache.cursor, cache.pool
+    cursor = dataclasses.replace(
+        cursor,
+        checkpoint_of=cursor.checkpoint_of.at[5].set(0),
+        fold_to=cursor.fold_to.at[5].set(0),
+        block_table=cursor.block_table.at[5, 2:].set(0),
+    )
+    nan = {"checkpoints": pool.checkpoints.at[0].set(jnp.nan)}
+    nan |= {name: getattr(pool, name).at[0].set(jnp.nan) for name in ("keys", "updates", "gates")}
+    cache = buffered.BufferedState(cursor, dataclasses.replace(pool, **nan))
+    inputs, slots = definition.inputs(rng, GDN, SLOTS, 16), ints(1, 0, 3, 4, 5)
+    out, state, _ = definition.run_batch(GDN, None, *inputs)
+    out[1], state[1] = 0, 0
+    for t in range(16):
+        step, cache = extend(GDN, cache, *window(inputs, t, t + 1), slots=slots)
+        assert definition.error(step[:, 0], out[:, t]) < 1e-4
+        cache = commit(cache, ints(1, 0, 1, 1, 1), slots=slots)
+    assert definition.error(read(GDN, cache, slots), state) < 1e-4
+    for name in nan:
+        assert np.isnan(np.asarray(getattr(cache.pool, name)[0])).all(), name
+
+
 def test_slots_outside_a_call_keep_every_bit(rng):
     cache = memory([4, 4, 4, 4, KV_ONLY])
     inputs = definition.inputs(rng, GDN, SLOTS, 20)

@@ -131,12 +131,12 @@ def test_settings_do_not_compile_again_and_a_second_bucket_does_once(lm):
     start.clear_cache()
     generate_tokens.clear_cache()
     rng = np.random.default_rng()
-    some = [rng.integers(0, 256, n).tolist() for n in (3, 20, 31, 32)]
+    some = [rng.integers(0, 256, n).tolist() for n in (3, 20, 63, 64)]
     for sampling in (GREEDY, SamplingParams(temperature=0.7, top_k=5, seed=9), SamplingParams(top_p=0.5, seed=3)):
         generate(lm, some[:2], 12, sampling)
         generate(lm, some[2:], 9, sampling, form="recurrent")
     assert (start._cache_size(), generate_tokens._cache_size()) == (1, 1)
-    generate(lm, [rng.integers(0, 256, 33).tolist(), some[0]], 12, GREEDY)
+    generate(lm, [rng.integers(0, 256, 65).tolist(), some[0]], 12, GREEDY)
     assert (start._cache_size(), generate_tokens._cache_size()) == (2, 2)
 
 
