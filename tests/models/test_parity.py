@@ -25,11 +25,21 @@ CAPACITY, PADDED = 256, 192
 
 @functools.cache
 def read(name):
-    """The model, what is expected of it, and its logits over the whole inputs."""
+    """The model, what is expected of it, its logits over the whole inputs, and those of its MTP layer or None."""
     fixture = FIXTURES / name
     lm = load("demo" if name == "demo" else fixture / "checkpoint", dtype="float32")
     expected = SimpleNamespace(**load_file(fixture / "expected.safetensors"))
-    return lm, expected, np.asarray(lm.logits(expected.tokens))
+    if lm.model.mtp is None:
+        return lm, expected, np.asarray(lm.logits(expected.tokens)), None
+    logits, further = forward_with_mtp(lm.model, expected.tokens)
+    return lm, expected, np.asarray(logits), np.asarray(further)
+
+
+@jax.jit
+def forward_with_mtp(model, tokens):
+    hidden = qwen3_5.forward(model, tokens)
+    further = qwen3_5.mtp_forward(model, hidden[:, :-1], tokens[:, 1:])
+    return qwen3_5.logits(model, hidden), qwen3_5.logits(model, further)
 
 
 @jax.jit
@@ -96,7 +106,7 @@ def test_random_fixtures_cover_what_differs_between_checkpoints():
 
 @pytest.mark.parametrize("name", FOUND)
 def test_logits(name):
-    lm, expected, logits = read(name)
+    lm, expected, logits, _ = read(name)
     assert expected.tokens.shape == (8, 150) and logits.shape == (8, 150, lm.vocab_size)
     assert np.abs(logits[..., expected.columns] - expected.logits).max() < TOLERANCE
     assert np.abs(logits[tuple(expected.places.T)] - expected.place_logits).max() < TOLERANCE
@@ -104,25 +114,17 @@ def test_logits(name):
 
 @pytest.mark.parametrize("name", FOUND)
 def test_mtp_logits(name):
-    lm, expected, _ = read(name)
-    assert hasattr(expected, "mtp_logits") == (lm.model.mtp is not None)
-    if lm.model.mtp is None:
+    _, expected, _, logits = read(name)
+    assert hasattr(expected, "mtp_logits") == (logits is not None)
+    if logits is None:
         return
-
-    @jax.jit
-    def run(model, tokens):
-        hidden = qwen3_5.forward(model, tokens)
-        further = qwen3_5.mtp_forward(model, hidden[:, :-1], tokens[:, 1:])
-        return qwen3_5.logits(model, further)
-
-    logits = np.asarray(run(lm.model, expected.tokens))
     assert np.abs(logits[..., expected.columns] - expected.mtp_logits).max() < TOLERANCE
     assert np.abs(logits[tuple(expected.places.T)] - expected.mtp_place_logits).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_stepwise_decoding_is_the_full_forward(name, rng):
-    lm, expected, logits = read(name)
+    lm, expected, logits, _ = read(name)
     rows, time = expected.tokens.shape
     steps = expected.greedy.shape[1]
     lengths = rng.integers(1, time - steps + 1, rows, dtype=np.int32)
@@ -138,7 +140,7 @@ def test_stepwise_decoding_is_the_full_forward(name, rng):
 @functools.cache
 def first_differences(name):
     """The reference's top-2 gap where each row's 64 greedy tokens first differ; rows that are equal are left out."""
-    lm, expected, _ = read(name)
+    lm, expected, _, _ = read(name)
     last, cache = start(lm, expected, expected.prompt_lengths)
     first = np.argmax(last, axis=-1).astype(np.int32)
     tokens, _ = decode(lm.model, cache, first, np.zeros_like(expected.greedy.T), False)
