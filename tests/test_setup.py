@@ -144,7 +144,7 @@ def test_everything_runs_even_if_a_part_fails(clone):
         path = clone.root / ".venv" / "bin" / program
         path.write_text(f"#!/bin/sh\necho {program} $*\n[ {program} != ruff ]\n")
         path.chmod(0o755)
-    done = clone.test("--all", "-x")
+    done = clone.test("-x", "--all")
     assert done.returncode == 1
     assert done.stdout.splitlines()[1::2] == [
         "ruff check .",
