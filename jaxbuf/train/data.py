@@ -77,12 +77,18 @@ def collect(
       folder: Receives train/, heldout/ and package/.
       chosen: The packages to read.
       minimum: Shorter documents (in bytes) are dropped.
+
+    Raises:
+      FileNotFoundError: A package is missing; nothing was changed then.
+      RuntimeError: A package cannot be read.
     """
+    files = [sources.find_package(packages, source.package) for source in chosen]
+    for stale in (path for split in SPLITS for path in (folder / split).glob("*.txt")):
+        stale.unlink()
     rows: list[dict[str, Any]] = []
     kept_back: list[tuple[sources.Source, str, list[tuple[str, str]]]] = []
     seen: set[bytes] = set()
-    for source in chosen:
-        file = sources.find_package(packages, source.package)
+    for source, file in zip(chosen, files, strict=True):
         documents = sorted(
             (path, text) for path, content in sources.read_package(source, file) if (text := clean(path, content))
         )
@@ -109,7 +115,6 @@ def _keep(texts: Iterable[str], seen: set[bytes], minimum: int) -> list[str]:
 def _write(folder: Path, split: str, package: str, texts: list[str]) -> int:
     path = folder / split / f"{package}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
     if texts:
         path.write_text(DOCUMENT_BREAK.join(texts), encoding="utf-8", newline="")
     return sum(len(text.encode()) for text in texts)

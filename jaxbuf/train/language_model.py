@@ -342,7 +342,8 @@ def restore_checkpoint(folder: Path, like: TrainState) -> tuple[TrainState, Posi
         abstract = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(like))}
         arguments = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore())
         restored = manager.restore(step, args=arguments)
-    leaves = [restored["state"][str(i)] for i in range(len(abstract))]
+    # bound to no device, as fresh ones are: otherwise a process that trained before would compile everything again
+    leaves = [jnp.asarray(np.asarray(restored["state"][str(i)])) for i in range(len(abstract))]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return state, Position(**restored["host"]["position"]), restored["host"]["curve"]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import re
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -152,8 +153,10 @@ def download(folder: Path) -> None:
     """Fetches every package of `SOURCES` into `folder` with `apt-get download`; nothing is installed.
 
     Raises:
-      RuntimeError: apt-get failed; run `apt-get update` first.
+      RuntimeError: There is no apt-get, or it failed; `apt-get update` first may help.
     """
+    if not shutil.which("apt-get"):
+        raise RuntimeError("apt-get is not here: fetch on a Debian machine and bring the folder data/demo")
     folder.mkdir(parents=True, exist_ok=True)
     missing = [source.package for source in SOURCES if not list(folder.glob(f"{source.package}_*.deb"))]
     if not missing:
@@ -184,19 +187,33 @@ def version(package_file: Path) -> str:
 def read_package(source: Source, package_file: Path) -> Iterator[tuple[str, str]]:
     """Yields (path, text) of the selected files of a .deb, sorted by nothing but the archive's order.
 
-    The archive is streamed: nothing is unpacked to disk. Bytes that are not UTF-8 are read as Latin-1.
+    The archive is streamed: nothing is unpacked to disk. A file that is not UTF-8 is read as Latin-1.
+
+    Raises:
+      RuntimeError: dpkg-deb could not read the package.
     """
     unpack = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package_file)], stdout=subprocess.PIPE)
-    with unpack, tarfile.open(fileobj=unpack.stdout, mode="r|") as archive:
-        for member in archive:
-            path = member.name.removeprefix("./")
-            if not member.isfile() or not source.selects(path):
-                continue
-            stream = archive.extractfile(member)
-            content = stream.read() if stream else b""
-            if path.endswith(".gz"):
-                content = gzip.decompress(content)
-            try:
-                yield path, content.decode("utf-8")
-            except UnicodeDecodeError:
-                yield path, content.decode("latin-1")
+    try:
+        with unpack, tarfile.open(fileobj=unpack.stdout, mode="r|") as archive:
+            for member in archive:
+                path = member.name.removeprefix("./")
+                if not member.isfile() or not source.selects(path):
+                    continue
+                stream = archive.extractfile(member)
+                content = stream.read() if stream else b""
+                if path.endswith(".gz"):
+                    content = gzip.decompress(content)
+                yield path, _decode(content)
+            if unpack.stdout:
+                unpack.stdout.read()  # the archive's padding: dpkg-deb must not find the pipe closed
+    except tarfile.TarError as error:
+        raise RuntimeError(f"{package_file} cannot be read: {error}") from error
+    if unpack.returncode:
+        raise RuntimeError(f"{package_file} cannot be read: dpkg-deb exited with {unpack.returncode}")
+
+
+def _decode(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")

@@ -118,3 +118,48 @@ def test_shuffling_keeps_documents_whole(rng):
     pieces = [tuple(piece) for piece in np.split(shuffled, np.flatnonzero(shuffled == 0) + 1)[:-1]]
     assert sorted(pieces) == sorted(tuple(document) for document in documents)
     assert pieces != [tuple(document) for document in documents]
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Three packages without archives: what `read_package` would have found in them."""
+    paragraphs = [f"The paragraph of number {i} is one that no other document of the package has." for i in range(90)]
+    found = {
+        "first": [(f"{i}.txt", "\n\n".join(paragraphs[i : i + 20])) for i in range(0, 60, 20)],
+        "second": [("only.txt", "\n\n".join(paragraphs[40:80]))],
+        "kept-back": [("only.txt", "\n\n".join(paragraphs[70:]))],
+    }
+    for package in found:
+        (tmp_path / f"{package}_1.deb").touch()
+    monkeypatch.setattr(sources, "read_package", lambda source, file: iter(found[source.package]))
+    monkeypatch.setattr(sources, "version", lambda file: file.stem.split("_")[1])
+    monkeypatch.setattr(data, "is_held_out", lambda name: name == "first/20.txt")
+    return tmp_path, [sources.Source(name, "MIT", ".", held_out=name == "kept-back") for name in found]
+
+
+def test_held_out_text_is_in_no_training_document(packages, tmp_path):
+    folder, chosen = packages
+    stale = tmp_path / "text/train/gone.txt"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    rows = data.collect(folder, tmp_path / "text", chosen=chosen)
+    assert not stale.exists()
+    texts = {split: data.documents(tmp_path / "text", split) for split in data.SPLITS}
+    assert [len(texts[split]) for split in data.SPLITS] == [3, 1, 1]
+    lines = [line for split in data.SPLITS for text in texts[split] for line in text.splitlines() if line]
+    assert len(lines) == len(set(lines)) == 90
+    for row, name in zip(rows, ("first", "second", "kept-back"), strict=True):
+        assert (row["package"], row["version"], row["licence"]) == (name, "1", "MIT")
+    for split in data.SPLITS:
+        assert sum(row.get(f"{split}_bytes", 0) for row in rows) == sum(len(text.encode()) for text in texts[split])
+        assert sum(row.get(f"{split}_documents", 0) for row in rows) == len(texts[split])
+
+
+def test_a_missing_package_is_named_and_changes_nothing(packages, tmp_path):
+    folder, chosen = packages
+    data.collect(folder, tmp_path / "text", chosen=chosen)
+    before = data.documents(tmp_path / "text", "train")
+    (folder / "second_1.deb").unlink()
+    with pytest.raises(FileNotFoundError, match=r"second: no second_\*.deb in .*prepare_demo_data --install"):
+        data.collect(folder, tmp_path / "text", chosen=chosen)
+    assert data.documents(tmp_path / "text", "train") == before

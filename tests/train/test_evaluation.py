@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,8 @@ from tests.train.test_language_model import CONFIG
 @pytest.fixture(scope="module")
 def lm():
     tokenizer = data.train_tokenizer(["some text about a language model, and about text"], 300)
-    config = CONFIG.__class__(**{**vars(CONFIG), "vocab_size": tokenizer.get_vocab_size()})
+    layers = ("linear_attention", "full_attention")
+    config = dataclasses.replace(CONFIG, layer_types=layers, vocab_size=tokenizer.get_vocab_size())
     model = jax.jit(lambda: qwen3_5.Qwen3_5(config, rngs=nnx.Rngs(1)))()
     model = jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, model)  # sharp enough for the choices to differ
     return models.LanguageModel(model, config, tokenizer, {}, jnp.dtype("float32"), "tiny")

@@ -20,7 +20,7 @@ CONFIG = Config(
     linear_num_value_heads=2,
     linear_key_head_dim=8,
     linear_value_head_dim=4,
-    layer_types=("linear_attention", "full_attention"),
+    layer_types=("linear_attention",),  # the MTP layer is a softmax layer
     tie_word_embeddings=True,
     mtp_num_hidden_layers=1,
     eos_token_ids=(0,),
@@ -75,7 +75,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 @pytest.mark.foreign
 def test_weight_decay_and_clipping_touch_what_they_should():
     recipe = dataclasses.replace(RECIPE, weight_decay=0.5)
-    state = language_model.init_state(CONFIG, recipe)
+    state = language_model.init_state(CONFIG, RECIPE)  # of the compiled recipe; moments are the same in any
     values = language_model.parameters(state.model)
     zero = {name: jnp.zeros_like(value) for name, value in values.items()}
     updates, _ = jax.jit(language_model.optimiser(recipe).update)(zero, state.moments, values)

@@ -1,0 +1,46 @@
+"""Where a recorded figure comes from: script, command, date, device and versions."""
+
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+PACKAGES = ("jax", "flax", "optax", "numpy")
+
+
+def provenance(script: str, arguments: Sequence[str], root: Path) -> dict[str, Any]:
+    """What a reader needs to repeat a measurement; no folder of the machine it was made on.
+
+    Args:
+      script: The script's path in the repository.
+      arguments: As it was called; absolute paths become relative to `root`, or bare names outside it.
+      root: The repository.
+
+    Returns:
+      script, command, date (UTC), device and versions, ready for JSON.
+    """
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "script": script,
+        "command": " ".join([script, *(_portable(word, root) for word in arguments)]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "versions": versions,
+    }
+
+
+def _portable(word: str, root: Path) -> str:
+    option, equals, value = word.partition("=")
+    path = Path(value if equals else word)
+    if not path.is_absolute():
+        return word
+    return option * bool(equals) + equals + (str(path.relative_to(root)) if path.is_relative_to(root) else path.name)
