@@ -118,14 +118,18 @@ def stream(
     """Continues one prompt and yields the text as it comes, `segment` tokens at a time from the same compiled program.
 
     Text that ends inside a character (its bytes are split over tokens) is held back until it is whole, so the pieces
-    together are exactly `generate`'s text. Arguments and errors are `generate`'s; they are checked on the first `next`.
+    together are exactly `generate`'s text. Arguments and errors are `generate`'s.
 
     Args:
       segment: Tokens between two events, at least 1.
     """
     if segment < 1:
         raise ValueError(f"segment must be at least 1, got {segment}")
-    request = _check(lm, [prompt], max_new_tokens, sampling, limit, form, entry_dtype)
+    return _events(_check(lm, [prompt], max_new_tokens, sampling, limit, form, entry_dtype), segment)
+
+
+def _events(request: _Request, segment: int) -> Iterator[Event]:
+    lm = request.lm
     carry = loop.start(lm.model, **request.arguments)
     said, seen = "", 0
     while True:

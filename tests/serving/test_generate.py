@@ -147,6 +147,13 @@ def test_the_carry_is_reused_in_place(lm):
     assert all(x.is_deleted() for x in jax.tree.leaves(carry.cache))
 
 
+def test_a_stream_checks_its_arguments_when_it_is_made(lm):
+    with pytest.raises(ValueError, match="segment must be at least 1, got 0"):
+        stream(lm, [1, 2], segment=0)
+    with pytest.raises(ValueError, match=r"prompts\[0\] must hold at least one token"):
+        stream(lm, [])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
