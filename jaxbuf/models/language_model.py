@@ -1,6 +1,7 @@
 """A model together with what its directory says about it: `load` and `LanguageModel`."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -55,6 +56,15 @@ class LanguageModel:
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a text: those of generation_config.json, or else of config.json."""
         return token_ids(self.generation_config.get("eos_token_id")) or self.config.eos_token_ids
+
+    @functools.cached_property
+    def known_ids(self) -> np.ndarray:
+        """bool [vocab_size]: the ids that the tokenizer has. Embeddings are often padded past them."""
+        if self.tokenizer is None:
+            return np.ones(self.vocab_size, bool)
+        known = np.zeros(self.vocab_size, bool)
+        known[[token for token in self.tokenizer.get_vocab().values() if token < self.vocab_size]] = True
+        return known
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text.

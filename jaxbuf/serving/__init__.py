@@ -1,7 +1,8 @@
 """Generation: sampling, the jitted loop, and the functions over it that take and give text."""
 
-from jaxbuf.serving.generate import Event, GenerationResult, generate, stream
+from jaxbuf.serving.generate import Event, generate, stream
 from jaxbuf.serving.loop import Carry, generate_tokens, start
+from jaxbuf.serving.request import GenerationResult
 from jaxbuf.serving.sampling import SamplingParams
 from jaxbuf.serving.stats import Stats
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.models import qwen3_5
-from jaxbuf.serving.sampling import Sampling, sample
+from jaxbuf.serving.sampling import History, Sampling, adjust, sample
 
 type Array = jax.Array
 
@@ -35,7 +35,19 @@ class Counters:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cache", "tokens", "count", "last", "state", "max_new_tokens", "sampling", "stop_ids", "counters"],
+    data_fields=[
+        "cache",
+        "history",
+        "last",
+        "state",
+        "max_new_tokens",
+        "sampling",
+        "allowed",
+        "logprobs",
+        "top_ids",
+        "top_logprobs",
+        "counters",
+    ],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -44,27 +56,33 @@ class Carry:
 
     Attributes:
       cache: The model's memory.
-      tokens: int32 [rows, room], what was generated so far; `count` (int32 [rows]) of each row are real.
+      history: The prompts, what was generated so far (history.tokens, int32 [rows, room], of which history.count, int32
+        [rows], are real) and the stop tokens.
       last: int32 [rows], the newest token, which the model has not read yet.
       state: int32 [rows]: RUNNING, STOPPED (at a stop token, which is in tokens) or FULL.
       max_new_tokens: int32 [rows], at most room.
       sampling: The settings of each row.
-      stop_ids: int32 [rows, n], padded with -1.
+      allowed: bool [vocab], the tokens that may be sampled: ids that the tokenizer lacks may not.
+      logprobs: f32 [rows, room], log-probability of each generated token in the model's own distribution (before any
+        setting changes it); [rows, 0] if nobody asked.
+      top_ids, top_logprobs: int32 and f32 [rows, room, k], the most probable tokens of each step.
       counters: What was done so far.
     """
 
     cache: qwen3_5.Cache
-    tokens: Array
-    count: Array
+    history: History
     last: Array
     state: Array
     max_new_tokens: Array
     sampling: Sampling
-    stop_ids: Array
+    allowed: Array
+    logprobs: Array
+    top_ids: Array
+    top_logprobs: Array
     counters: Counters
 
 
-@partial(jax.jit, static_argnames=("capacity", "room", "ring_limit", "entry_dtype"))
+@partial(jax.jit, static_argnames=("capacity", "room", "ring_limit", "entry_dtype", "top"))
 def start(
     model: qwen3_5.Qwen3_5,
     prompts: Array,
@@ -73,11 +91,13 @@ def start(
     max_new_tokens: Array,
     sampling: Sampling,
     stop_ids: Array,
+    allowed: Array,
     *,
     capacity: int,
     room: int,
     ring_limit: int,
     entry_dtype,
+    top: int | None = None,
 ) -> Carry:
     """Reads the prompts into a new cache and samples the first token of each.
 
@@ -86,11 +106,13 @@ def start(
       prompts: int32 [rows, bucket], right-padded.
       lengths: int32 [rows]; 0 for a row that is only there to fill the batch.
       limit: int32 [rows], entries from which the row folds, at most ring_limit: 1 is the recurrent form.
-      max_new_tokens, sampling, stop_ids: As in `Carry`.
+      max_new_tokens, sampling, allowed: As in `Carry`.
+      stop_ids: int32 [rows, n], padded with -1.
       capacity: Tokens the softmax layers hold for each row (static, as the following).
       room: Tokens that can be generated.
       ring_limit: What the rings are made for.
       entry_dtype: Of the ring's keys and updates.
+      top: How many top tokens to report at each step, beside the chosen one's log-probability; None: neither.
     """
     rows = prompts.shape[0]
     dtype = model.embed_tokens[...].dtype
@@ -112,18 +134,21 @@ def start(
     def zero():
         return jnp.zeros(rows, jnp.int32)
 
+    reported = (rows, 0 if top is None else room)
     carry = Carry(
         cache=cache,
-        tokens=jnp.zeros((rows, room), jnp.int32),
-        count=zero(),
+        history=History(prompts, lengths, jnp.zeros((rows, room), jnp.int32), zero(), stop_ids),
         last=zero(),
         state=jnp.where(lengths > 0, RUNNING, FULL).astype(jnp.int32),
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        stop_ids=stop_ids,
+        allowed=allowed,
+        logprobs=jnp.zeros(reported, jnp.float32),
+        top_ids=jnp.zeros((*reported, top or 0), jnp.int32),
+        top_logprobs=jnp.zeros((*reported, top or 0), jnp.float32),
         counters=Counters(zero(), zero(), zero(), zero()),
     )
-    return _take(carry, sample(logits, sampling, cache.cursor.position[1:]))
+    return _choose(carry, logits)
 
 
 @partial(jax.jit, donate_argnames="carry")
@@ -165,23 +190,40 @@ def _decode(model: qwen3_5.Qwen3_5, carry: Carry) -> Carry:
         checkpoint_reads=carry.counters.checkpoint_reads + active * (before.folded > 0)[1:].astype(jnp.int32),
         live_entries=carry.counters.live_entries + active * before.length[1:],
     )
+    return _choose(dataclasses.replace(carry, cache=cache, counters=counters), qwen3_5.logits(model, hidden[:, 0]))
+
+
+def _choose(carry: Carry, logits: Array) -> Carry:
+    """Samples a token for every running row from its logits [rows, vocab], and decides which rows are done."""
+    history = carry.history
     with jax.named_scope("sample"):
-        token = sample(qwen3_5.logits(model, hidden[:, 0]), carry.sampling, cache.cursor.position[1:])
-    return _take(dataclasses.replace(carry, cache=cache, counters=counters), token)
-
-
-def _take(carry: Carry, token: Array) -> Carry:
-    """Adds a token to every running row and decides which rows are done."""
+        adjusted = adjust(jnp.where(carry.allowed[None], logits, -jnp.inf), carry.sampling, history)
+        token = sample(adjusted, carry.sampling, carry.cache.cursor.position[1:])
     running = carry.state == RUNNING
-    place = jnp.arange(carry.tokens.shape[1], dtype=jnp.int32)[None] == carry.count[:, None]
-    tokens = jnp.where(place & running[:, None], token[:, None], carry.tokens)
-    count = carry.count + running.astype(jnp.int32)
-    stopped = jnp.any(token[:, None] == carry.stop_ids, axis=-1)
+    place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None] == history.count[:, None]
+    place = place & running[:, None]
+    if carry.logprobs.shape[1]:
+        carry = _report(carry, logits, token, place)
+    tokens = jnp.where(place, token[:, None], history.tokens)
+    count = history.count + running.astype(jnp.int32)
+    stopped = jnp.any(token[:, None] == history.stop_ids, axis=-1)
     reason = jnp.where(stopped, STOPPED, jnp.where(count >= carry.max_new_tokens, FULL, RUNNING))
     return dataclasses.replace(
         carry,
-        tokens=tokens,
-        count=count,
+        history=dataclasses.replace(history, tokens=tokens, count=count),
         last=jnp.where(running, token, carry.last),
         state=jnp.where(running, reason, carry.state).astype(jnp.int32),
+    )
+
+
+def _report(carry: Carry, logits: Array, token: Array, place: Array) -> Carry:
+    """Writes down the log-probabilities of the chosen and of the most probable tokens, where `place` says."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, token[:, None], axis=-1)
+    best, ids = jax.lax.top_k(logprobs, carry.top_ids.shape[2])
+    return dataclasses.replace(
+        carry,
+        logprobs=jnp.where(place, chosen, carry.logprobs),
+        top_ids=jnp.where(place[..., None], ids[:, None].astype(jnp.int32), carry.top_ids),
+        top_logprobs=jnp.where(place[..., None], best[:, None], carry.top_logprobs),
     )

@@ -1,7 +1,7 @@
 """How the next token is chosen, as data: one compiled program serves every mix of settings."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
@@ -10,19 +10,34 @@ import numpy as np
 
 type Array = jax.Array
 
+MOST_LOGPROBS = 20
+BIASES = 4  # the fewest biased tokens that are compiled for
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it stops.
+    """How one request's tokens are chosen, when it stops, and what is told about it.
+
+    Logits are changed in this order: logit_bias and min_tokens, the penalties, temperature, min_p, top_k, top_p. All of
+    it but the last four changes greedy choices too.
 
     Attributes:
       temperature: Logits are divided by it; 0 takes the most probable token (greedy).
       top_k: Only the k most probable tokens; 0: all.
       top_p: Only the most probable tokens that together reach this probability (the one that reaches it included).
+      min_p: Only tokens at least this times as probable as the most probable one.
+      presence_penalty: Subtracted from the logit of every token generated before.
+      frequency_penalty: Subtracted from a token's logit once for each time it was generated.
+      repetition_penalty: Logits of tokens in the prompt or generated before are divided by it where positive and
+        multiplied by it where negative; 1: none.
+      logit_bias: Added to the logits of these token ids; -inf forbids a token.
+      min_tokens: No stop token before this many tokens (stop strings do end a request earlier).
       seed: Of the request's random numbers: the token at position p draws from fold_in(seed, p), so it depends neither
         on the other requests nor on how the generation is cut into calls.
+      stop: Texts that end the request; the text is cut before the first match.
       stop_token_ids: Tokens that end the request, beside the model's own.
       ignore_eos: Do not stop at the model's own end tokens.
+      logprobs: None, or how many of the most probable tokens to report at each step, beside the chosen one (0 to 20).
 
     Raises:
       ValueError: A value is out of range.
@@ -31,31 +46,86 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    min_tokens: int = 0
     seed: int = 0
+    stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self):
+        bias = self.logit_bias.items()
         checks = {
             "temperature": (self.temperature >= 0 and np.isfinite(self.temperature), "a finite number of at least 0"),
             "top_k": (_whole(self.top_k) and self.top_k >= 0, "a whole number of at least 0 (0: all tokens)"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "presence_penalty": (np.isfinite(self.presence_penalty), "a finite number"),
+            "frequency_penalty": (np.isfinite(self.frequency_penalty), "a finite number"),
+            "repetition_penalty": (0 < self.repetition_penalty < np.inf, "a finite number above 0"),
+            "logit_bias": (all(_whole(i) and i >= 0 and b < np.inf for i, b in bias), "token ids to numbers below inf"),
+            "min_tokens": (_whole(self.min_tokens) and self.min_tokens >= 0, "a whole number of at least 0"),
             "seed": (_whole(self.seed) and 0 <= self.seed < 2**32, "a whole number in [0, 2**32)"),
+            "stop": (all(isinstance(text, str) and text for text in self.stop_texts), "texts that are not empty"),
             "stop_token_ids": (all(_whole(i) and i >= 0 for i in self.stop_token_ids), "token ids of at least 0"),
+            "logprobs": (
+                self.logprobs is None or (_whole(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS),
+                f"None or a whole number in [0, {MOST_LOGPROBS}]",
+            ),
         }
         for name, (fits, expected) in checks.items():
             if not fits:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-@partial(jax.tree_util.register_dataclass, data_fields=["temperature", "top_k", "top_p", "seed"], meta_fields=[])
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "bias_ids",
+        "bias",
+        "min_tokens",
+        "seed",
+    ],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The settings of each row: temperature and top_p f32 [rows], top_k int32 [rows], seed uint32 [rows]."""
+    """The settings of each row.
+
+    Attributes:
+      temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty: f32 [rows].
+      top_k, min_tokens: int32 [rows].
+      bias_ids, bias: int32 and f32 [rows, n], padded with id -1.
+      seed: uint32 [rows].
+    """
 
     temperature: Array
     top_k: Array
     top_p: Array
+    min_p: Array
+    presence_penalty: Array
+    frequency_penalty: Array
+    repetition_penalty: Array
+    bias_ids: Array
+    bias: Array
+    min_tokens: Array
     seed: Array
 
 
@@ -63,10 +133,75 @@ def pack(params: Sequence[SamplingParams]) -> Sampling:
     """The settings of a batch as arrays, one row each."""
 
     def column(name, dtype):
-        return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
+        most = np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else np.inf
+        return jnp.asarray(np.array([min(getattr(p, name), most) for p in params], dtype))
 
-    top_k = jnp.asarray(np.minimum([p.top_k for p in params], np.iinfo(np.int32).max).astype(np.int32))
-    return Sampling(column("temperature", np.float32), top_k, column("top_p", np.float32), column("seed", np.uint32))
+    width = max(BIASES, 1 << (max(len(p.logit_bias) for p in params) - 1).bit_length())
+    bias_ids, bias = np.full((len(params), width), -1, np.int32), np.zeros((len(params), width), np.float32)
+    for row, p in enumerate(params):
+        for place, (token, value) in enumerate(p.logit_bias.items()):
+            bias_ids[row, place], bias[row, place] = token, value
+    floats = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    return Sampling(
+        **{name: column(name, np.float32) for name in floats},
+        **{name: column(name, np.int32) for name in ("top_k", "min_tokens")},
+        bias_ids=jnp.asarray(bias_ids),
+        bias=jnp.asarray(bias),
+        seed=column("seed", np.uint32),
+    )
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["prompts", "lengths", "tokens", "count", "stop_ids"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class History:
+    """What penalties look at: prompts int32 [rows, bucket] and generated tokens int32 [rows, room], as far as lengths
+    and count (int32 [rows]) say; stop_ids int32 [rows, n], padded with -1, are forbidden until min_tokens."""
+
+    prompts: Array
+    lengths: Array
+    tokens: Array
+    count: Array
+    stop_ids: Array
+
+
+def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
+    """Applies logit_bias, min_tokens and the penalties to logits f32 [rows, vocab].
+
+    Nothing is counted unless some row asks for it: then the counts are made anew from the tokens, so that no counter as
+    large as the vocabulary is kept.
+
+    Source: Keskar et al., CTRL (2019), section 4.1, for repetition; the OpenAI API for presence and frequency.
+    """
+    rows, vocab = logits.shape
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    early = (history.count < sampling.min_tokens)[:, None] & (history.stop_ids >= 0)
+
+    def counts(ids, number):
+        real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < number[:, None]
+        return jnp.zeros((rows, vocab), jnp.float32).at[row, jnp.where(real, ids, vocab)].add(1.0, mode="drop")
+
+    def penalised(logits):
+        biased = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, vocab)
+        logits = logits.at[row, biased].add(sampling.bias, mode="drop")
+        logits = logits.at[row, jnp.where(early, history.stop_ids, vocab)].set(-jnp.inf, mode="drop")
+        generated = counts(history.tokens, history.count)
+        seen = (generated > 0) | (counts(history.prompts, history.lengths) > 0)
+        factor = sampling.repetition_penalty[:, None]
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+        logits = logits - sampling.frequency_penalty[:, None] * generated
+        return logits - sampling.presence_penalty[:, None] * (generated > 0).astype(jnp.float32)
+
+    asked = (
+        jnp.any(sampling.bias_ids >= 0)
+        | jnp.any(early)
+        | jnp.any(sampling.repetition_penalty != 1)
+        | jnp.any((sampling.frequency_penalty != 0) | (sampling.presence_penalty != 0))
+    )
+    return jax.lax.cond(asked, penalised, lambda logits: logits, logits)
 
 
 def sample(logits: Array, sampling: Sampling, position: Array) -> Array:
@@ -93,6 +228,8 @@ def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
     """Draws by the Gumbel-max rule; the noise belongs to the token, so that leaving tokens out changes no other's."""
     vocab = logits.shape[-1]
     scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+    best = jnp.max(scaled, axis=-1, keepdims=True)
+    scaled = jnp.where(scaled - best >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
 
     def noise(seed, position):
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32)

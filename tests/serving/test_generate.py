@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxbuf.recurrence import RecurrenceSpec
-from jaxbuf.serving import SamplingParams, generate, generate_tokens, start, stream
+from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start, stream
 from jaxbuf.serving.stats import checkpoint_bytes, entry_bytes
+from jaxbuf.serving.text import settled
 
 module = importlib.import_module("jaxbuf.serving.generate")  # the package's attribute is the function
 
@@ -47,7 +48,7 @@ def test_greedy_tokens_are_the_full_forwards(lm, prompts, greedy):
 
 
 def test_batched_equals_one_by_one(lm, prompts, greedy, monkeypatch):
-    monkeypatch.setattr(module, "PROMPT_BUCKET", 256)  # every prompt alone in the long one's shape: compiled once
+    monkeypatch.setattr(request, "PROMPT_BUCKET", 256)  # every prompt alone in the long one's shape: compiled once
     sampled = generate(lm, prompts, NEW, settings(8))
     for row, prompt in enumerate(prompts):
         assert generate(lm, [prompt], NEW, GREEDY)[0].tokens == greedy[row].tokens, row
@@ -113,7 +114,7 @@ def test_streamed_text_never_splits_a_character(lm, monkeypatch):
     ids = lm.encode(text)
     results = [dataclasses.replace(r, text=lm.decode(r.tokens)) for r in _prefixes(lm, ids)]
     calls = iter(results)
-    monkeypatch.setattr(module, "_results", lambda request, carry: [next(calls)])
+    monkeypatch.setattr(module, "results", lambda request, carry: ([next(calls)], np.zeros(1, np.int32)))
     monkeypatch.setattr(module.loop, "generate_tokens", lambda model, carry, steps: carry)
     pieces = [event.text for event in stream(lm, [5] * 200, NEW, GREEDY)]
     assert "".join(pieces) == text
@@ -141,8 +142,8 @@ def test_settings_do_not_compile_again_and_a_second_bucket_does_once(lm):
 
 
 def test_the_carry_is_reused_in_place(lm):
-    request = module._check(lm, [[1, 2, 3], [4] * 20], 12, GREEDY, 16, "auto", None)
-    carry = start(lm.model, **request.arguments)
+    checked = request.check(lm, [[1, 2, 3], [4] * 20], 12, GREEDY, 16, "auto", None)
+    carry = start(lm.model, **checked.arguments)
     generate_tokens(lm.model, carry, np.int32(2))
     assert all(x.is_deleted() for x in jax.tree.leaves(carry.cache))
 
@@ -152,6 +153,68 @@ def test_a_stream_checks_its_arguments_when_it_is_made(lm):
         stream(lm, [1, 2], segment=0)
     with pytest.raises(ValueError, match=r"prompts\[0\] must hold at least one token"):
         stream(lm, [])
+
+
+def test_logprobs_are_the_models_own(lm, prompts, greedy):
+    """Of the unchanged distribution, whatever was drawn from; the tokens stay what they were without them."""
+    sampling = [dataclasses.replace(s, logprobs=(None, 0, 3)[i % 3]) for i, s in enumerate(settings(8))]
+    results, plain = generate(lm, prompts, NEW, sampling), generate(lm, prompts, NEW, settings(8))
+    assert [r.tokens for r in results] == [r.tokens for r in plain]
+    for row in (0, 1, 2):
+        result, prompt = results[row], prompts[row]
+        if sampling[row].logprobs is None:
+            assert result.logprobs is None and result.top_logprobs is None
+            continue
+        padded = (prompt + result.tokens)[:-1] + [0] * (256 - len(prompt) - NEW + 1)
+        expected = np.asarray(jax.nn.log_softmax(lm.logits(np.array([padded]))[0]))[len(prompt) - 1 :][:NEW]
+        np.testing.assert_allclose(result.logprobs, expected[np.arange(NEW), result.tokens], atol=1e-4)
+        for step, top in enumerate(result.top_logprobs):
+            assert len(top) == sampling[row].logprobs
+            np.testing.assert_allclose(list(top.values()), np.sort(expected[step])[::-1][: len(top)], atol=1e-4)
+
+
+def test_settings_that_change_greedy_choices(lm, prompts, greedy):
+    """A forbidden token never comes, a pushed one always does, and ids that the tokenizer lacks never come."""
+    first = [r.tokens[0] for r in greedy]
+    sampling = [dataclasses.replace(GREEDY, logit_bias={first[i]: -np.inf}) for i in range(4)]
+    sampling += [dataclasses.replace(GREEDY, logit_bias={97: 1e4})] * 2
+    sampling += [dataclasses.replace(GREEDY, logit_bias={257: 1e9, 258: 1e9})] * 2
+    results = generate(lm, prompts, NEW, sampling)
+    assert all(first[i] not in results[i].tokens for i in range(4))
+    assert all(results[i].tokens == [97] * NEW for i in (4, 5))
+    assert all(results[i].tokens == greedy[i].tokens for i in (6, 7))
+    assert lm.known_ids.sum() == 257
+
+
+def test_min_tokens_holds_stop_tokens_back(lm, prompts):
+    pushed = {"logit_bias": {65: 1e4, 66: 1e3}, "stop_token_ids": (65,), "temperature": 0.0, "ignore_eos": True}
+    sampling = [SamplingParams(**pushed, min_tokens=i) for i in range(8)]
+    for i, result in enumerate(generate(lm, prompts, NEW, sampling)):
+        assert result.tokens == [66] * i + [65]
+        assert result.finish_reason == "stop"
+
+
+def test_a_stop_string_ends_the_text_before_it_across_tokens(lm, prompts, greedy):
+    """Every token is one byte here, so a longer stop string always spans tokens."""
+    stops = [greedy[i].text[10 + i : 13 + i] for i in range(8)]
+    sampling = [dataclasses.replace(GREEDY, stop=(stops[i], "never there")) for i in range(8)]
+    results = generate(lm, prompts, NEW, sampling)
+    for i, result in enumerate(results):
+        assert result.text == greedy[i].text[: greedy[i].text.find(stops[i])]
+        assert result.finish_reason == "stop"
+        assert result.tokens == greedy[i].tokens[: len(result.tokens)]
+        assert stops[i] in lm.decode(result.tokens) and stops[i] not in lm.decode(result.tokens[:-1])
+    for segment in (16, 3):
+        events = list(stream(lm, prompts[1], NEW, sampling[1], segment=segment))
+        assert "".join(event.text for event in events) == results[1].text
+        assert events[-1].result.tokens == results[1].tokens
+
+
+def test_what_could_become_a_stop_string_is_held_back():
+    assert settled("so far so go", ["good"]) == len("so far so ")
+    assert settled("so far so gone", ["good"]) == len("so far so gone")
+    assert settled("ab", ["abc", "bX"]) == 0
+    assert settled("split \N{REPLACEMENT CHARACTER}", []) == len("split ")
 
 
 @pytest.mark.parametrize(
@@ -166,6 +229,7 @@ def test_a_stream_checks_its_arguments_when_it_is_made(lm):
         ({"prompts": [[1]], "limit": 0}, "limit must be at least 1, got 0"),
         ({"prompts": [[1]], "form": "linear"}, "form must be .* got 'linear'"),
         ({"prompts": [[1]], "entry_dtype": "int8"}, "entry_dtype must be .* got 'int8'"),
+        ({"prompts": [[1]], "sampling": SamplingParams(logit_bias={259: 1.0})}, "logit_bias must name .* got 259"),
         ({"prompts": [[1]], "sampling": [GREEDY] * 2}, r"sampling must be one .* \(1\), got 2"),
     ],
 )

@@ -1,7 +1,6 @@
 """What the compiled decode loop does: asserted from its HLO."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +8,14 @@ import numpy as np
 import pytest
 
 from jaxbuf.recurrence.pool import extend_pool, fold_pool
-from jaxbuf.serving import SamplingParams, generate_tokens, start
+from jaxbuf.serving import SamplingParams, generate_tokens, request, start
 from tests.serving.program import loop_bodies, written_in_loops
-
-module = importlib.import_module("jaxbuf.serving.generate")
 
 
 @pytest.fixture(scope="module")
 def carry(lm):
-    request = module._check(lm, [[1] * 30] * 8, 40, SamplingParams(temperature=0.5), 16, "auto", None)
-    return jax.eval_shape(lambda model: start(model, **request.arguments), lm.model)
+    checked = request.check(lm, [[1] * 30] * 8, 40, SamplingParams(temperature=0.5), 16, "auto", None)
+    return jax.eval_shape(lambda model: start(model, **checked.arguments), lm.model)
 
 
 def hlo(function, lm, carry):

@@ -5,17 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.serving.sampling import SamplingParams, pack, sample
+from jaxbuf.serving.sampling import History, SamplingParams, adjust, pack, sample
 
 ROWS, VOCAB = 4096, 12
 draw = jax.jit(sample)
+change = jax.jit(adjust)
 
 
-def probabilities(logits, temperature, top_k, top_p):
+def probabilities(logits, temperature, top_k, top_p, min_p=0.0):
     """The distribution that one row should be drawn from, in float64."""
     scaled = np.float64(logits) / temperature
     order = np.argsort(-scaled, kind="stable")
     p = np.exp(scaled - scaled.max())
+    p[p < min_p] = 0
     p[order[top_k or len(p) :]] = 0
     p /= p.sum()
     before = np.cumsum(p[order]) - p[order]
@@ -24,14 +26,23 @@ def probabilities(logits, temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.6, 5, 1.0), (1.4, 0, 0.7), (1.0, 6, 0.8)]
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.6, 5, 1.0, 0.0),
+        (1.4, 0, 0.7, 0.0),
+        (1.0, 6, 0.8, 0.0),
+        (1.3, 0, 0.9, 0.2),
+        (1, 4, 1, 0.4),
+    ],
 )
-def test_draws_follow_the_distribution(rng, temperature, top_k, top_p):
+def test_draws_follow_the_distribution(rng, temperature, top_k, top_p, min_p):
     logits = rng.standard_normal(VOCAB).astype(np.float32) * 1.5
-    expected = probabilities(logits, temperature, top_k, top_p)
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    expected = probabilities(logits, **settings)
     counts, rounds = np.zeros(VOCAB), 10
     for i in range(rounds):
-        params = [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=s) for s in range(ROWS)]
+        params = [SamplingParams(**settings, seed=s) for s in range(ROWS)]
         tokens = draw(jnp.tile(logits, (ROWS, 1)), pack(params), jnp.full(ROWS, i, jnp.int32))
         counts += np.bincount(tokens, minlength=VOCAB)
     total = rounds * ROWS
@@ -73,6 +84,39 @@ def test_the_random_numbers_belong_to_seed_and_position():
     assert len({int(tokens(seed, p)[0]) for seed in range(4) for p in range(4)}) > 8
 
 
+def test_penalties_biases_and_min_tokens_are_the_definition(rng):
+    """Against loops over tokens in numpy, every row with settings of its own."""
+    rows, vocab, bucket, room = 6, 50, 9, 12
+    logits = (rng.standard_normal((rows, vocab)) * 3).astype(np.float32)
+    prompts, tokens = rng.integers(0, vocab, (rows, bucket)), rng.integers(0, 8, (rows, room))
+    lengths, count = rng.integers(1, bucket + 1, rows), np.array([0, 1, 5, 12, 7, 3])
+    stop_ids = np.tile([7, 49, -1], (rows, 1))
+    params = [
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.7),
+        SamplingParams(presence_penalty=0.9, frequency_penalty=-0.4),
+        SamplingParams(logit_bias={0: 4.0, 49: -2.5, 11: -np.inf, 3: 1.0, 4: 1.0}),
+        SamplingParams(frequency_penalty=1.1, repetition_penalty=0.8, min_tokens=8, logit_bias={7: 100.0}),
+        SamplingParams(min_tokens=3),
+    ]
+    expected = logits.astype(np.float64)
+    for row, p in enumerate(params):
+        for token, bias in p.logit_bias.items():
+            expected[row, token] += bias
+        if count[row] < p.min_tokens:
+            expected[row, [7, 49]] = -np.inf
+        generated = tokens[row, : count[row]].tolist()
+        for token in {*generated, *prompts[row, : lengths[row]].tolist()}:
+            score = expected[row, token]
+            expected[row, token] = score / p.repetition_penalty if score > 0 else score * p.repetition_penalty
+        for token in set(generated):
+            expected[row, token] -= p.frequency_penalty * generated.count(token) + p.presence_penalty
+    history = History(*(jnp.asarray(x, jnp.int32) for x in (prompts, lengths, tokens, count, stop_ids)))
+    actual = np.asarray(change(jnp.asarray(logits), pack(params), history))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    assert (actual[0] == logits[0]).all() and (actual[5] == logits[5]).all()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -85,6 +129,16 @@ def test_the_random_numbers_belong_to_seed_and_position():
         ("seed", -1),
         ("seed", 2**32),
         ("stop_token_ids", (-2,)),
+        ("min_p", 1.2),
+        ("presence_penalty", float("inf")),
+        ("frequency_penalty", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", {-1: 2.0}),
+        ("logit_bias", {3: float("inf")}),
+        ("min_tokens", -1),
+        ("stop", ("fine", "")),
+        ("logprobs", 21),
+        ("logprobs", -1),
     ],
 )
 def test_a_parameter_out_of_range_is_named(name, value):
