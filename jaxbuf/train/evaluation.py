@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.scoring import windows
 from jaxbuf.train.data import END_OF_TEXT
 
 type Array = jax.Array
@@ -39,35 +40,6 @@ class Scores:
     def bits_per_byte(self) -> float:
         """Comparable across tokenizers."""
         return self.bits / self.bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """A stretch of one document: `tokens` are read, those from index `first` on are scored."""
-
-    tokens: np.ndarray
-    first: int
-
-
-def windows(tokens: np.ndarray, context: int) -> list[Window]:
-    """Cuts [start token, document...] into windows of at most `context` tokens that score every token once.
-
-    Windows overlap by half, so that in all but the first each scored token has at least context // 2 tokens before it.
-
-    Raises:
-      ValueError: context is below 2.
-    """
-    if context < 2:
-        raise ValueError(f"context must be at least 2, got {context}")
-    found = [Window(tokens[:context], 1)]
-    done = min(context, tokens.size)
-    stride = context - context // 2
-    while done < tokens.size:
-        end = min(done + stride, tokens.size)
-        start = max(end - context, 0)
-        found.append(Window(tokens[start:end], done - start))
-        done = end
-    return found
 
 
 @partial(jax.jit, static_argnames="block")
@@ -103,7 +75,14 @@ def _score(model: qwen3_5.Qwen3_5, tokens: Array, first: Array, lengths: Array, 
     return jnp.stack([jnp.sum(x.astype(jnp.float32)) for x in sums])
 
 
-def score(lm: LanguageModel, texts: Sequence[str], *, context: int = 4096, rows: int = 4) -> Scores:
+def score(
+    lm: LanguageModel,
+    texts: Sequence[str],
+    *,
+    context: int = 4096,
+    rows: int = 4,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
     """Scores documents, each on its own: its first token follows the end-of-text token, as in training.
 
     Args:
@@ -111,6 +90,7 @@ def score(lm: LanguageModel, texts: Sequence[str], *, context: int = 4096, rows:
       texts: The documents; every byte of them is counted.
       context: Tokens of a window, a power of two of at least 64, at most the model's longest sequence.
       rows: Windows at once.
+      progress: Called before the first windows and after each `rows` with how many are done and how many there are.
 
     Raises:
       ValueError: No text, a context that does not fit, or no tokenizer with the end-of-text token.
@@ -126,6 +106,8 @@ def score(lm: LanguageModel, texts: Sequence[str], *, context: int = 4096, rows:
     found = sorted((window for tokens in encoded for window in windows(tokens, context)), key=lambda w: w.tokens.size)
     sizes = sorted({min(size, context) for size in (64, 256, 1024, 4096, context)})  # few shapes to compile for
     totals = np.zeros(4)
+    report = progress or (lambda done, total: None)
+    report(0, len(found))
     for index in range(0, len(found), rows):
         group = found[index : index + rows]
         time = min(size for size in sizes if size >= max(window.tokens.size for window in group))
@@ -136,6 +118,7 @@ def score(lm: LanguageModel, texts: Sequence[str], *, context: int = 4096, rows:
             first[row], lengths[row] = window.first, window.tokens.size
         inputs = (jnp.asarray(tokens), jnp.asarray(first), jnp.asarray(lengths))
         totals += np.asarray(_score(lm.model, *inputs, block=min(256, time)), np.float64)
+        report(index + len(group), len(found))
     nats, hits, agreements, pairs = totals
     count = sum(tokens.size - 1 for tokens in encoded)
     return Scores(
@@ -145,50 +128,3 @@ def score(lm: LanguageModel, texts: Sequence[str], *, context: int = 4096, rows:
         accuracy=float(hits / count),
         mtp_agreement=float("nan") if lm.model.mtp is None else float(agreements / max(pairs, 1)),
     )
-
-
-def continuations(
-    lm: LanguageModel,
-    prompts: Sequence[str],
-    new_tokens: int,
-    *,
-    temperature: float = 0.7,
-    top_k: int = 40,
-    seed: int = 0,
-) -> list[str]:
-    """Sampled continuations, by the plain forward over the growing text: slow, and dependent on nothing else.
-
-    Args:
-      lm: With a tokenizer.
-      prompts: One text each.
-      new_tokens: At most this many; the end-of-text token ends one earlier.
-      temperature: Above 0.
-      top_k: How many of the likeliest tokens are drawn from.
-      seed: Of the draws.
-    """
-    key = jax.random.key(seed)
-    texts = []
-    for row, prompt in enumerate(prompts):
-        ids = lm.encode(prompt)
-        tokens = np.zeros((1, -(-(len(ids) + new_tokens) // 64) * 64), np.int32)
-        tokens[0, : len(ids)] = ids
-        end = len(ids) + new_tokens
-        for length in range(len(ids), len(ids) + new_tokens):
-            draw = jax.random.fold_in(jax.random.fold_in(key, row), length)
-            token = int(
-                _next(lm.model, jnp.asarray(tokens), jnp.asarray(length, jnp.int32), draw, temperature, top_k=top_k)
-            )
-            if token in lm.stop_ids:
-                end = length
-                break
-            tokens[0, length] = token
-        texts.append(lm.decode(tokens[0, len(ids) : end].tolist()))
-    return texts
-
-
-@partial(jax.jit, static_argnames="top_k")
-def _next(model: qwen3_5.Qwen3_5, tokens: Array, length: Array, key: Array, temperature: Array, *, top_k: int) -> Array:
-    hidden = qwen3_5.forward(model, tokens, lengths=length[None])
-    scores = qwen3_5.logits(model, jax.lax.dynamic_index_in_dim(hidden[0], length - 1, keepdims=False))
-    best, ids = jax.lax.top_k(scores, top_k)
-    return ids[jax.random.categorical(key, best / temperature)]

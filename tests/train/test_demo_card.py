@@ -100,6 +100,8 @@ def test_the_card_quotes_the_record(card):
             quality["figures"][text][name] for name in [*names, "mtp_agreement", "top1_accuracy"]
         ]
     plain = re.sub(r"^> ?|\*\*", "", card, flags=re.MULTILINE)
+    settings = "at temperature {temperature}, top-k {top_k}, {max_new_tokens} tokens each, seed {seed}"
+    assert settings.format(**quality["sampling"]) in card
     assert len(quality["samples"]) == 3
     for sample in quality["samples"]:
         assert sample["prompt"] + sample["continuation"] in plain

@@ -68,11 +68,13 @@ def test_windows_score_every_token_once_with_enough_before_it(size):
     assert scored == list(range(1, size))
 
 
-def test_continuations_do_not_depend_on_their_neighbours(lm):
-    one = evaluation.continuations(lm, ["some text"], 6)
-    two = evaluation.continuations(lm, ["some text", "language"], 6)
-    assert one[0] == two[0]
-    assert evaluation.continuations(lm, ["some text"], 6, seed=1, temperature=50.0, top_k=200) != one
+def test_progress_counts_all_windows_whether_or_not_they_fill_the_last_batch(lm):
+    texts = ["about text " * 80, "x y", "x"]
+    total = sum(len(evaluation.windows(np.asarray([0, *lm.encode(text)]), 64)) for text in texts)
+    assert total > 3 and total % 3
+    calls = []
+    evaluation.score(lm, texts, context=64, rows=3, progress=lambda *call: calls.append(call))
+    assert calls == [(done, total) for done in [*range(0, total, 3), total]]
 
 
 def test_what_cannot_be_scored_is_refused(lm):
