@@ -10,9 +10,9 @@ from rich.table import Table
 
 import jaxbuf
 
-PROMPT = "The configuration file"
+PROMPT = "A transaction is"
 NEW_TOKENS = 128
-SAMPLING = jaxbuf.SamplingParams(temperature=0.7, top_p=0.95, seed=0)
+SAMPLING = jaxbuf.SamplingParams(temperature=0.8, top_p=0.9, seed=0)
 FORMS: tuple[Literal["recurrent", "buffered"], ...] = ("recurrent", "buffered")
 
 console = Console(highlight=False, soft_wrap=True)
