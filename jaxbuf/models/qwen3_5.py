@@ -233,7 +233,7 @@ def _cross_entropy(scores: Array, targets: Array, mask: Array) -> tuple[Array, A
     return jnp.sum(nats * weight) * share, jnp.sum(agree * weight) * share, count
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["pool", "ring"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RecurrentCache:
     """Memory of one Gated DeltaNet layer: the buffered state's pool, and the ring of the convolution's last inputs."""
@@ -242,7 +242,7 @@ class RecurrentCache:
     ring: Array
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["cursor", "layers"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """Memory of a whole model: donate it to the jitted function that changes it.

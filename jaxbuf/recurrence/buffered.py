@@ -12,7 +12,6 @@ Source: KVBuffer (2026), sections 3.1-3.4 and eq. 16; ReplaySSM, sections 4 and 
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +56,7 @@ __all__ = [
 ]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["cursor", "pool"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BufferedState:
     """One cursor with one pool: the memory of a single layer."""

@@ -4,7 +4,6 @@ Everything that decides is here, and nothing here touches an array of numbers: k
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.core
@@ -14,21 +13,7 @@ import numpy as np
 from jaxbuf.recurrence.spec import Array, check_rows
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "checkpoint_of",
-        "fold_to",
-        "block_table",
-        "order",
-        "origin",
-        "length",
-        "pending",
-        "limit",
-        "folded",
-    ],
-    meta_fields=["max_pending"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cursor:
     """What every slot holds; one for all recurrent layers of a model. Slot 0 is null and stays empty.
@@ -55,7 +40,7 @@ class Cursor:
     pending: Array
     limit: Array
     folded: Array
-    max_pending: int
+    max_pending: int = dataclasses.field(metadata={"static": True})
 
     @property
     def ring(self) -> int:
@@ -68,11 +53,7 @@ class Cursor:
         return self.folded + self.length
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["checkpoint", "has_checkpoint", "entries", "live"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Held:
     """Where the committed state of each row of a launch lies.
@@ -89,23 +70,7 @@ class Held:
     live: Array
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "slots",
-        "lengths",
-        "start",
-        "before",
-        "fold_to",
-        "any_fold",
-        "checkpoint",
-        "has_checkpoint",
-        "entries",
-        "live",
-        "append",
-    ],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
     """The integers of one `extend`, for every layer.
@@ -137,11 +102,7 @@ class Step:
         return self.fold_to < NOWHERE
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slots", "lengths", "start", "before", "head", "write", "append"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillStep:
     """The integers of one `prefill`, for every layer.

@@ -15,7 +15,7 @@ from jaxbuf.recurrence.recurrent import HIGHEST
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["checkpoints", "keys", "updates", "gates"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pool:
     """One layer's memory, shared by all slots. Row 0 of checkpoints and block 0 are null: never read nor written.

@@ -18,11 +18,7 @@ type Array = jax.Array
 RUNNING, STOPPED, FULL = 0, 1, 2  # why a row stopped: a stop token, or its max_new_tokens
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["steps", "folds", "checkpoint_reads", "live_entries"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counters:
     """int32 [rows] each: what `stats.Stats` is made from."""
@@ -33,23 +29,7 @@ class Counters:
     live_entries: Array
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "cache",
-        "history",
-        "last",
-        "state",
-        "max_new_tokens",
-        "sampling",
-        "allowed",
-        "logprobs",
-        "top_ids",
-        "top_logprobs",
-        "counters",
-    ],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Carry:
     """A generation between two calls of the program; the row of a request is its slot - 1.

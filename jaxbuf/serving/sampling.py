@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -88,23 +87,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "bias_ids",
-        "bias",
-        "min_tokens",
-        "seed",
-    ],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """The settings of each row.
@@ -151,11 +134,7 @@ def pack(params: Sequence[SamplingParams]) -> Sampling:
     )
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["prompts", "lengths", "tokens", "count", "stop_ids"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class History:
     """What penalties look at: prompts int32 [rows, bucket] and generated tokens int32 [rows, room], as far as lengths

@@ -81,7 +81,7 @@ PRESETS = {
 }
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["model", "moments"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """Float32 parameters and the optimiser's moments."""
