@@ -83,7 +83,8 @@ def init(
       limit: Committed entries from which a slot folds, for all or int32 [slots] for each: 1 is the recurrent form, 16
         or so the buffered one, more than a request's length keeps it KV-only (no checkpoint is ever read or written).
       max_pending: The most tokens that one `extend` takes: 1 + drafts.
-      block_size: Entries a block holds; a ring is made of whole blocks.
+      block_size: Entries a block holds. A slot's ring has max(limit, max_pending) + max_pending entries, rounded up to
+        whole blocks.
       state_dtype, entry_dtype: As in `init_pool`.
 
     Raises:
@@ -117,7 +118,8 @@ def prefill(
       q, k, v, log_decay, beta: As in `recurrent`, [rows, time, ...].
       slots: int32 [rows], the physical slot of each row; 0 writes nothing.
       lengths: int32 [rows], the real tokens of each row; None: all.
-      keep: How many last tokens stay as entries in the ring, one number or int32 [rows]; at most ring - max_pending.
+      keep: How many last tokens stay as entries in the ring, one number or int32 [rows]; at most the
+        ring's size (see `init`) less max_pending.
       chunk_size: As in `chunked`.
       implementation: "auto" or "xla".
 

@@ -89,7 +89,7 @@ def stream(
     """
     if segment < 1:
         raise ValueError(f"segment must be at least 1, got {segment}")
-    return _events(check(lm, [prompt], max_new_tokens, sampling, limit, form, entry_dtype), segment)
+    return _events(check(lm, {"prompt": prompt}, max_new_tokens, sampling, limit, form, entry_dtype), segment)
 
 
 def _events(request: Request, segment: int) -> Iterator[Event]:

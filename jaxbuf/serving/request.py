@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.serving import loop
-from jaxbuf.serving.sampling import SamplingParams, pack
+from jaxbuf.serving.sampling import SamplingParams, pack, whole
 from jaxbuf.serving.stats import Stats, state_traffic
 from jaxbuf.serving.text import cut_at_stop
 
@@ -70,18 +70,18 @@ class Request:
 
 
 def check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype) -> Request:
-    """Checks and packs the arguments of `generate`; errors as there."""
+    """Checks and packs the arguments of `generate`; errors as there. prompts: a list, or a dict of names to prompts."""
     if isinstance(prompts, str):
         raise ValueError(f"prompts must be a list of texts or token lists, got one text: [{prompts[:20]!r}...]")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}")
+    for name, value in (("max_new_tokens", max_new_tokens), ("limit", limit)):
+        if not whole(value) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     if form not in ("auto", "recurrent", "buffered"):
         raise ValueError(f'form must be "auto", "recurrent" or "buffered", got {form!r}')
     if entry_dtype not in (None, "bfloat16", "float16", "float32"):
         raise ValueError(f'entry_dtype must be None, "bfloat16", "float16" or "float32", got {entry_dtype!r}')
-    encoded = [_encode(lm, prompt, f"prompts[{i}]", max_new_tokens) for i, prompt in enumerate(prompts)]
+    named = prompts if isinstance(prompts, dict) else {f"prompts[{i}]": prompt for i, prompt in enumerate(prompts)}
+    encoded = [_encode(lm, prompt, name, max_new_tokens) for name, prompt in named.items()]
     settings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
     if len(settings) != len(prompts):
         raise ValueError(f"sampling must be one SamplingParams or one a prompt ({len(prompts)}), got {len(settings)}")
@@ -126,6 +126,8 @@ def check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype) -> Re
 
 
 def _encode(lm: LanguageModel, prompt: Prompt, name: str, max_new_tokens: int) -> list[int]:
+    if not isinstance(prompt, str) and not (isinstance(prompt, Iterable) and all(map(whole, prompt))):
+        raise ValueError(f"{name} must be a text or a list of token ids, got {prompt!r}")
     tokens = lm.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
     if not tokens:
         raise ValueError(f"{name} must hold at least one token, got {prompt!r}")

@@ -61,19 +61,19 @@ class SamplingParams:
         bias = self.logit_bias.items()
         checks = {
             "temperature": (self.temperature >= 0 and np.isfinite(self.temperature), "a finite number of at least 0"),
-            "top_k": (_whole(self.top_k) and self.top_k >= 0, "a whole number of at least 0 (0: all tokens)"),
+            "top_k": (whole(self.top_k) and self.top_k >= 0, "a whole number of at least 0 (0: all tokens)"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
             "presence_penalty": (np.isfinite(self.presence_penalty), "a finite number"),
             "frequency_penalty": (np.isfinite(self.frequency_penalty), "a finite number"),
             "repetition_penalty": (0 < self.repetition_penalty < np.inf, "a finite number above 0"),
-            "logit_bias": (all(_whole(i) and i >= 0 and b < np.inf for i, b in bias), "token ids to numbers below inf"),
-            "min_tokens": (_whole(self.min_tokens) and self.min_tokens >= 0, "a whole number of at least 0"),
-            "seed": (_whole(self.seed) and 0 <= self.seed < 2**32, "a whole number in [0, 2**32)"),
+            "logit_bias": (all(whole(i) and i >= 0 and b < np.inf for i, b in bias), "token ids to numbers below inf"),
+            "min_tokens": (whole(self.min_tokens) and self.min_tokens >= 0, "a whole number of at least 0"),
+            "seed": (whole(self.seed) and 0 <= self.seed < 2**32, "a whole number in [0, 2**32)"),
             "stop": (all(isinstance(text, str) and text for text in self.stop_texts), "texts that are not empty"),
-            "stop_token_ids": (all(_whole(i) and i >= 0 for i in self.stop_token_ids), "token ids of at least 0"),
+            "stop_token_ids": (all(whole(i) and i >= 0 for i in self.stop_token_ids), "token ids of at least 0"),
             "logprobs": (
-                self.logprobs is None or (_whole(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS),
+                self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS),
                 f"None or a whole number in [0, {MOST_LOGPROBS}]",
             ),
         }
@@ -233,5 +233,6 @@ def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
     return jax.lax.cond(jnp.any((sampling.top_k > 0) | (sampling.top_p < 1)), most_probable, all_tokens)
 
 
-def _whole(value: object) -> bool:
+def whole(value: object) -> bool:
+    """Whether a value is an integer (bools are not)."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

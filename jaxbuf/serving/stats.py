@@ -18,7 +18,9 @@ class Stats:
       checkpoint_reads: Steps that read a checkpoint.
       live_entries: Entries read from the ring, summed over the steps.
       drafted, accepted: Draft tokens verified and kept.
-      bytes: State traffic of all recurrent layers together, from the counts above: `state_traffic`.
+      bytes: State traffic of all recurrent layers together: layers * (state * (checkpoint_reads + folds) + entry *
+        (live_entries + steps)), where state is a layer's state in bytes (heads * value_dim * key_dim in fp32) and entry
+        one ring entry's (key_heads * key_dim + heads * value_dim in the entry dtype, and heads fp32 decays).
     """
 
     prompt_tokens: int

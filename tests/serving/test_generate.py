@@ -77,7 +77,8 @@ def test_stats_are_what_a_count_by_hand_gives(lm, prompts, form):
     state = 4 * spec.heads * spec.value_dim * spec.key_dim
     entry = 4 * (spec.key_heads * spec.key_dim + spec.heads * spec.value_dim + spec.heads)
     assert (state, entry) == (checkpoint_bytes(spec, "float32"), entry_bytes(spec, "float32"))
-    expected = 3 * (state * (NEW - 1 + folds) + entry * (live + NEW - 1))
+    layers = lm.config.layer_types.count("linear_attention")
+    expected = layers * (state * (NEW - 1 + folds) + entry * (live + NEW - 1))
     for prompt, result in zip(prompts, results, strict=True):
         stats = result.stats
         assert (stats.steps, stats.checkpoint_reads, stats.folds) == (NEW - 1, NEW - 1, folds)
@@ -151,7 +152,7 @@ def test_the_carry_is_reused_in_place(lm):
 def test_a_stream_checks_its_arguments_when_it_is_made(lm):
     with pytest.raises(ValueError, match="segment must be at least 1, got 0"):
         stream(lm, [1, 2], segment=0)
-    with pytest.raises(ValueError, match=r"prompts\[0\] must hold at least one token"):
+    with pytest.raises(ValueError, match="prompt must hold at least one token"):
         stream(lm, [])
 
 
@@ -225,8 +226,11 @@ def test_what_could_become_a_stop_string_is_held_back():
         ({"prompts": "text"}, r"prompts must be a list of texts or token lists"),
         ({"prompts": [[1, 259]]}, r"prompts\[0\] must hold token ids in \[0, 259\), got 259"),
         ({"prompts": [[1] * 1000], "max_new_tokens": 25}, r"prompts\[0\] \(1000 tokens\).*\(25\).*at most.*\(1024\)"),
-        ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ({"prompts": [[1]], "limit": 0}, "limit must be at least 1, got 0"),
+        ({"prompts": [[1.7]]}, r"prompts\[0\] must be a text or a list of token ids, got \[1.7\]"),
+        ({"prompts": [None]}, r"prompts\[0\] must be a text or a list of token ids, got None"),
+        ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0"),
+        ({"prompts": [[1]], "max_new_tokens": 2.5}, "max_new_tokens must be a whole number of at least 1, got 2.5"),
+        ({"prompts": [[1]], "limit": 0}, "limit must be a whole number of at least 1, got 0"),
         ({"prompts": [[1]], "form": "linear"}, "form must be .* got 'linear'"),
         ({"prompts": [[1]], "entry_dtype": "int8"}, "entry_dtype must be .* got 'int8'"),
         ({"prompts": [[1]], "sampling": SamplingParams(logit_bias={259: 1.0})}, "logit_bias must name .* got 259"),
