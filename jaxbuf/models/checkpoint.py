@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxbuf.models.hub import COMPANIONS, WEIGHTS
 from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.models.qwen3_5 import Qwen3_5
 from jaxbuf.models.qwen3_5_config import Config
+from jaxbuf.models.replacing import replacing
 from jaxbuf.models.sharding import parameter_sharding
 
 logger = logging.getLogger("jaxbuf")
@@ -27,6 +31,10 @@ STORED_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 IGNORED = "model.visual."
+PIECE = 1 << 24  # bytes of a tensor that are converted at a time
+ALIGNMENT = 64  # XLA takes a host buffer aligned like this as an array of the CPU, without a copy
+
+type Progress = Callable[[int, int], None]
 
 
 class CheckpointError(Exception):
@@ -67,15 +75,24 @@ def compute_dtype(dtype: str | jnp.dtype | None) -> jnp.dtype | None:
 
 
 def load_model(
-    directory: Path, config: Config, *, dtype: jnp.dtype | None = None, mesh: jax.sharding.Mesh | None = None
+    directory: Path,
+    config: Config,
+    *,
+    dtype: jnp.dtype | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Qwen3_5, Config]:
     """Reads the parameters, one tensor at a time, each straight to where it belongs.
+
+    Beside the parameters, the host holds the tensor that is on its way at most.
 
     Args:
       directory: Holds *.safetensors, or the shards that a model.safetensors.index.json names.
       config: From the directory's config.json.
       dtype: The parameters' dtype. None: float32 on a CPU (bf16 is slower there), else the checkpoint's own.
       mesh: With an axis "tensor", see `parameter_sharding`; None: the default device.
+      progress: Called with the bytes of the checkpoint that are done and how many there are, before the first tensor
+        and after each one.
 
     Returns:
       The model, and the configuration as the tensors have it: a head or an MTP layer that is there counts, whatever the
@@ -98,11 +115,17 @@ def load_model(
             platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
             embedding = tensors[prefix + "embed_tokens.weight"].get_slice(prefix + "embed_tokens.weight")
             dtype = jnp.dtype(jnp.float32 if platform == "cpu" else STORED_DTYPES[embedding.get_dtype()])
-        values = []
+        sizes = {name: _stored_bytes(tensors[name].get_slice(name)) for name in parameters}
+        done, values = 0, []
+        if progress is not None:
+            progress(0, sum(sizes.values()))
         for name, param in parameters.items():
-            array = tensors[name].get_tensor(name).reshape(param.get_raw_value().shape)
-            array = array.astype(jnp.float32 if param.keep_float32 else dtype)
-            values.append(jax.device_put(array, parameter_sharding(param, config, mesh)))
+            wanted = jnp.dtype(jnp.float32) if param.keep_float32 else dtype
+            sharding = parameter_sharding(param, config, mesh)
+            values.append(_read(tensors[name].get_slice(name), param.get_raw_value().shape, wanted, sharding))
+            done += sizes[name]
+            if progress is not None:
+                progress(done, sum(sizes.values()))
     return replace_parameters(abstract, values), config
 
 
@@ -111,34 +134,45 @@ def save(
     config: Config,
     directory: Path | str,
     *,
-    dtype: jnp.dtype = jnp.bfloat16,
+    dtype: str | jnp.dtype = jnp.bfloat16,
     shard_bytes: int = 5_000_000_000,
+    companions: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes config.json and the parameters under Hugging Face's names, so that transformers and `load` read them.
+
+    All of it is written beside the name and takes it at the end: a process that dies on the way leaves what was there,
+    and its leftovers go with the next `save` to that name. Beside the parameters, the host holds one shard at most.
 
     Args:
       model: The parameters; the gates' A_log and dt_bias are written in float32, whatever dtype says.
       config: As `model` was built with.
-      directory: Made if it is not there.
+      directory: Made if it is not there. Of a checkpoint that is, the configuration and all safetensors are replaced
+        and other files stay.
       dtype: Of the tensors written.
-      shard_bytes: A file holds at most this many bytes of tensors; more make several files and an index.
+      shard_bytes: A file holds at most this many bytes of tensors, or one tensor; more make several files and an index.
+      companions: Name and content of the tokenizer's files, generation_config.json and chat_template.jinja. They
+        replace all those of a checkpoint that is there; None: its own stay.
+
+    Raises:
+      FileExistsError: The directory holds files, but none of a checkpoint.
+      NotADirectoryError: The name is that of a file.
+      ValueError: An unknown dtype, or shard_bytes below 1.
     """
+    chosen = compute_dtype(dtype)
+    if chosen is None or shard_bytes < 1:
+        raise ValueError(f"save needs a dtype and shard_bytes of at least 1, got {dtype!r} and {shard_bytes}")
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, np.ndarray]] = [{}]
-    sizes = [0]
-    for path, param in named_parameters(model).items():
-        name = tensor_name(path, "model.")
-        array = np.asarray(param[...].astype(jnp.float32 if param.keep_float32 else dtype))
-        array = np.ascontiguousarray(array.reshape(_stored_shape(name, array.shape)))
-        if shards[-1] and sizes[-1] + array.nbytes > shard_bytes:
-            shards.append({})
-            sizes.append(0)
-        shards[-1][name] = array
-        sizes[-1] += array.nbytes
-    _write_shards(directory, shards, sum(sizes))
-    data = config.to_dict() | {"dtype": jnp.dtype(dtype).name}
-    (directory / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    if directory.is_dir():
+        found = [entry.name for entry in directory.iterdir()]
+        if found and not any(fnmatch(name, pattern) for name in found for pattern in (*WEIGHTS, *COMPANIONS)):
+            raise FileExistsError(f"{directory} holds files, but none of a checkpoint ({found[0]}, ...); expected one")
+    dropped = WEIGHTS if companions is None else (*WEIGHTS, *COMPANIONS)
+    with replacing(directory, dropped=dropped) as new:
+        _write_shards(new, named_parameters(model), chosen, shard_bytes)
+        for name, content in (companions or {}).items():
+            (new / name).write_bytes(content)
+        data = config.to_dict() | {"dtype": chosen.name}
+        (new / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def tensor_name(path: str, prefix: str) -> str:
@@ -214,17 +248,61 @@ def _check(directory: Path, tensors: Mapping[str, Any], expected: Mapping[str, t
         raise CheckpointError(f"the tensors in {directory} do not fit its config.json; " + "; ".join(found))
 
 
-def _write_shards(directory: Path, shards: list[dict[str, np.ndarray]], total: int) -> None:
-    for old in (directory / INDEX, *directory.glob("model*.safetensors")):
-        old.unlink(missing_ok=True)
-    metadata = {"format": "pt"}  # transformers refuses files that do not say how they were laid out
-    if len(shards) == 1:
-        save_file(shards[0], directory / SINGLE, metadata=metadata)
-        return
+def _stored_bytes(stored: Any) -> int:
+    return math.prod(stored.get_shape()) * jnp.dtype(STORED_DTYPES[stored.get_dtype()]).itemsize
+
+
+def _read(stored: Any, shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """A tensor of an open file on its devices. Each device's part is read and converted on its own."""
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        whole = (slice(None),) * len(shape)
+        bounds = [slice(*i.indices(size)[:2]) for i, size in zip(index or whole, shape, strict=True)]
+        target = _aligned(tuple(bound.stop - bound.start for bound in bounds), dtype)
+        if len(stored.get_shape()) > len(shape):  # a depthwise convolution, see _stored_shape
+            bounds.insert(1, slice(0, 1))
+        first, *rest = bounds
+        rows = max(1, PIECE * target.shape[0] // max(1, target.nbytes))
+        for start in range(0, target.shape[0], rows):
+            stop = min(start + rows, target.shape[0])
+            piece = stored[(slice(first.start + start, first.start + stop), *rest)]
+            target[start:stop] = piece.reshape(target[start:stop].shape)
+        return target
+
+    array = jax.device_put(part(None)) if sharding is None else jax.make_array_from_callback(shape, sharding, part)
+    return array.block_until_ready()  # so that no more than one tensor is on its way
+
+
+def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _write_shards(directory: Path, parameters: Mapping[str, nnx.Param], dtype: jnp.dtype, shard_bytes: int) -> None:
+    dtypes = {path: jnp.dtype(jnp.float32) if p.keep_float32 else dtype for path, p in parameters.items()}
+    shards: list[list[str]] = [[]]
+    sizes = [0]
+    for path, param in parameters.items():
+        size = math.prod(param.shape) * dtypes[path].itemsize
+        if shards[-1] and sizes[-1] + size > shard_bytes:
+            shards.append([])
+            sizes.append(0)
+        shards[-1].append(path)
+        sizes[-1] += size
     weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata=metadata)
-        weight_map |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for number, paths in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {}
+        for path in paths:
+            name = tensor_name(path, "model.")
+            array = np.asarray(parameters[path][...].astype(dtypes[path]))
+            tensors[name] = np.ascontiguousarray(array.reshape(_stored_shape(name, array.shape)))
+        # transformers refuses files that do not say how they were laid out
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(directory.stat().st_mode & 0o666)  # safetensors lets nobody else read it
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

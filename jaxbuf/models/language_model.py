@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -13,8 +14,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxbuf.models import qwen3_5
-from jaxbuf.models.checkpoint import CheckpointError, compute_dtype, load_model, read_json
+from jaxbuf.models.chat import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
+from jaxbuf.models.checkpoint import CheckpointError, Progress, compute_dtype, load_model, read_json
+from jaxbuf.models.checkpoint import save as save_checkpoint
+from jaxbuf.models.hub import ACCEPTED, COMPANIONS, download, parse_id
 from jaxbuf.models.qwen3_5_config import Config, token_ids
+from jaxbuf.models.scoring import score_tokens
 
 type Array = jax.Array
 
@@ -32,7 +37,9 @@ class LanguageModel:
       tokenizer: From tokenizer.json, or None.
       generation_config: generation_config.json as it is, or {}.
       dtype: The compute dtype.
-      name: "demo", or the directory's name.
+      name: "demo", the Hugging Face id, or the directory's name.
+      chat_template: From chat_template.jinja or tokenizer_config.json, or None.
+      directory: What it was loaded from, or None.
     """
 
     model: qwen3_5.Qwen3_5
@@ -41,6 +48,8 @@ class LanguageModel:
     generation_config: dict[str, Any]
     dtype: jnp.dtype
     name: str
+    chat_template: ChatTemplate | None = None
+    directory: Path | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -66,13 +75,17 @@ class LanguageModel:
         known[[token for token in self.tokenizer.get_vocab().values() if token < self.vocab_size]] = True
         return known
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text.
+
+        Args:
+          text: Special tokens that are written out in it are encoded as such.
+          add_special_tokens: Also add those that the tokenizer puts around a text; a chat prompt has its own.
 
         Raises:
           ValueError: The model has no tokenizer.
         """
-        return self._tokenizer().encode(text).ids
+        return self._tokenizer().encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens.
@@ -81,6 +94,25 @@ class LanguageModel:
           ValueError: The model has no tokenizer.
         """
         return self._tokenizer().decode(list(ids))
+
+    def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The prompt of a conversation, from the model's own template: `encode` it without adding special tokens.
+
+        Args:
+          messages: {"role": "system" | "user" | "assistant", "content": text}, oldest first.
+          add_generation_prompt: End with what opens the assistant's answer.
+
+        Raises:
+          ValueError: The model has no chat template, messages is empty or of another form, or the template refuses it.
+
+        Source: the chat_template of Hugging Face tokenizers.
+        """
+        if self.chat_template is None:
+            raise ValueError(
+                f"the model {self.name!r} has no chat template: its directory has no {TEMPLATE}, and no chat_template "
+                f"in a {TOKENIZER_CONFIG}; `jaxbuf generate` continues plain text"
+            )
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def logits(self, tokens: Array | np.ndarray | Sequence[Sequence[int]]) -> Array:
         """Scores of the token after each position: for parity and small inputs, the whole result is kept.
@@ -94,16 +126,77 @@ class LanguageModel:
         Raises:
           ValueError: Not a two-dimensional integer array, no tokens, too many, or an id outside the vocabulary.
         """
+        tokens = self._check_tokens(tokens)
+        time = tokens.shape[1]
+        padded = np.pad(tokens, ((0, 0), (0, -time % PADDED_TO)))
+        return _logits(self.model, jnp.asarray(padded))[:, :time]
+
+    def score(self, tokens: Array | np.ndarray | Sequence[Sequence[int]]) -> Array:
+        """Log-probability of each token given those before it in its row.
+
+        The rows are read through a cache in pieces, and logits exist for a block of a piece only, so a hundred thousand
+        tokens fit at a large vocabulary: beside the parameters and the cache it takes a gigabyte or so.
+
+        Args:
+          tokens: int32 [batch, time].
+
+        Returns:
+          f32 [batch, time], natural logarithms. The first column is 0: nothing comes before it.
+
+        Raises:
+          ValueError: Not a two-dimensional integer array, no tokens, too many, or an id outside the vocabulary.
+        """
+        return jnp.asarray(score_tokens(self.model, self._check_tokens(tokens)))
+
+    def save(
+        self, directory: str | Path, *, dtype: str | jnp.dtype | None = None, shard_bytes: int = 5_000_000_000
+    ) -> None:
+        """Writes a checkpoint in Hugging Face's format that `load` and transformers read.
+
+        It holds the text model, its tokenizer, generation_config.json, and what else of the tokenizer's files and the
+        chat template lies in the directory that the model was loaded from. It takes its name when all of it is on the
+        disk: a process that dies before leaves what was there. A checkpoint under the name is replaced; files that do
+        not belong to it stay.
+
+        Args:
+          directory: Made if it is not there.
+          dtype: "float32", "bfloat16" or "float16"; None: the compute dtype. The gates' A_log and dt_bias are written
+            in float32.
+          shard_bytes: A file holds at most this many bytes of tensors, or one tensor; more make several and an index.
+
+        Raises:
+          FileExistsError: The directory holds files, but none of a checkpoint.
+          NotADirectoryError: The name is that of a file.
+          ValueError: An unknown dtype, or shard_bytes below 1.
+        """
+        companions = {}
+        if self.directory is not None:
+            files = [file for pattern in COMPANIONS for file in self.directory.glob(pattern)]
+            companions = {file.name: file.read_bytes() for file in files}
+        companions.pop("tokenizer.json", None)
+        companions.pop("generation_config.json", None)
+        if self.tokenizer is not None:
+            companions["tokenizer.json"] = self.tokenizer.to_str(pretty=True).encode()
+        if self.generation_config:
+            companions["generation_config.json"] = (json.dumps(self.generation_config, indent=2) + "\n").encode()
+        save_checkpoint(
+            self.model,
+            self.config,
+            directory,
+            dtype=self.dtype if dtype is None else dtype,
+            shard_bytes=shard_bytes,
+            companions=companions,
+        )
+
+    def _check_tokens(self, tokens: Array | np.ndarray | Sequence[Sequence[int]]) -> np.ndarray:
         tokens = np.asarray(tokens)
         if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or tokens.size == 0:
             raise ValueError(f"tokens must be int32 [batch, time] and not empty, got {tokens.dtype} {tokens.shape}")
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise ValueError(f"tokens must be in [0, {self.vocab_size}), got {tokens.min()} to {tokens.max()}")
-        time = tokens.shape[1]
-        if time > self.max_length:
-            raise ValueError(f"tokens must be at most max_length ({self.max_length}) long, got {time}")
-        padded = np.pad(tokens.astype(np.int32), ((0, 0), (0, -time % PADDED_TO)))
-        return _logits(self.model, jnp.asarray(padded))[:, :time]
+        if tokens.shape[1] > self.max_length:
+            raise ValueError(f"tokens must be at most max_length ({self.max_length}) long, got {tokens.shape[1]}")
+        return tokens.astype(np.int32)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -117,30 +210,41 @@ def _logits(model: qwen3_5.Qwen3_5, tokens: Array) -> Array:
 
 
 def load(
-    source: str | Path, dtype: str | jnp.dtype | None = None, mesh: jax.sharding.Mesh | None = None
+    source: str | Path,
+    dtype: str | jnp.dtype | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> LanguageModel:
-    """Loads a model: "demo", the small one in this package, or a directory in Hugging Face's format.
+    """Loads a model: "demo", the small one in this package, a directory in Hugging Face's format, or an id there.
 
-    A directory has config.json and *.safetensors (or shards with an index), and may have tokenizer.json and
-    generation_config.json.
+    A directory has config.json and *.safetensors (or shards with an index), and may have tokenizer.json,
+    generation_config.json and a chat template (chat_template.jinja or tokenizer_config.json). An id is "org/name" or
+    "org/name@revision", of a branch, tag or commit; a directory of that name comes first. Its files come from
+    huggingface-hub's cache, or are downloaded into it; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE say what they always do.
+
+    Beside the parameters, the host holds one tensor at most while it loads.
 
     Args:
-      source: "demo" or a directory.
+      source: "demo", a directory or a Hugging Face id.
       dtype: "float32", "bfloat16" or "float16"; None: float32 on a CPU, else the checkpoint's own.
       mesh: Spreads the parameters over its axis "tensor"; None: everything on the default device.
+      progress: Called with the bytes of the checkpoint that were read and how many there are, before the first tensor
+        and after each one. (Downloads show huggingface-hub's own progress bar.)
 
     Raises:
-      FileNotFoundError: Neither "demo" nor a directory, or a directory without config.json or safetensors.
+      FileNotFoundError: None of the three, an id that cannot be had (without access, or offline and not in the cache),
+        or a directory without config.json or safetensors.
       ValueError: An unknown dtype, an architecture or setting that is not served, or a mesh that does not fit.
       CheckpointError: Tensors that are missing, unexpected or misshapen, or a file that cannot be read.
     """
     wanted = compute_dtype(dtype)
-    directory = _directory(source)
+    directory, name = _directory(source)
     try:
         data = read_json(directory / "config.json")
     except FileNotFoundError:
         raise FileNotFoundError(f"{directory} has no config.json; expected a model in Hugging Face's format") from None
-    model, config = load_model(directory, Config.from_dict(data), dtype=wanted, mesh=mesh)
+    model, config = load_model(directory, Config.from_dict(data), dtype=wanted, mesh=mesh, progress=progress)
     generation = directory / "generation_config.json"
     return LanguageModel(
         model=model,
@@ -148,17 +252,24 @@ def load(
         tokenizer=_read_tokenizer(directory / "tokenizer.json"),
         generation_config=read_json(generation) if generation.exists() else {},
         dtype=model.embed_tokens[...].dtype,
-        name=DEMO if source == DEMO else directory.name,
+        name=name,
+        chat_template=read_chat_template(directory),
+        directory=directory,
     )
 
 
-def _directory(source: str | Path) -> Path:
+def _directory(source: str | Path) -> tuple[Path, str]:
+    """Where a model's files are, and its name."""
     if source == DEMO:
-        return Path(str(resources.files("jaxbuf.models") / DEMO))
+        return Path(str(resources.files("jaxbuf.models") / DEMO)), DEMO
     directory = Path(source)
-    if not directory.is_dir():
-        raise FileNotFoundError(f'no model {str(source)!r}: expected "{DEMO}" or a directory with a config.json')
-    return directory.resolve()
+    if directory.is_dir():
+        directory = directory.resolve()
+        return directory, directory.name
+    identity = parse_id(source) if isinstance(source, str) else None
+    if identity is None:
+        raise FileNotFoundError(f"no model {str(source)!r}: expected {ACCEPTED}")
+    return download(*identity), str(source)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer | None:

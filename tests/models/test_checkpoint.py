@@ -3,6 +3,12 @@
 import dataclasses
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from jaxbuf.models import checkpoint, replacing
 from jaxbuf.models.checkpoint import CheckpointError, save
 from jaxbuf.models.language_model import load
 from jaxbuf.models.layers import named_parameters, replace_parameters
@@ -229,7 +236,7 @@ def test_an_index_that_lists_a_tensor_no_file_has(model, tmp_path):
 
 
 def test_sources_that_are_no_model(tmp_path, directory):
-    with pytest.raises(FileNotFoundError, match="no model 'demmo': expected \"demo\" or a directory"):
+    with pytest.raises(FileNotFoundError, match="no model 'demmo': expected \"demo\", a directory with a config"):
         load("demmo")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load(tmp_path / "nowhere")
@@ -314,3 +321,251 @@ def test_saving_needs_no_more_than_the_parameters_say(model, tmp_path):
     assert lm.config == tied
     for name, param in named_parameters(lm.model).items():
         np.testing.assert_array_equal(param[...], named_parameters(small)[name][...])
+
+
+def test_progress_counts_the_bytes_of_the_checkpoint(model, tmp_path):
+    save(model, CONFIG, tmp_path, shard_bytes=4000)
+    calls = []
+    load(tmp_path, progress=lambda done, of: calls.append((done, of)))
+    total = sum(tensor.nbytes for file in tmp_path.glob("*.safetensors") for tensor in load_file(file).values())
+    assert calls[0] == (0, total) and calls[-1] == (total, total)
+    done = [call[0] for call in calls]
+    assert done == sorted(set(done)) and len(done) == len(named_parameters(model)) + 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_longer_than_a_piece_are_read_whole(model, directory, monkeypatch, dtype):
+    monkeypatch.setattr(checkpoint, "PIECE", 100)
+    assert_same(load(directory, dtype=dtype).model, model, jnp.dtype(dtype))
+
+
+def test_what_was_loaded_does_not_change_with_the_file(model, directory):
+    lm = load(directory, dtype="bfloat16")
+    file = directory / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(-5000, os.SEEK_END)
+        opened.write(bytes(5000))
+    assert_same(lm.model, model, jnp.bfloat16)
+
+
+def leftovers(folder):
+    return [entry for entry in folder.iterdir() if entry.name.startswith(".")]
+
+
+def contents(folder):
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+# Saves checkpoint argv[1] as argv[2] and, with "stop", says so and waits when the second shard is about to be written;
+# without it saves again and again, with weights that are all of one save.
+SAVER = """
+import dataclasses, sys, time
+import jax
+from jaxbuf.models import checkpoint
+from jaxbuf.models.language_model import load
+lm = load(sys.argv[1])
+write, files = checkpoint.save_file, []
+def slow(tensors, file, metadata):
+    if len(files) == 1:
+        print("writing", flush=True)
+        time.sleep(600)
+    files.append(file)
+    write(tensors, file, metadata=metadata)
+if sys.argv[3] == "stop":
+    checkpoint.save_file = slow
+for number in range(10 ** 9):
+    model = jax.tree.map(lambda leaf: (leaf * 0 + number % 100).astype(leaf.dtype), lm.model)
+    dataclasses.replace(lm, model=model).save(sys.argv[2], shard_bytes=40_000)
+    print(number, flush=True)
+"""
+
+
+@pytest.fixture
+def start_saving(directory):
+    started = []
+
+    def start(target, mode):
+        command = [sys.executable, "-c", SAVER, str(directory), str(target), mode]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+def test_a_save_that_is_killed_leaves_what_was_there(model, tmp_path, start_saving, there_before):
+    target = tmp_path / "target"
+    if there_before:
+        save(model, CONFIG, target)
+        (target / "notes.txt").write_text("mine")
+        before = contents(target)
+    process = start_saving(target, "stop")
+    assert process.stdout.readline() == "writing\n"
+    (unfinished,) = leftovers(tmp_path)
+    assert any(name.endswith(".safetensors") for name in contents(unfinished))
+
+    other = tmp_path / "other"
+    save(model, CONFIG, other)
+    if there_before:  # a save of another process beside it does not take the living one's files for leftovers
+        save(model, CONFIG, target)
+        assert leftovers(tmp_path) == [unfinished] and contents(target) == before
+
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert leftovers(tmp_path) == [unfinished]
+    assert target.exists() == there_before
+    if there_before:
+        assert contents(target) == before
+        assert_same(load(target).model, model, jnp.float32)
+    save(model, CONFIG, other)
+    assert leftovers(tmp_path) == [unfinished]  # it is of another name
+    save(model, CONFIG, target)
+    assert leftovers(tmp_path) == []
+    assert_same(load(target).model, model, jnp.float32)
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_save_that_is_killed_at_any_time_leaves_one_whole_checkpoint(tmp_path, start_saving, rng, attempt):
+    target = tmp_path / "target"
+    process = start_saving(target, "go")
+    for _ in range(3):
+        process.stdout.readline()
+    time.sleep(rng.uniform(0, 0.2))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    leaves = jax.tree.leaves(load(target).model)
+    (value,) = {float(number) for leaf in leaves for number in np.unique(leaf)}
+    last = [int(line) for line in process.stdout.read().split()]
+    assert value >= 2 and (not last or value in (last[-1], last[-1] + 1))
+
+
+def test_everything_is_on_the_disk_before_the_name_changes(model, directory, monkeypatch):
+    synced, at_the_swap = set(), []
+    fsync, swap = os.fsync, replacing._swap
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+
+    def watched(new, *others):
+        at_the_swap.append({str(path) for path in [new, *new.rglob("*")]})
+        assert at_the_swap[0] <= synced
+        swap(new, *others)
+
+    monkeypatch.setattr(replacing, "_swap", watched)
+    save(model, CONFIG, directory, shard_bytes=4000)
+    assert len(at_the_swap[0]) > 5 and str(directory.parent) in synced
+
+
+def test_without_an_exchange_of_names_the_old_checkpoint_is_never_lost(model, directory, monkeypatch):
+    before = contents(directory)
+    monkeypatch.setattr(replacing, "_exchange", lambda *names: False)
+    (directory / "notes.txt").write_text("mine")
+    save(model, CONFIG, directory, shard_bytes=4000)
+    assert (directory / "model.safetensors.index.json").exists() and (directory / "notes.txt").read_text() == "mine"
+    assert leftovers(directory.parent) == []
+
+    # as a process leaves it that dies between the two names
+    scratch = directory.parent / f".{directory.name}.abcd1234.saving"
+    (scratch / "new").mkdir(parents=True)
+    directory.rename(scratch / "old")
+    with pytest.raises(RuntimeError), replacing.replacing(directory):
+        assert (directory / "model.safetensors.index.json").exists()
+        raise RuntimeError
+    assert leftovers(directory.parent) == [] and (directory / "notes.txt").exists()
+    save(model, CONFIG, directory)
+    assert contents(directory) == before | {"notes.txt": b"mine"}
+
+
+def test_a_save_that_fails_leaves_what_was_there(model, directory, monkeypatch):
+    before = contents(directory)
+
+    def fail(*arguments, **named):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save(model, CONFIG, directory)
+    assert contents(directory) == before and leftovers(directory.parent) == []
+
+
+def test_files_that_are_not_the_checkpoints_stay(model, directory):
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "plots").mkdir()
+    (directory / "plots" / "loss.txt").write_text("falling")
+    (directory / "link").symlink_to("plots/loss.txt")
+    save_file({"extra": np.zeros(3, np.float32)}, directory / "mtp.safetensors")
+    save(model, CONFIG, directory)
+    assert sorted(contents(directory)) == [
+        "config.json",
+        "link",
+        "model.safetensors",
+        "plots/loss.txt",
+        "tokenizer.json",
+    ]
+    assert (directory / "link").is_symlink() and (directory / "link").read_text() == "falling"
+
+
+def test_names_that_save_refuses(model, tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"holds files, but none of a checkpoint \(thesis\.tex, \.\.\.\)"):
+        save(model, CONFIG, tmp_path)
+    with pytest.raises(NotADirectoryError, match=r"thesis\.tex must be a directory or not exist"):
+        save(model, CONFIG, tmp_path / "thesis.tex")
+    with pytest.raises(ValueError, match="shard_bytes of at least 1, got 'float32' and 0"):
+        save(model, CONFIG, tmp_path / "model", dtype="float32", shard_bytes=0)
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        save(model, CONFIG, tmp_path / "model", dtype="int8")
+    assert contents(tmp_path) == {"thesis.tex": b"mine"}
+
+
+def test_a_link_stays_a_link_and_modes_stay_modes(model, directory, tmp_path):
+    (tmp_path / "link").symlink_to(directory)
+    directory.chmod(0o750)
+    save(model, CONFIG, tmp_path / "link", dtype=jnp.float32)
+    assert (tmp_path / "link").is_symlink() and load_file(directory / "model.safetensors")[
+        "mtp.fc.weight"
+    ].itemsize == 4
+    assert directory.stat().st_mode & 0o777 == 0o750
+    assert (directory / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_loaded_model_is_saved_with_all_its_files(tmp_path):
+    demo = load("demo")
+    demo.save(tmp_path / "copy")
+    copy = load(tmp_path / "copy")
+    assert copy.dtype == demo.dtype and copy.config == demo.config and copy.generation_config == demo.generation_config
+    text = "def f(x): return 'é'"
+    assert copy.encode(text) == demo.encode(text)
+    for name, param in named_parameters(copy.model).items():
+        np.testing.assert_array_equal(param[...], named_parameters(demo.model)[name][...], err_msg=name)
+    config = "tokenizer_config.json"
+    assert (tmp_path / "copy" / config).read_bytes() == (demo.directory / config).read_bytes()
+
+    copy.save(tmp_path / "copy", dtype="bfloat16", shard_bytes=10_000_000)  # over itself
+    again = load(tmp_path / "copy", dtype="bfloat16")
+    assert len(list((tmp_path / "copy").glob("*.safetensors"))) > 1 and again.encode(text) == demo.encode(text)
+    assert sorted(path.name for path in again.directory.glob("*.json")) == sorted(
+        ["config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", config]
+    )
+
+
+def test_a_model_without_a_tokenizer_keeps_none_of_another(directory, tmp_path):
+    load("demo").save(tmp_path / "other")
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
+    bare = dataclasses.replace(load(directory), generation_config={"top_k": 3})
+    bare.save(tmp_path / "other")
+    assert sorted(contents(tmp_path / "other")) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert load(tmp_path / "other").generation_config == {"top_k": 3}
+
+
+@pytest.mark.slow
+def test_loading_takes_little_more_than_the_parameters(tmp_path):
+    root = Path(__file__).parents[2]
+    sizes = "--layers 4 --hidden 1024 --vocab 65536 --shard-mb 100".split()
+    command = [sys.executable, str(root / "scripts/bench_load"), *sizes, "--json", str(tmp_path / "load.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "load.json").read_text())["figures"]
+    assert [row["dtype"] for row in rows] == ["bfloat16", "float32"]
+    assert all(row["parameters"] <= row["over_baseline"] <= row["bound"] for row in rows)

@@ -1,0 +1,203 @@
+"""How probable a model finds tokens and texts, without ever holding the logits of more than a few positions."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.models import qwen3_5
+
+if TYPE_CHECKING:
+    from jaxbuf.models.language_model import LanguageModel
+
+type Array = jax.Array
+
+PIECE = 1024  # the most tokens of a row that one launch reads
+SMALLEST_PIECE = 64
+ROWS = 8  # the most rows at once
+ATTENTION_SCORES = 2**27  # float32 numbers of one layer's attention scores, which bounds the piece of long sequences
+LOGITS = 2**25  # float32 numbers of one block of logits
+
+
+@dataclasses.dataclass(frozen=True)
+class TextScore:
+    """What a model makes of a text. Scores of several texts add up.
+
+    Attributes:
+      tokens: How many were scored: all of the text's.
+      bytes: Of the text in UTF-8.
+      log_likelihood: Natural logarithm of the tokens' joint probability.
+    """
+
+    tokens: int
+    bytes: int
+    log_likelihood: float
+
+    @property
+    def perplexity(self) -> float:
+        """Per token: exp of the mean negative log-probability."""
+        return math.exp(-self.log_likelihood / self.tokens)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable across tokenizers."""
+        return -self.log_likelihood / math.log(2) / self.bytes
+
+    def __add__(self, other: "TextScore") -> "TextScore":
+        return TextScore(
+            self.tokens + other.tokens, self.bytes + other.bytes, self.log_likelihood + other.log_likelihood
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A stretch of one document: `tokens` are read, those from index `first` on are scored."""
+
+    tokens: np.ndarray
+    first: int
+
+
+def windows(tokens: np.ndarray, context: int) -> list[Window]:
+    """Cuts [start token, document...] into windows of at most `context` tokens that score every token once.
+
+    Windows overlap by half, so that in all but the first each scored token has at least context // 2 tokens before it.
+
+    Raises:
+      ValueError: context is below 2.
+    """
+    if context < 2:
+        raise ValueError(f"context must be at least 2, got {context}")
+    found = [Window(tokens[:context], 1)]
+    done = min(context, tokens.size)
+    stride = context - context // 2
+    while done < tokens.size:
+        end = min(done + stride, tokens.size)
+        start = max(end - context, 0)
+        found.append(Window(tokens[start:end], done - start))
+        done = end
+    return found
+
+
+def score_text(
+    lm: "LanguageModel",
+    text: str,
+    *,
+    context: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TextScore:
+    """Scores a text of any length. Its first token follows config.json's end-of-text token, as between documents.
+
+    Args:
+      lm: With a tokenizer.
+      text: A text longer than the context is read in windows that overlap by half, see `windows`.
+      context: Tokens of a window; None: the model's max_length.
+      progress: Called before the first and after each piece with how many tokens were read, and how many will be.
+
+    Raises:
+      ValueError: An empty text, a context that does not fit, no tokenizer, or no end-of-text token.
+    """
+    context = lm.max_length if context is None else context
+    if not 2 <= context <= lm.max_length:
+        raise ValueError(f"context must be in [2, {lm.max_length}], up to the model's max_length, got {context}")
+    if not lm.config.eos_token_ids:
+        raise ValueError(f"the model {lm.name!r} has no eos_token_id in its config.json, which a text would follow")
+    tokens = np.asarray([lm.config.eos_token_ids[0], *lm.encode(text)], np.int32)
+    if tokens.size == 1:
+        raise ValueError(f"text must hold at least one token, got {text!r}")
+    found = windows(tokens, context)
+    total, done = sum(window.tokens.size for window in found), 0
+    report = progress or (lambda done, total: None)
+    report(0, total)
+
+    def advance(read: int) -> None:
+        nonlocal done
+        done += read
+        report(done, total)
+
+    likelihood = 0.0
+    for window in found:
+        scores = score_tokens(lm.model, window.tokens[None], progress=advance)
+        likelihood += float(np.sum(scores[0, window.first :], dtype=np.float64))
+    return TextScore(tokens.size - 1, len(text.encode()), likelihood)
+
+
+def score_tokens(
+    model: qwen3_5.Qwen3_5,
+    tokens: np.ndarray,
+    *,
+    progress: Callable[[int], None] | None = None,
+    _piece: int | None = None,
+) -> np.ndarray:
+    """`LanguageModel.score` of checked tokens: f32 [batch, time].
+
+    The rows are read through a cache, some at a time, in pieces of one shape; a piece's logits exist in blocks. Shapes
+    are powers of two, so few are compiled.
+
+    Args:
+      model: The parameters.
+      tokens: int32 [batch, time].
+      progress: Called after each piece with the tokens that it read.
+      _piece: Tokens of a piece, a power of two; None: what fits.
+    """
+    batch, time = tokens.shape
+    capacity = max(_power_of_two_from(time), SMALLEST_PIECE)
+    attention = model.config.num_attention_heads * capacity  # scores of one token of one row
+    rows = min(ROWS, _power_of_two_from(batch), _power_of_two_to(ATTENTION_SCORES // (attention * SMALLEST_PIECE)))
+    fitting = _power_of_two_to(ATTENTION_SCORES // (attention * rows))
+    piece = _piece or min(PIECE, capacity, max(SMALLEST_PIECE, fitting))
+    block = min(piece, _power_of_two_to(LOGITS // (rows * model.config.vocab_size)))
+    dtype = model.embed_tokens[...].dtype
+    scores = np.zeros((batch, time), np.float32)
+    for top in range(0, batch, rows):
+        group = tokens[top : top + rows]
+        lengths = np.zeros(rows, np.int32)
+        cache = qwen3_5.init_cache(
+            model.config, slots=rows, capacity=capacity, limit=1, max_pending=1, block_size=1, dtype=dtype
+        )
+        padded = np.zeros((rows, -(-time // piece) * piece + 1), np.int32)
+        padded[: len(group), :time] = group
+        for start in range(0, time, piece):
+            read = min(piece, time - start)
+            lengths[: len(group)] = read
+            inputs, targets = padded[:, start : start + piece], padded[:, start + 1 : start + piece + 1]
+            found, cache = _score_piece(model, cache, inputs, targets, lengths, block=block)
+            known = min(start + 1 + piece, time)  # the last token has nothing after it to score
+            scores[top : top + rows, start + 1 : known] = np.asarray(found)[: len(group), : known - start - 1]
+            if progress:
+                progress(read * len(group))
+    return scores
+
+
+@partial(jax.jit, static_argnames="block", donate_argnames="cache")
+def _score_piece(
+    model: qwen3_5.Qwen3_5, cache: qwen3_5.Cache, tokens: Array, targets: Array, lengths: Array, *, block: int
+) -> tuple[Array, qwen3_5.Cache]:
+    """Reads tokens int32 [rows, piece] and gives the log-probability of each target, f32 [rows, piece]."""
+    hidden, cache = qwen3_5.prefill(model, cache, tokens, lengths=lengths)
+
+    def score_block(_, inputs):
+        hidden, targets = inputs
+        logits = qwen3_5.logits(model, hidden)
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return None, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+
+    _, scores = jax.lax.scan(score_block, None, (split(hidden), split(targets)))
+    return jnp.moveaxis(scores, 0, 1).reshape(tokens.shape), cache
+
+
+def _power_of_two_from(number: int) -> int:
+    """The least power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def _power_of_two_to(number: int) -> int:
+    """The greatest power of two that is at most `number`, and 1 for 0."""
+    return 1 << (max(number, 1).bit_length() - 1)

@@ -1,0 +1,161 @@
+"""Log-probabilities in pieces are those of the whole logits, and the scores of texts are their sums."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxbuf.models import qwen3_5, scoring
+from jaxbuf.models.language_model import load
+from tests.serving.conftest import EOS
+from tests.serving.conftest import lm as lm  # the tiny random model; a fixture
+
+TOLERANCE = 1e-4
+
+
+def whole(lm, tokens):
+    """f32 [batch, time - 1]: log-softmax of all logits at once, at the tokens that came."""
+    found = np.asarray(jax.nn.log_softmax(lm.logits(tokens), axis=-1))
+    return np.take_along_axis(found[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+def draw(lm, rng, *shape):
+    return rng.integers(0, lm.vocab_size, shape, dtype=np.int32)
+
+
+@pytest.mark.parametrize(("batch", "time"), [(3, 100), (3, 2)])
+def test_scores_are_the_log_softmax_of_the_logits(lm, rng, batch, time):
+    tokens = draw(lm, rng, batch, time)
+    scores = lm.score(tokens)
+    assert scores.shape == (batch, time) and scores.dtype == np.float32
+    np.testing.assert_allclose(scores[:, 1:], whole(lm, tokens), rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(scores[:, 0], 0)
+
+
+@pytest.mark.parametrize("time", [31, 32, 33, 64, 100])
+def test_pieces_change_nothing_wherever_the_last_one_ends(lm, rng, time):
+    tokens = draw(lm, rng, 3, time)
+    scores = scoring.score_tokens(lm.model, tokens, _piece=32)
+    np.testing.assert_allclose(scores[:, 1:], whole(lm, tokens), rtol=0, atol=TOLERANCE)
+
+
+def test_rows_are_read_some_at_a_time_in_blocks_of_few_logits(lm, rng, monkeypatch):
+    monkeypatch.setattr(scoring, "ROWS", 2)
+    monkeypatch.setattr(scoring, "LOGITS", 2 * lm.vocab_size * 8)
+    tokens = draw(lm, rng, 5, 50)
+    seen = []
+    compiled = scoring._score_piece
+
+    def watched(*arguments, block):
+        seen.append((arguments[2].shape, block))
+        return compiled(*arguments, block=block)
+
+    monkeypatch.setattr(scoring, "_score_piece", watched)
+    scores = scoring.score_tokens(lm.model, tokens, _piece=32)
+    np.testing.assert_allclose(scores[:, 1:], whole(lm, tokens), rtol=0, atol=TOLERANCE)
+    assert seen == [((2, 32), 8)] * 6
+
+
+def test_long_sequences_are_read_in_smaller_pieces(lm, rng, monkeypatch):
+    tokens = draw(lm, rng, 1, 200)
+    expected = lm.score(tokens)
+    heads = lm.config.num_attention_heads
+    monkeypatch.setattr(scoring, "ATTENTION_SCORES", heads * 256 * 64)
+    read = []
+    scores = scoring.score_tokens(lm.model, tokens, progress=read.append)
+    assert read == [64, 64, 64, 8]
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_hundred_thousand_tokens_fit_at_a_vocabulary_of_248_320(lm, monkeypatch):
+    config = dataclasses.replace(lm.config, vocab_size=248_320, max_position_embeddings=2**17)
+    model = qwen3_5.Qwen3_5(config, rngs=nnx.Rngs(0))
+    program, needed = scoring._score_piece, []
+
+    def compile_only(model, cache, tokens, *arguments, block):
+        if not needed:
+            compiled = program.lower(model, cache, tokens, *arguments, block=block).compile()
+            needed.append(compiled.memory_analysis().temp_size_in_bytes)
+        return np.zeros(tokens.shape, np.float32), cache
+
+    monkeypatch.setattr(scoring, "_score_piece", compile_only)
+    scoring.score_tokens(model, np.zeros((2, 100_000), np.int32))
+    bound = 4 * (scoring.ATTENTION_SCORES + scoring.LOGITS)  # bytes; some arrays of that size are alive at once
+    assert needed[0] < 4 * bound < 100_000 * 248_320 * 4 / 30
+
+
+def test_a_token_that_is_all_but_impossible_has_a_finite_score(lm, rng):
+    sharp = jax.tree.map(lambda x: x * 30 if x.shape == (lm.vocab_size, lm.config.hidden_size) else x, lm.model)
+    scores = scoring.score_tokens(sharp, draw(lm, rng, 2, 64))
+    assert np.isfinite(scores).all() and scores.min() < -50
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1, 2, 3], r"tokens must be int32 \[batch, time\]"),
+        ([[]], r"tokens must be int32 \[batch, time\] and not empty"),
+        ([[0.5, 1.0]], r"tokens must be int32 \[batch, time\]"),
+        ([[0, 259]], r"tokens must be in \[0, 259\), got 0 to 259"),
+        ([[-1, 0]], r"tokens must be in \[0, 259\), got -1 to 0"),
+        ([[0] * 1025], r"tokens must be at most max_length \(1024\) long, got 1025"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(lm, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        lm.score(tokens)
+    with pytest.raises(ValueError, match=message):
+        lm.logits(tokens)
+
+
+def test_a_text_follows_the_end_of_text_token(lm):
+    text = "naïve — text"
+    tokens = np.asarray([[EOS, *lm.encode(text)]], np.int32)
+    expected = whole(lm, tokens).sum(dtype=np.float64)
+    found = scoring.score_text(lm, text)
+    assert (found.tokens, found.bytes) == (tokens.size - 1, len(text.encode()))
+    np.testing.assert_allclose(found.log_likelihood, expected, rtol=1e-5)
+    np.testing.assert_allclose(found.perplexity, math.exp(-expected / found.tokens), rtol=1e-4)
+    np.testing.assert_allclose(found.bits_per_byte, -expected / math.log(2) / found.bytes, rtol=1e-5)
+
+
+def test_a_long_text_is_scored_in_windows_that_overlap_by_half(lm):
+    text = "some text " * 15
+    tokens = np.asarray([EOS, *lm.encode(text)], np.int32)
+    expected, done, calls = 0.0, 64, []
+    expected += whole(lm, tokens[None, :64]).sum(dtype=np.float64)
+    while done < tokens.size:
+        end = min(done + 32, tokens.size)
+        start = end - 64
+        expected += whole(lm, tokens[None, start:end])[0, done - start - 1 :].sum(dtype=np.float64)
+        done = end
+    found = scoring.score_text(lm, text, context=64, progress=lambda *call: calls.append(call))
+    assert found.tokens == tokens.size - 1
+    np.testing.assert_allclose(found.log_likelihood, expected, rtol=1e-5)
+    totals = {total for _, total in calls}
+    assert calls[0][0] == 0 and calls[-1] == (max(totals), max(totals)) and len(totals) == 1
+
+
+def test_scores_of_texts_add_up():
+    both = scoring.TextScore(3, 10, -4.0) + scoring.TextScore(5, 22, -12.0)
+    assert both == scoring.TextScore(8, 32, -16.0)
+    assert both.perplexity == math.exp(2) and math.isclose(both.bits_per_byte, 0.5 / math.log(2))
+
+
+def test_texts_that_cannot_be_scored_are_refused(lm):
+    with pytest.raises(ValueError, match="text must hold at least one token, got ''"):
+        scoring.score_text(lm, "")
+    with pytest.raises(ValueError, match=r"context must be in \[2, 1024\], up to the model's max_length, got 1025"):
+        scoring.score_text(lm, "text", context=1025)
+    with pytest.raises(ValueError, match=r"context must be in \[2, 1024\]"):
+        scoring.score_text(lm, "text", context=1)
+
+
+def test_the_embedded_model_scores_as_its_logits_say():
+    demo = load("demo", dtype="float32")
+    text = "The configuration file is read when the server starts. Unknown keys are errors — naïve ones too.\n" * 3
+    tokens = np.asarray([[*demo.config.eos_token_ids[:1], *demo.encode(text)]], np.int32)
+    np.testing.assert_allclose(demo.score(tokens)[:, 1:], whole(demo, tokens), rtol=0, atol=TOLERANCE)
