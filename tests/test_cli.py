@@ -1,4 +1,4 @@
-"""`jaxbuf generate` with the embedded model: the text alone on stdout, an error is a line, Ctrl-C keeps the text."""
+"""The commands: the text alone on stdout, an error is a line, Ctrl-C keeps the text."""
 
 import os
 import re
@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 
 import jaxbuf
 from jaxbuf.cli import app
+from jaxbuf.models.scoring import score_text
+from tests.models.test_chat import write_chat_model
+from tests.serving.conftest import lm as lm  # the tiny random model; a fixture
 
 PROMPT = "The configuration file"
 COMMAND = [sys.executable, "-m", "jaxbuf.cli"]
@@ -143,3 +146,155 @@ def test_ctrl_c_keeps_the_text_so_far_and_prints_its_statistics():
     assert re.search(r"^\d+ tokens read, \d+ tokens in ", stderr.decode(), re.MULTILINE)
     assert re.search(r"\d+ steps, \d+ folds", stderr.decode())
     assert "Traceback" not in stderr.decode()
+
+
+def numbers(stdout: str) -> list[list[str]]:
+    """The rows of the table that `score` prints: its cells, without the heading."""
+    rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in stdout.splitlines() if line[0] in "│┃"]
+    assert rows[0] == ["file", "tokens", "bytes", "log-likelihood", "perplexity", "bits/byte"]
+    return rows[1:]
+
+
+def cells(found) -> list[str]:
+    counts = [str(found.tokens), str(found.bytes), f"{found.log_likelihood:.2f}"]
+    return [*counts, f"{found.perplexity:.2f}", f"{found.bits_per_byte:.4f}"]
+
+
+def test_score_prints_a_row_for_each_file_and_their_total(tmp_path):
+    texts = ["The configuration file is read when the server starts.\n", "To install it, call the naïve script. " * 7]
+    file = tmp_path / "[red]one.txt"
+    file.write_text(texts[0])
+    done = invoke("score", str(file), "-", "--context", "64", input=texts[1])
+    assert done.exit_code == 0, done.stderr
+    lm = jaxbuf.load("demo")
+    first, second = (score_text(lm, text, context=64) for text in texts)
+    assert first.tokens < 64 < second.tokens
+    assert second.bytes == len(texts[1].encode())
+    rows = numbers(done.stdout)
+    name = "".join(row[0] for row in rows[:-2])  # folded over lines, never cut
+    assert name == str(file)
+    assert rows[0][1:] == cells(first)
+    assert rows[-2:] == [["-", *cells(second)], ["total", *cells(first + second)]]
+    assert done.stderr.startswith("device: cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.txt", None, "absent.txt"),
+        (".", None, "directory"),
+        ("empty.txt", b"", "empty.txt is empty"),
+        ("latin.txt", b"na\xefve", "latin.txt is not UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_scored_is_one_line(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    done = invoke("score", name)
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_a_context_that_does_not_fit_is_an_error_of_score():
+    done = invoke("score", "-", "--context", "100000", input="text")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "context must be in [2, 8192]" in done.stderr.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def chat_model(lm, tmp_path_factory):
+    return write_chat_model(lm, tmp_path_factory.mktemp("chat"), max_position_embeddings=192)
+
+
+def converse(lm, texts, system=None, **options):
+    """The answers to each of the texts, the conversation so far before it."""
+    messages, answers = [{"role": "system", "content": system}] if system else [], []
+    for text in texts:
+        messages.append({"role": "user", "content": text})
+        prompt = lm.encode(lm.chat(messages), add_special_tokens=False)
+        end = lm.tokenizer.token_to_id("<|im_end|>")
+        sampling = jaxbuf.SamplingParams(temperature=0.0, stop_token_ids=(end,))
+        (result,) = jaxbuf.generate(lm, [prompt], 8, sampling, **options)
+        messages.append({"role": "assistant", "content": result.text})
+        answers.append(result.text)
+    return answers
+
+
+def chat(model, text, *arguments):
+    return invoke("chat", "--model", str(model), "--max-new-tokens", "8", *arguments, input=text)
+
+
+def test_chat_answers_each_line_with_the_conversation_before_it(chat_model):
+    lm = jaxbuf.load(chat_model)
+    done = chat(chat_model, "Hi\n\n  naïve?\n/reset\nHi\n", "--system", "Be brief.", "--form", "recurrent")
+    assert done.exit_code == 0, done.stderr
+    first, second = converse(lm, ["Hi", "naïve?"], system="Be brief.")
+    assert first and second != converse(lm, ["naïve?"], system="Be brief.")[0]
+    assert done.stdout == f"{first}\n{second}\n{first}\n"
+    assert "error" not in done.stderr
+
+
+def test_chat_leaves_at_exit(chat_model):
+    done = chat(chat_model, "/exit\nHi\n")
+    assert (done.exit_code, done.stdout) == (0, "")
+
+
+def test_a_conversation_that_outgrows_the_context_loses_nothing(chat_model):
+    done = chat(chat_model, f"Hi\n{'long ' * 60}\nnaïve?\n")
+    assert done.exit_code == 0, done.stderr
+    answers = converse(jaxbuf.load(chat_model), ["Hi", "naïve?"])
+    assert done.stdout == "".join(f"{answer}\n" for answer in answers)
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "tokens) fills the model's context (192)" in line and "/reset" in line
+
+
+def test_a_model_without_a_chat_template_is_an_error_before_anything_is_read():
+    done = invoke("chat", "--model", "demo", input="Hi\n")
+    assert (done.exit_code, done.stdout) == (2, "")
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: ") and "chat_template.jinja" in line and "jaxbuf generate" in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--top-p", "2", "top_p"), ("--max-new-tokens", "0", "max_new_tokens"), ("--max-new-tokens", "999", "999")],
+)
+def test_settings_of_chat_are_checked_before_anything_is_read(chat_model, option, value, message):
+    done = chat(chat_model, "Hi\n", option, value)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(lm, tmp_path):
+    model = write_chat_model(lm, tmp_path, max_position_embeddings=65536, eos_token_ids=())
+    # Without an end token the answer would be 60,000 tokens long.
+    (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[-1].content }}"}')
+    process = subprocess.Popen(
+        [*COMMAND, "chat", "--model", str(model), "--max-new-tokens", "60000"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    try:
+        process.stdin.write(b"Hi\n")
+        process.stdin.flush()
+        first = os.read(process.stdout.fileno(), 65536)
+        process.send_signal(signal.SIGINT)
+        rest, stderr = process.communicate(b"/reset\n/exit\n", timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert (first + rest).strip() and (first + rest).endswith(b"\n")
+    assert process.returncode == 0, stderr.decode()
+    assert "stopping" in stderr.decode() and "Traceback" not in stderr.decode()
+
+
+def test_help_of_score_and_chat_teaches_with_examples():
+    wide = {"COLUMNS": "200", "TERMINAL_WIDTH": "200"}
+    score, chat = (invoke(command, "--help", env=wide).stdout for command in ("score", "chat"))
+    assert all(option in score for option in ("--model", "--context", "--dtype", "jaxbuf score README.md"))
+    options = ("--model", "--system", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--limit")
+    assert all(option in chat for option in (*options, "--form", "--dtype", "/reset", "/exit", "jaxbuf chat --model"))

@@ -1,0 +1,54 @@
+"""The command line. Text goes to stdout, everything else to stderr, so that a pipe carries the text alone.
+
+JAX and the models are imported by the commands that need them: `jaxbuf --help` answers at once.
+"""
+
+import logging
+from typing import Annotated
+
+import typer
+
+from jaxbuf.cli.chat import chat
+from jaxbuf.cli.generate import generate
+from jaxbuf.cli.score import score
+from jaxbuf.version import __version__
+
+app = typer.Typer(
+    name="jaxbuf",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Serve linear-attention and hybrid language models from JAX by moving fewer bytes.",
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"jaxbuf {__version__}")
+        raise typer.Exit
+
+
+def _set_log_level(name: str) -> str:
+    level = logging.getLevelNamesMapping().get(name.upper())
+    if level is None:
+        raise typer.BadParameter(f"{name!r} is none of debug, info, warning, error")
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jaxbuf").setLevel(level)
+    return name
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option(callback=_set_log_level, help="What the library logs to stderr: debug, info, warning, error.")
+    ] = "warning",
+) -> None:
+    pass
+
+
+for command in (generate, chat, score):
+    app.command()(command)

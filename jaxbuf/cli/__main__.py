@@ -1,0 +1,5 @@
+"""`python -m jaxbuf.cli`."""
+
+from jaxbuf.cli import app
+
+app()

@@ -1,0 +1,146 @@
+"""`jaxbuf chat`."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from jaxbuf.cli import options
+from jaxbuf.cli.session import (
+    SEGMENT,
+    error_console,
+    errors_exit,
+    interrupt,
+    load_model,
+    print_error,
+    write_stream,
+)
+
+if TYPE_CHECKING:
+    from jaxbuf.models.language_model import LanguageModel
+
+HINT = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+def chat(
+    model: options.Model,
+    system: Annotated[str | None, typer.Option(help="An instruction that the conversation starts with.")] = None,
+    max_new_tokens: options.MaxNewTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = 0,
+    limit: options.Limit = 16,
+    form: options.Form = "auto",
+    dtype: options.Dtype = None,
+) -> None:
+    """Talk to a model: each line is a message, and its answer streams to standard output.
+
+    The checkpoint needs a chat template (chat_template.jinja or tokenizer_config.json); demo has none.
+    /reset forgets the conversation (not --system), /exit or the end of input leaves.
+    Ctrl-C stops an answer and keeps what was said.
+
+    [bold]Examples[/bold]
+
+      jaxbuf chat --model ./checkpoint
+
+      jaxbuf chat --model ./checkpoint --system "Answer in one sentence." --temperature 0.7 --top-p 0.9
+    """
+    err = error_console()
+    with errors_exit(err):
+        lm = load_model(err, model, dtype)
+
+        import jaxbuf
+
+        sampling = jaxbuf.SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_token_ids=_end_of_turn(lm)
+        )
+        settings = {"sampling": sampling, "segment": SEGMENT, "limit": limit, "form": form}
+        conversation = Conversation(lm, system, max_new_tokens, settings)
+        conversation.check()
+        _converse(err, conversation)
+
+
+@dataclasses.dataclass
+class Conversation:
+    """What was said, and how answers are generated: `settings` goes to `jaxbuf.stream`."""
+
+    lm: "LanguageModel"
+    system: str | None
+    max_new_tokens: int
+    settings: dict
+
+    def __post_init__(self):
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the system message."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def check(self) -> None:
+        """Raises now what any first message would meet: no template, or a setting out of range."""
+        import jaxbuf
+
+        # The stream checks its arguments, and generates nothing until it is read.
+        jaxbuf.stream(self.lm, self._encode("Hello"), self.max_new_tokens, **self.settings)
+
+    def answer(self, err: Console, text: str) -> None:
+        """Streams the answer to a message and adds both; an error adds neither.
+
+        Raises:
+          ValueError: The conversation would not fit the context, or the template refuses it.
+        """
+        import jaxbuf
+
+        prompt = self._encode(text)
+        room = self.lm.max_length - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"with this message the conversation ({len(prompt)} tokens) fills the model's context "
+                f"({self.lm.max_length}); the message was not added: send a shorter one, or /reset"
+            )
+        answer = ""
+        with interrupt() as interrupted:
+            events = jaxbuf.stream(self.lm, prompt, min(self.max_new_tokens, room), **self.settings)
+            for event in write_stream(events, interrupted):
+                answer += event.text
+                if event.done and event.result.finish_reason == "length":
+                    err.print(f"the answer was cut at {event.result.stats.new_tokens} tokens", style="dim")
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def _encode(self, text: str) -> list[int]:
+        prompt = self.lm.chat([*self.messages, {"role": "user", "content": text}])
+        return self.lm.encode(prompt, add_special_tokens=False)
+
+
+def _converse(err: Console, conversation: Conversation) -> None:
+    stdin = typer.get_text_stream("stdin")
+    terminal = stdin.isatty()
+    if terminal:
+        err.print(HINT, style="dim")
+    while True:
+        if terminal:
+            err.print("> ", end="", style="bold")
+        try:
+            line = stdin.readline()
+        except KeyboardInterrupt:
+            err.print(f"\n{HINT}", style="dim")
+            continue
+        text = line.strip()
+        if not line or text == "/exit":
+            return
+        if text == "/reset":
+            conversation.reset()
+        elif text:
+            try:
+                conversation.answer(err, text)
+            except ValueError as error:
+                print_error(err, error)
+
+
+def _end_of_turn(lm: "LanguageModel") -> tuple[int, ...]:
+    """The tokenizer's own end token: in chat models often another than config.json's, which ends a document."""
+    token = lm.chat_template.special_tokens.get("eos_token") if lm.chat_template else None
+    found = lm.tokenizer.token_to_id(token) if token and lm.tokenizer else None
+    return () if found is None else (found,)
