@@ -226,6 +226,7 @@ def chat(model, text, *arguments):
     return invoke("chat", "--model", str(model), "--max-new-tokens", "8", *arguments, input=text)
 
 
+@pytest.mark.slow
 def test_chat_answers_each_line_with_the_conversation_before_it(chat_model):
     lm = jaxbuf.load(chat_model)
     done = chat(chat_model, "Hi\n\n  naïve?\n/reset\nHi\n", "--system", "Be brief.", "--form", "recurrent")
@@ -267,6 +268,7 @@ def test_settings_of_chat_are_checked_before_anything_is_read(chat_model, option
     assert message in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(lm, tmp_path):
     model = write_chat_model(lm, tmp_path, max_position_embeddings=65536, eos_token_ids=())
     # Without an end token the answer would be 60,000 tokens long.

@@ -427,6 +427,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(model, tmp_path, start_savi
     assert_same(load(target).model, model, jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_save_that_is_killed_at_any_time_leaves_one_whole_checkpoint(tmp_path, start_saving, rng, attempt):
     target = tmp_path / "target"
