@@ -175,11 +175,11 @@ def test_bf16_entries_replay_to_the_state_and_are_within_an_ulp(rng):
 
     cache, (keys, updates) = decode(cache, (q, k, v, log_decay, beta))
     keys, updates = np.asarray(keys, np.float64), np.asarray(updates, np.float64)
-    values, decay, strength = (np.moveaxis(np.asarray(x, np.float64), 1, 0) for x in (v, np.exp(log_decay), beta))
+    values, decay, strength = (np.moveaxis(np.asarray(x, np.float64), 1, 0) for x in (v, log_decay, beta))
     keys = np.repeat(keys, GDN.heads // GDN.key_heads, axis=2)
     state, worst = np.zeros((2, *GDN.state_shape)), 0.0
     for t in range(steps):
-        state = state * decay[t][:, :, None, None]
+        state = state * np.exp(decay[t])[:, :, None, None]
         recalled = np.einsum("nhvd,nhd->nhv", state, keys[t])
         exact = strength[t][..., None] * (values[t] - recalled)
         # Where v and what is recalled cancel, u is smaller than the fp32 rounding of either: that is added to the ulp.
