@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbuf.attention.contiguous import KVCache, append, attend, causal_attention, init_kv
+from jaxbuf.attention.causal import causal_attention
+from jaxbuf.attention.paged import PagedKV, append, attend, init_kv, init_table
 from jaxbuf.models.gated_attention import GatedAttention, gated_attention
 from jaxbuf.models.gated_delta_net import GatedDeltaNet, gated_delta_net
 from jaxbuf.models.layers import (
@@ -249,11 +250,13 @@ class Cache:
 
     Attributes:
       cursor: Shared by all layers; `cursor.position` (int32 [slots + 1]) counts each slot's committed tokens.
-      layers: One RecurrentCache or KVCache a layer.
+      table: int32 [slots + 1, max_pages], the pages of each slot, shared by all softmax layers.
+      layers: One RecurrentCache or PagedKV a layer.
     """
 
     cursor: Cursor
-    layers: tuple[RecurrentCache | KVCache, ...]
+    table: Array
+    layers: tuple[RecurrentCache | PagedKV, ...]
 
 
 def init_cache(
@@ -264,6 +267,7 @@ def init_cache(
     limit: int | Array = 16,
     max_pending: int = 8,
     block_size: int = 8,
+    page_size: int = 16,
     dtype: jnp.dtype = jnp.float32,
     entry_dtype: jnp.dtype | None = None,
     state_dtype: jnp.dtype = jnp.float32,
@@ -272,25 +276,28 @@ def init_cache(
 
     Args:
       slots: Requests at once.
-      capacity: Tokens that a softmax layer holds for each.
+      capacity: Tokens that a softmax layer holds for each, rounded up to whole pages.
       limit, max_pending, block_size: Of the buffered recurrence, see `buffered.init_cursor`.
+      page_size: Tokens of one page of the softmax layers.
       dtype: Of keys and values and of the convolution's inputs: the compute dtype.
       entry_dtype: Of the recurrence's buffered entries; None: dtype.
       state_dtype: Of the recurrent state.
     """
     cursor = buffered.init_cursor(slots=slots, limit=limit, max_pending=max_pending, block_size=block_size)
+    table = init_table(slots=slots, capacity=capacity, page_size=page_size)
+    pages = 1 + slots * table.shape[1]
     entry_dtype = dtype if entry_dtype is None else entry_dtype
 
     def init_layer(kind):
         if kind == "full_attention":
             heads, head_dim = config.num_key_value_heads, config.head_dim
-            return init_kv(slots=slots, capacity=capacity, kv_heads=heads, head_dim=head_dim, dtype=dtype)
+            return init_kv(pages=pages, page_size=page_size, kv_heads=heads, head_dim=head_dim, dtype=dtype)
         channels, width = config.convolution_channels, config.linear_conv_kernel_dim
         pool = buffered.init_pool(config.spec, cursor, state_dtype=state_dtype, entry_dtype=entry_dtype)
         ring = init_ring(slots=slots, channels=channels, width=width, max_pending=max_pending, dtype=dtype)
         return RecurrentCache(pool, ring)
 
-    return Cache(cursor, tuple(init_layer(kind) for kind in config.layer_types))
+    return Cache(cursor, table, tuple(init_layer(kind) for kind in config.layer_types))
 
 
 def prefill(
@@ -320,7 +327,7 @@ def prefill(
     """
     rows, lengths = _rows(cache, tokens, slots, lengths)
     step, cursor = buffered.begin_prefill(cache.cursor, rows, lengths, keep)
-    return _serve(model, cache, tokens, slots, step, cursor, buffered.prefill_pool)
+    return _serve(model, cache, tokens, step, cursor, buffered.prefill_pool)
 
 
 def extend(
@@ -342,7 +349,7 @@ def extend(
     """
     rows, lengths = _rows(cache, tokens, slots, lengths)
     step, cursor = buffered.begin(cache.cursor, rows, lengths, tokens.shape[1])
-    return _serve(model, cache, tokens, slots, step, cursor, buffered.extend_pool)
+    return _serve(model, cache, tokens, step, cursor, buffered.extend_pool)
 
 
 def commit(cache: Cache, accepted: Array, *, slots: Array | None = None) -> Cache:
@@ -366,23 +373,23 @@ def _rows(cache: Cache, tokens: Array, slots: Array | None, lengths: Array | Non
     return rows, jnp.full(rows.shape, tokens.shape[1], jnp.int32) if lengths is None else lengths
 
 
-def _serve(model, cache, tokens, slots, step, cursor, recur_pool) -> tuple[Array, Cache]:
+def _serve(model, cache, tokens, step, cursor, recur_pool) -> tuple[Array, Cache]:
     """The layers over a cache; `step` has the integers of the launch, `recur_pool` runs one recurrence on them."""
     config = model.config
     positions = step.start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     angles = rotary_angles(positions, dim=config.rotary_dim, theta=config.rope_theta)
-    where = {"start": step.start, "lengths": step.lengths}
+    where = {"slots": step.slots, "start": step.start, "lengths": step.lengths}
 
     def mix(layer, memory, x):
         def convolve(x, weight):
-            return extend_ring(memory.ring, weight, x, slots=step.slots, **where)
+            return extend_ring(memory.ring, weight, x, **where)
 
         def recur(spec, *inputs):
             return recur_pool(spec, memory.pool, step, *inputs)
 
         def attend_cached(q, k, v):
-            kv = append(memory, k, v, slots=slots, **where)
-            return attend(q, kv, slots=slots, **where), kv
+            kv = append(memory, cache.table, k, v, **where)
+            return attend(q, kv, cache.table, **where), kv
 
         if isinstance(layer.mixer, GatedDeltaNet):
             x, (ring, pool) = gated_delta_net(layer.mixer, x, convolve=convolve, recur=recur)
@@ -394,4 +401,4 @@ def _serve(model, cache, tokens, slots, step, cursor, recur_pool) -> tuple[Array
         with jax.named_scope(f"layer_{number}"):
             x, memory = decoder_layer(layer, x, partial(mix, layer, memory))
         memories.append(memory)
-    return rms_norm(x, model.norm, eps=config.rms_norm_eps), Cache(cursor, tuple(memories))
+    return rms_norm(x, model.norm, eps=config.rms_norm_eps), Cache(cursor, cache.table, tuple(memories))

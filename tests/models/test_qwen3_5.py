@@ -143,6 +143,8 @@ def test_no_token_sees_a_later_one(model, tokens, hidden):
 def test_cache_under_random_schedules(model, tokens, hidden, rng, poisoned):
     """Prefill and pending tokens, accepted in part, slots in any order: always the forward over what was committed."""
     cache = qwen3_5.init_cache(CONFIG, slots=ROWS, capacity=TIME, limit=16, max_pending=PENDING)
+    pages = jnp.asarray(rng.permutation(np.arange(1, cache.layers[1].keys.shape[0], dtype=np.int32)))
+    cache = dataclasses.replace(cache, table=cache.table.at[1:].set(pages.reshape(ROWS, -1)))
     if poisoned:  # whoever had the slots before
         cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x, cache)
     slots = rng.permutation(np.arange(1, ROWS + 1)).astype(np.int32)
@@ -196,7 +198,9 @@ def test_null_rows_disturb_nobody(model, tokens, hidden):
         np.testing.assert_array_equal(ring[slot], before.layers[0].ring[slot])
         np.testing.assert_array_equal(pool.checkpoints[slot], before.layers[0].pool.checkpoints[slot])
     for slot in (1, 3):
-        np.testing.assert_array_equal(cache.layers[1].keys[slot - 1], before.layers[1].keys[slot - 1])
+        pages = before.table[slot]
+        np.testing.assert_array_equal(cache.layers[1].keys[pages], before.layers[1].keys[pages])
+    np.testing.assert_array_equal(cache.layers[1].keys[0], 0.0)
 
 
 def test_what_a_cache_refuses(model, tokens):

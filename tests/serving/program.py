@@ -1,5 +1,6 @@
 """Reads a compiled program's HLO text and says what its loop writes."""
 
+import math
 import re
 
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call"}
@@ -36,15 +37,41 @@ def written_in_loops(hlo: str, shape: tuple[int, ...]) -> list[str]:
     A fusion counts by what it outputs: inside it nothing is written to memory. Tuples, and what only passes a buffer
     on, are no writes.
     """
-    all_lines, flagged = computations(hlo), []
     wanted = re.compile(r"\[(?:\d+,)*" + ",".join(map(str, shape)) + r"\]")
+    return [line for line in outputs_in_loops(hlo) if wanted.search(operation(line)[0])]
+
+
+def made_in_loops(hlo: str, size: int) -> list[str]:
+    """Instructions in loops, but outside conditionals, that output an array of at least `size` elements.
+
+    Not the scatters into an array that the loop already holds: they write in place. Were the old array still needed,
+    XLA would put a copy before the scatter, which is found.
+    """
+    all_lines = computations(hlo)
+
+    def elements(line):
+        shapes = re.findall(r"\[([\d,]+)\]", operation(line)[0])
+        return max((math.prod(map(int, shape.split(","))) for shape in shapes), default=1)
+
+    def in_place(line):
+        fused = re.search(r" fusion\(.*calls=%([\w.\-]+)", line)
+        inside = all_lines[fused[1]] if fused else []
+        into = re.search(r"ROOT .* scatter\((%[\w.\-]+)", inside[-1]) if inside else None
+        held = into and any(f"{into[1]} = " in inner and " parameter(" in inner for inner in inside)
+        return held or operation(line)[1] == "scatter"
+
+    return [line for line in outputs_in_loops(hlo) if elements(line) >= size and not in_place(line)]
+
+
+def outputs_in_loops(hlo: str) -> list[str]:
+    """Instructions in loops, but outside conditionals, that write memory."""
+    all_lines, found = computations(hlo), []
 
     def visit(name):
         for line in all_lines[name]:
-            kind, name_of = operation(line)
-            if name_of not in FREE and wanted.search(kind):
-                flagged.append(line)
-            if name_of in ("while", "call"):
+            if operation(line)[1] not in FREE:
+                found.append(line)
+            if operation(line)[1] in ("while", "call"):
                 for inner in re.findall(r"(?:body|to_apply)=%([\w.\-]+)", line):
                     visit(inner)
 
@@ -52,4 +79,4 @@ def written_in_loops(hlo: str, shape: tuple[int, ...]) -> list[str]:
     assert bodies, "the program has no loop"
     for body in bodies:
         visit(body)
-    return flagged
+    return found

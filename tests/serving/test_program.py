@@ -1,20 +1,22 @@
 """What the compiled decode loop does: asserted from its HLO."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.attention.paged import PagedKV, append
 from jaxbuf.recurrence.pool import extend_pool, fold_pool
 from jaxbuf.serving import SamplingParams, generate_tokens, request, start
-from tests.serving.program import loop_bodies, written_in_loops
+from tests.serving.program import loop_bodies, made_in_loops, written_in_loops
 
 
 @pytest.fixture(scope="module")
 def carry(lm):
-    checked = request.check(lm, [[1] * 30] * 8, 40, SamplingParams(temperature=0.5), 16, "auto", None)
+    checked = request.check(lm, [[1] * 30] * 8, 200, SamplingParams(temperature=0.5), 16, "auto", None)
     return jax.eval_shape(lambda model: start(model, **checked.arguments), lm.model)
 
 
@@ -28,24 +30,50 @@ def decode_loop(lm, carry):
     return hlo(generate_tokens.__wrapped__, lm, carry)
 
 
-def test_no_step_writes_a_checkpoint_unless_a_slot_folds(lm, decode_loop):
-    assert written_in_loops(decode_loop, lm.config.spec.state_shape) == []
+@pytest.fixture(scope="module")
+def copying_loop(lm, carry):
+    """The same program with two mistakes: every step writes all checkpoints and all pages, by `jnp.where`."""
 
-
-def test_the_same_check_flags_a_fold_that_selects(lm, carry, monkeypatch):
-    """A fold by jnp.where computes and writes every checkpoint in every step."""
-
-    def selecting(spec, pool, step, *inputs):
+    def fold_by_selection(spec, pool, step, *inputs):
         folded = fold_pool(spec, pool, step.before, step.fold_to)
         pool = dataclasses.replace(pool, checkpoints=jnp.where(step.any_fold, folded, pool.checkpoints))
         return extend_pool(spec, pool, dataclasses.replace(step, any_fold=jnp.array(False)), *inputs)
 
-    monkeypatch.setattr("jaxbuf.recurrence.buffered.extend_pool", selecting)
+    def append_by_selection(kv, *where, **rows):
+        after = append(kv, *where, **rows)
+        changed = jnp.any(rows["lengths"] > 0)
+        return PagedKV(jnp.where(changed, after.keys, kv.keys), jnp.where(changed, after.values, kv.values))
 
     def fresh(model, carry, steps):
         return generate_tokens.__wrapped__(model, carry, steps)
 
-    assert written_in_loops(hlo(fresh, lm, carry), lm.config.spec.state_shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxbuf.recurrence.buffered.extend_pool", fold_by_selection)
+        patch.setattr("jaxbuf.models.qwen3_5.append", append_by_selection)
+        return hlo(fresh, lm, carry)
+
+
+def test_no_step_writes_a_checkpoint_unless_a_slot_folds(lm, decode_loop):
+    assert written_in_loops(decode_loop, lm.config.spec.state_shape) == []
+
+
+def test_the_same_check_flags_a_fold_that_selects(lm, copying_loop):
+    assert written_in_loops(copying_loop, lm.config.spec.state_shape)
+
+
+def test_no_step_makes_anything_as_large_as_a_page_pool(carry, decode_loop):
+    """Tokens are written where they lie, and no step gathers all keys or values."""
+    assert made_in_loops(decode_loop, carry.cache.layers[1].keys.size) == []
+
+
+def test_the_same_check_flags_an_append_that_selects(carry, copying_loop):
+    assert made_in_loops(copying_loop, carry.cache.layers[1].keys.size)
+
+
+def test_one_block_of_pages_is_gathered_at_a_time(carry, decode_loop):
+    """What the check for pools looks through is there: asked for the size of a block, it finds the gathers."""
+    tokens, heads = 128, carry.cache.layers[1].keys.shape[2:]
+    assert made_in_loops(decode_loop, 8 * tokens * math.prod(heads))
 
 
 def test_the_loop_never_talks_to_the_host(decode_loop):

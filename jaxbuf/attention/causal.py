@@ -1,0 +1,45 @@
+"""Causal softmax attention over whole sequences, without a cache: what training and the plain forward use."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.attention.contraction import contract
+
+type Array = jax.Array
+
+MASKED = float(jnp.finfo(jnp.float32).min)
+
+
+def causal_attention(q: Array, k: Array, v: Array, *, lengths: Array | None = None) -> Array:
+    """Causal softmax attention without a cache. Differentiable; memory is quadratic in time.
+
+    Args:
+      q: [batch, time, heads, head_dim].
+      k, v: [batch, time, kv_heads, head_dim]; head h reads kv head h // (heads // kv_heads).
+      lengths: int32 [batch]; keys from there on are seen by nobody. None: all are real.
+
+    Returns:
+      out [batch, time, heads, head_dim] in q's dtype; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
+
+    Raises:
+      ValueError: heads is not a multiple of kv_heads.
+    """
+    head_dim = q.shape[3]
+    position = jnp.arange(q.shape[1], dtype=jnp.int32)
+    visible = (position[None] <= position[:, None])[None]
+    if lengths is not None:
+        live = position[None] < lengths[:, None]
+        visible = visible & live[:, None]
+        v = jnp.where(live[:, :, None, None], v, jnp.zeros((), v.dtype))
+    scores = contract("btkgd,bskd->bkgts", split_heads(q, k.shape[2]), k.astype(q.dtype))
+    scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return contract("bkgts,bskd->btkgd", weights, v.astype(q.dtype)).reshape(q.shape).astype(q.dtype)
+
+
+def split_heads(q: Array, kv_heads: int) -> Array:
+    """q [batch, time, heads, head_dim] as [batch, time, kv_heads, group, head_dim]."""
+    batch, time, heads, head_dim = q.shape
+    if heads % kv_heads:
+        raise ValueError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+    return q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)

@@ -1,0 +1,182 @@
+"""A paged key/value cache for softmax layers, and attention over it.
+
+Keys and values lie in a pool of pages, one pool a layer; a table, shared by all layers, says which pages hold a slot's
+tokens. Nothing here assumes an order of the pages or that a page has one owner: sharing is a matter of tables.
+
+The committed length of a slot is its caller's integer: rejected drafts are rolled back by a smaller `start`, and rows
+past it are dead. Dead rows are selected away in the scores and in the values, so a NaN left there reaches nobody.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.attention.causal import MASKED, split_heads
+from jaxbuf.attention.contraction import contract
+
+type Array = jax.Array
+
+BLOCK = 128  # tokens whose scores exist at once: of the keys (in whole pages), and of the queries
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedKV:
+    """Keys and values of one layer.
+
+    Attributes:
+      keys, values: [pages, page_size, kv_heads, head_dim]; page 0 is null, it is never read and never written. The
+        token's axis is not one of the two that hardware tiles, so that a single token can be written in place.
+    """
+
+    keys: Array
+    values: Array
+
+
+def init_table(*, slots: int, capacity: int, page_size: int = 16) -> Array:
+    """Returns the table int32 [slots + 1, max_pages] of slots that each own the pages for `capacity` tokens.
+
+    Entry i of a row is the page of the slot's positions i · page_size and on; 0 where there is none. Row 0 is the null
+    slot, which has no page. The capacity is rounded up to whole pages; the pool needs 1 + slots · max_pages pages.
+
+    Raises:
+      ValueError: A size below 1.
+    """
+    _check_sizes(slots=slots, capacity=capacity, page_size=page_size)
+    pages = -(-capacity // page_size)
+    table = 1 + np.arange(-1, slots, dtype=np.int32)[:, None] * pages + np.arange(pages, dtype=np.int32)
+    return jnp.asarray(np.maximum(table, 0))  # the null slot's row would be below 1
+
+
+def init_kv(*, pages: int, kv_heads: int, head_dim: int, dtype: jnp.dtype, page_size: int = 16) -> PagedKV:
+    """Returns an empty pool of `pages` pages, the null page among them.
+
+    Raises:
+      ValueError: A size below 1.
+    """
+    _check_sizes(pages=pages, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size)
+    shape = (pages, page_size, kv_heads, head_dim)
+    return PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def append(kv: PagedKV, table: Array, k: Array, v: Array, *, slots: Array, start: Array, lengths: Array) -> PagedKV:
+    """Writes the keys and values of positions start .. start + lengths - 1 of each row's slot.
+
+    Args:
+      kv: The layer's pool; nothing else in it changes.
+      table: int32 [slots + 1, max_pages]. What falls on a null page, or past the table's end, is dropped.
+      k, v: [rows, time, kv_heads, head_dim]; rounded to the pool's dtype.
+      slots: int32 [rows], physical slots; the null slot 0 writes nothing.
+      start: int32 [rows].
+      lengths: int32 [rows], how many of the time positions are real.
+
+    Raises:
+      ValueError: A shape that does not fit.
+    """
+    rows, time = k.shape[:2]
+    _check_rows(kv, rows, k.shape[2:], slots=slots, start=start, lengths=lengths)
+    pages, page_size = kv.keys.shape[:2]
+    offsets = jnp.arange(time, dtype=jnp.int32)[None]
+    positions = start[:, None] + offsets
+    index = jnp.minimum(positions // page_size, table.shape[1] - 1)
+    page = jnp.where((slots > 0)[:, None], table[slots[:, None], index], 0)
+    real = (offsets < lengths[:, None]) & (positions < table.shape[1] * page_size) & (page > 0)
+    flat = jnp.where(real, page * page_size + positions % page_size, pages * page_size)
+
+    def write(old, new):
+        tokens = old.reshape(-1, *old.shape[2:])
+        return tokens.at[flat].set(new.astype(old.dtype), mode="drop").reshape(old.shape)
+
+    return PagedKV(write(kv.keys, k), write(kv.values, v))
+
+
+def attend(q: Array, kv: PagedKV, table: Array, *, slots: Array, start: Array, lengths: Array | None = None) -> Array:
+    """Softmax attention of each row's queries over its slot's tokens up to and including the query's own.
+
+    The pages are read in blocks, as many as the longest row needs, and summed by an online softmax: the work follows
+    the tokens that are there, the memory is linear in time, and what a row gives does not depend on the other rows.
+
+    Args:
+      q: [rows, time, heads, head_dim], queries of positions start .. start + time - 1, whose keys were appended.
+      kv: The layer's pool; heads must be a multiple of its kv_heads, head h reads kv head h // (heads // kv_heads).
+      table: int32 [slots + 1, max_pages].
+      slots: int32 [rows], physical slots; the null slot 0 gives zeros.
+      start: int32 [rows].
+      lengths: int32 [rows], how many of the queries are real; None: all. The others give finite values.
+
+    Returns:
+      out [rows, time, heads, head_dim] in q's dtype; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
+
+    Raises:
+      ValueError: heads is not a multiple of kv_heads, or a shape that does not fit.
+
+    Source: the online softmax is Milakov and Gimelshein (2018), algorithm 3; pages as in PagedAttention (2023).
+    """
+    rows, time = q.shape[:2]
+    lengths = jnp.full_like(start, time) if lengths is None else lengths
+    _check_rows(kv, rows, (kv.keys.shape[2], q.shape[3]), slots=slots, start=start, lengths=lengths)
+    grouped = split_heads(q, kv.keys.shape[2])
+    end = jnp.minimum(start + lengths, table.shape[1] * kv.keys.shape[1])
+    end = jnp.where((slots > 0) & (lengths > 0), end, 0)  # where nothing is asked, nothing is read
+    if time <= BLOCK:
+        return _attend_block(grouped, kv, table[slots], start, end).reshape(q.shape)
+    blocks = -(-time // BLOCK)
+    grouped = jnp.pad(grouped, ((0, 0), (0, blocks * BLOCK - time), *((0, 0),) * 3))
+    grouped = jnp.moveaxis(grouped.reshape(rows, blocks, BLOCK, *grouped.shape[2:]), 1, 0)
+    first = start[None] + BLOCK * jnp.arange(blocks, dtype=jnp.int32)[:, None]
+    out = jax.lax.map(lambda block: _attend_block(block[0], kv, table[slots], block[1], end), (grouped, first))
+    return jnp.moveaxis(out, 0, 1).reshape(rows, blocks * BLOCK, *q.shape[2:])[:, :time]
+
+
+def _attend_block(q: Array, kv: PagedKV, table: Array, first: Array, end: Array) -> Array:
+    """One block of queries over all keys that any of them sees.
+
+    q [rows, time, kv_heads, group, head_dim], positions from `first` (int32 [rows]) on; table int32 [rows, max_pages];
+    positions from `end` (int32 [rows]) on are dead. The result is like q.
+    """
+    rows, time, kv_heads, group, head_dim = q.shape
+    page_size = kv.keys.shape[1]
+    pages = max(1, BLOCK // page_size)  # of one block
+    span = pages * page_size
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)))
+    query = first[:, None] + jnp.arange(time, dtype=jnp.int32)[None]
+
+    def add_block(i, carry):
+        highest, total, out = carry
+        page = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
+        k, v = (x[page].reshape(rows, span, kv_heads, head_dim).astype(q.dtype) for x in (kv.keys, kv.values))
+        position = i * span + jnp.arange(span, dtype=jnp.int32)
+        live = (position[None] < end[:, None]) & (jnp.repeat(page, page_size, axis=1) > 0)
+        visible = (live[:, None] & (position[None, None] <= query[..., None]))[:, None, None]
+        scores = contract("btkgd,bskd->bkgts", q, k)
+        scores = jnp.where(visible, scores * head_dim**-0.5, MASKED)
+        before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=-1))
+        # Where no key of a row is visible yet, highest is MASKED itself: hence the second selection.
+        weights = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
+        v = jnp.where(live[..., None, None], v, jnp.zeros((), v.dtype))
+        kept = jnp.exp(before - highest)
+        out = out * kept[..., None] + contract("bkgts,bskd->bkgtd", weights.astype(q.dtype), v)
+        return highest, total * kept + jnp.sum(weights, axis=-1), out
+
+    shape = (rows, kv_heads, group, time)
+    empty = (jnp.full(shape, MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
+    reach = jnp.max(jnp.minimum(end, first + time))
+    _, total, out = jax.lax.fori_loop(0, (reach + span - 1) // span, add_block, empty)
+    out = out / jnp.maximum(total, 1.0)[..., None]  # the best key weighs 1; without any key, 0 / 1
+    return jnp.moveaxis(out, 3, 1).astype(q.dtype)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def _check_rows(kv: PagedKV, rows: int, token: tuple[int, ...], **integers: Array) -> None:
+    if token != kv.keys.shape[2:]:
+        raise ValueError(f"(kv_heads, head_dim) must be the pool's {kv.keys.shape[2:]}, got {token}")
+    for name, value in integers.items():
+        if value.shape != (rows,):
+            raise ValueError(f"{name} must have shape ({rows},), one a row, got {value.shape}")
