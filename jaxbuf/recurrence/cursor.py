@@ -60,12 +60,14 @@ class Held:
 
     Attributes:
       checkpoint: int32 [rows], its row of the pool; read only where has_checkpoint (bool [rows]).
-      entries: int32 [rows, ring], flat positions (block · block_size + offset) in logical order.
+      place: int32 [rows, ring], ring positions of the entries in logical order.
+      entries: int32 [rows, ring], their flat positions in the pool (block · block_size + offset).
       live: int32 [rows], how many of them are committed.
     """
 
     checkpoint: Array
     has_checkpoint: Array
+    place: Array
     entries: Array
     live: Array
 
@@ -78,9 +80,9 @@ class Step:
     Attributes:
       slots, lengths: int32 [rows]; lengths is 0 for the null slot.
       start: int32 [rows], tokens committed before: the position of the row's first new token.
-      before: What the rows held; the folding ones' goes to row fold_to (past the pool for the others).
+      before, now: What the rows held, and what they hold after the fold.
+      fold_to: int32 [rows], the checkpoint row that a folding row writes; past the pool for the others.
       any_fold: bool, whether any row folds: decided here, once for all layers.
-      checkpoint, has_checkpoint, entries, live: What they hold after the fold, as in `Held`.
       append: int32 [rows, T], flat position of each new entry; past the pool for those that are not real.
     """
 
@@ -88,12 +90,9 @@ class Step:
     lengths: Array
     start: Array
     before: Held
+    now: Held
     fold_to: Array
     any_fold: Array
-    checkpoint: Array
-    has_checkpoint: Array
-    entries: Array
-    live: Array
     append: Array
 
     @property
@@ -193,12 +192,9 @@ def begin(cursor: Cursor, slots: Array, lengths: Array, time: int) -> tuple[Step
         lengths=lengths,
         start=cursor.position[slots],
         before=before,
+        now=now,
         fold_to=fold_to,
         any_fold=jnp.any(fold_to < NOWHERE),
-        checkpoint=now.checkpoint,
-        has_checkpoint=now.has_checkpoint,
-        entries=now.entries,
-        live=now.live,
         append=append,
     )
     return step, dataclasses.replace(after, pending=_put(after.pending, slots, lengths))
@@ -299,7 +295,7 @@ def held(cursor: Cursor, slots: Array) -> Held:
     block = jnp.take_along_axis(cursor.block_table[slots], ring // block_size, axis=1)
     has_checkpoint = (cursor.folded[slots] > 0) & (slots > 0)
     live = jnp.where(slots > 0, cursor.length[slots], 0)
-    return Held(cursor.checkpoint_of[slots], has_checkpoint, block * block_size + ring % block_size, live)
+    return Held(cursor.checkpoint_of[slots], has_checkpoint, ring, block * block_size + ring % block_size, live)
 
 
 def _fold_rows(cursor: Cursor, slots: Array, which: Array) -> tuple[Cursor, Array]:

@@ -78,12 +78,12 @@ def extend_pool(
     new_gates = _pack_gates(spec, log_decay, beta)
     keys, gates = _append(pool.keys, k, step.append), _append(pool.gates, new_gates, step.append)
 
-    index = jnp.arange(step.entries.shape[1], dtype=jnp.int32)[None]
-    end = (step.live + step.lengths)[:, None]
-    ring_keys = _per_head(spec, _take(keys, step.entries, index < end))
-    ring_decay, ring_beta = _unpack_gates(spec, _take(gates, step.entries, index < end))
-    ring_updates = _take(pool.updates, step.entries, index < step.live[:, None])
-    query, key = _per_head(spec, q.astype(jnp.float32)), _per_head(spec, k.astype(keys.dtype).astype(jnp.float32))
+    index = jnp.arange(step.now.entries.shape[1], dtype=jnp.int32)[None]
+    end = (step.now.live + step.lengths)[:, None]
+    ring_keys = _per_head(spec, _take(keys, step.now.entries, index < end))
+    ring_decay, ring_beta = _unpack_gates(spec, _take(gates, step.now.entries, index < end))
+    ring_updates = _take(pool.updates, step.now.entries, index < step.now.live[:, None])
+    query, key = _per_head(spec, q.astype(jnp.float32)), _per_head(spec, _rounded(k, keys.dtype))
     value = v.astype(jnp.float32)
 
     def token(t, checkpoint, updates):
@@ -92,14 +92,14 @@ def extend_pool(
         Whether those entries are committed or pending makes no difference here, which is why T tokens at once and one
         by one store the same bits.
         """
-        current = step.live[:, None] + t
+        current = step.now.live[:, None] + t
         decay = jnp.where((index <= current)[..., None, None], ring_decay, 0.0)
         to_now = jax.lax.cumsum(decay, axis=1, reverse=True)  # of entry i: decay from i on, its own included
         after = jnp.concatenate([to_now[:, 1:], jnp.zeros_like(to_now[:, :1])], axis=1)
         weighted = jnp.where((index <= current)[..., None, None], jnp.exp(after), 0.0) * ring_keys
         key_t, query_t = _at(key, t), _at(query, t)
         since = jnp.exp(to_now[:, 0])
-        recalled, out = _read(checkpoints, checkpoint, step.has_checkpoint, since * key_t, since * query_t)
+        recalled, out = _read(checkpoints, checkpoint, step.now.has_checkpoint, since * key_t, since * query_t)
         pair = jnp.stack([key_t, query_t], axis=2)
         match = jnp.einsum("nrhd,nhxd->nhxr", weighted, pair, precision=HIGHEST)
         effective = updates if spec.delta else ring_beta[..., None] * updates
@@ -109,16 +109,16 @@ def extend_pool(
             earlier = jnp.where(before, match[:, :, 0], 0.0)
             recalled = recalled + jnp.einsum("nhr,nrhv->nhv", earlier, effective, precision=HIGHEST)
             entry = _at(beta, t)[..., None] * (entry - recalled)
-        entry = entry.astype(pool.updates.dtype)
+        entry = _rounded(entry, pool.updates.dtype)
         now = (index == current)[..., None, None]
-        stored = entry.astype(jnp.float32)[:, None]
+        stored = entry[:, None]
         updates = jnp.where(now, stored, updates)
         effective = jnp.where(now, stored if spec.delta else _at(beta, t)[:, None, :, None] * stored, effective)
         out = out + jnp.einsum("nhr,nrhv->nhv", match[:, :, 1], effective, precision=HIGHEST)
         return updates, entry, out
 
     if time == 1:
-        _, entry, out = token(0, step.checkpoint, ring_updates)
+        _, entry, out = token(0, step.now.checkpoint, ring_updates)
         entries, out = entry[:, None], out[:, None]
     else:
 
@@ -127,7 +127,7 @@ def extend_pool(
             return updates, (entry, out)
 
         # The checkpoint's row is a loop input, or XLA would gather the checkpoints into memory before the loop.
-        inputs = jnp.arange(time, dtype=jnp.int32), jnp.broadcast_to(step.checkpoint[None], (time, rows))
+        inputs = jnp.arange(time, dtype=jnp.int32), jnp.broadcast_to(step.now.checkpoint[None], (time, rows))
         _, (entries, out) = jax.lax.scan(body, ring_updates, inputs)
         entries, out = jnp.moveaxis(entries, 0, 1), jnp.moveaxis(out, 0, 1)
 
@@ -152,7 +152,7 @@ def prefill_pool(
 ) -> tuple[Array, Pool]:
     """`prefill` for one layer, with the integers that `begin_prefill` made for all of them."""
     check_inputs(spec, q, k, v, log_decay, beta)
-    k = k.astype(pool.keys.dtype)  # what will be stored is what is used
+    k = _rounded(k, pool.keys.dtype)  # what will be stored is what is used
     start = read_pool(spec, pool, step.before)
     out, state, updates = solve_chunks(
         spec, start, q, k, v, log_decay, beta, chunk_size=chunk_size, lengths=step.lengths
@@ -210,6 +210,12 @@ def _read(checkpoints: Array, rows: Array, holds: Array, key: Array, query: Arra
     state = jnp.where(holds[:, None, None, None], state, 0.0)
     products = state * key[:, :, None], state * query[:, :, None]
     return jax.lax.reduce(products, (jnp.float32(0), jnp.float32(0)), lambda a, b: (a[0] + b[0], a[1] + b[1]), (3,))
+
+
+def _rounded(x: Array, dtype: jnp.dtype) -> Array:
+    """f32 array of x as `dtype` stores it. XLA may drop a conversion there and back (xla_allow_excess_precision)."""
+    limits = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x.astype(jnp.float32), limits.nexp, limits.nmant)
 
 
 def _append(array: Array, new: Array, positions: Array) -> Array:

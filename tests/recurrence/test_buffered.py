@@ -126,7 +126,7 @@ def test_a_slot_folds_exactly_when_the_new_tokens_would_exceed_its_limit(rng, li
             folded, length = folded + length, 0
         assert bool(step.folds[0]) == folds
         written = np.asarray(step.append[0])[:new]
-        assert not set(written) & set(np.asarray(step.entries[0])[: int(step.live[0])]), "wrote what is read"
+        assert not set(written) & set(np.asarray(step.now.entries[0])[: int(step.now.live[0])]), "wrote what is read"
         accepted = int(rng.integers(0, new + 1))
         assert int(cursor.pending[1]) == new
         cursor = buffered.commit_cursor(cursor, ints(accepted), ints(1))
