@@ -11,25 +11,28 @@ from typing import TYPE_CHECKING
 from jaxbuf.version import __version__
 
 if TYPE_CHECKING:
+    from jaxbuf.compilation import cache_compilations
     from jaxbuf.models.checkpoint import CheckpointError
     from jaxbuf.models.language_model import LanguageModel, load
-    from jaxbuf.serving import GenerationResult, SamplingParams, generate, stream
+    from jaxbuf.serving import Event, GenerationResult, SamplingParams, generate
 
 __all__ = [
     "CheckpointError",
+    "Event",
     "GenerationResult",
     "LanguageModel",
     "SamplingParams",
     "__version__",
+    "cache_compilations",
     "generate",
     "load",
-    "stream",
 ]
 
 # JAX takes a second to import, which `jaxbuf --help` need not wait for.
 _HOME = {
     "CheckpointError": "jaxbuf.models.checkpoint",
     "LanguageModel": "jaxbuf.models.language_model",
+    "cache_compilations": "jaxbuf.compilation",
     "load": "jaxbuf.models.language_model",
 }
 

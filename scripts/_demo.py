@@ -38,7 +38,7 @@ def main(prompt: str) -> int:
 def stream_continuation(lm, prompt: str) -> None:
     console.print("compiling prefill and decode, once per shape ...\n", style="dim")
     console.out(prompt, style="bold", end="")
-    for event in jaxbuf.stream(lm, prompt, max_new_tokens=NEW_TOKENS, sampling=SAMPLING):
+    for event in jaxbuf.generate(lm, [prompt], max_new_tokens=NEW_TOKENS, sampling=SAMPLING, stream=True):
         console.out(event.text, end="")
     console.print("\n")
 

@@ -1,5 +1,7 @@
 """The commands: the text alone on stdout, an error is a line, Ctrl-C keeps the text."""
 
+import dataclasses
+import io
 import os
 import re
 import signal
@@ -7,15 +9,17 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import jaxbuf
-from jaxbuf.cli import app
+from jaxbuf.cli import app, options, session
 from jaxbuf.models.scoring import score_text
 from tests.models.test_chat import write_chat_model
 from tests.serving.conftest import lm as lm  # the tiny random model; a fixture
 
 PROMPT = "The configuration file"
+SAMPLING_OPTIONS = [f"--{name.replace('_', '-')}" for name in options.SAMPLING]
 COMMAND = [sys.executable, "-m", "jaxbuf.cli"]
 
 
@@ -29,18 +33,16 @@ def test_the_version_is_that_of_the_package():
 
 def test_help_teaches_with_examples():
     text = invoke("generate", "--help", env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).stdout
-    options = (
+    expected = (
         "--model",
         "--max-new-tokens",
-        "--temperature",
-        "--top-k",
-        "--top-p",
-        "--seed",
         "--limit",
         "--form",
         "--dtype",
+        "--profile",
+        *SAMPLING_OPTIONS,
     )
-    assert all(option in text for option in options)
+    assert all(option in text for option in expected)
     assert f'jaxbuf generate "{PROMPT}"' in text
 
 
@@ -65,15 +67,41 @@ def test_stdout_holds_the_text_alone_and_stderr_the_statistics():
 
 def test_options_reach_the_generation():
     lm = jaxbuf.load("demo")
-    sampling = jaxbuf.SamplingParams(temperature=0.9, top_k=50, top_p=0.9, seed=7)
-    (expected,) = jaxbuf.generate(lm, [PROMPT], max_new_tokens=40, sampling=sampling, form="recurrent")
+    sampling = {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 7, "repetition_penalty": 1.1}
+    sampling |= {"presence_penalty": 0.1, "frequency_penalty": 0.2, "min_tokens": 3, "ignore_eos": True}
+    biases = {lm.encode(" the")[0]: 2.5, lm.encode(" a")[0]: float("-inf")}
+    params = jaxbuf.SamplingParams(**sampling, logit_bias=biases)
+    (whole,) = jaxbuf.generate(lm, [PROMPT], max_new_tokens=40, sampling=params, form="recurrent")
+    stop = whole.text[60:63]
+    params = jaxbuf.SamplingParams(**sampling, logit_bias=biases, stop=["never there", stop])
+    (expected,) = jaxbuf.generate(lm, [PROMPT], max_new_tokens=40, sampling=params, form="recurrent")
+    assert expected.text == whole.text[: whole.text.find(stop)]
+    given = [part for name in sampling if name != "ignore_eos" for part in (f"--{name}", str(sampling[name]))]
     done = invoke(
-        *("generate", "-", "--max-new-tokens", "40", "--form", "recurrent"),
-        *("--temperature", "0.9", "--top-k", "50", "--top-p", "0.9", "--seed", "7"),
+        *("generate", "-", "--max-new-tokens", "40", "--form", "recurrent", "--ignore-eos"),
+        *(part.replace("_", "-") for part in given),
+        *(part for token, bias in biases.items() for part in ("--logit-bias", f"{token}={bias}")),
+        *("--stop", "never there", "--stop", stop),
         input=PROMPT,
     )
-    assert done.stdout == expected.text + "\n"
+    assert done.stdout == expected.text + "\n", done.stderr
     assert f"{expected.stats.folds} folds" in done.stderr
+
+
+def test_sampling_starts_from_the_checkpoint(lm):
+    file = {"do_sample": True, "temperature": 0.6, "top_k": 20}
+    lm = dataclasses.replace(lm, generation_config=file)
+    assert session.sampling_params(lm, {}) == jaxbuf.SamplingParams(temperature=0.6, top_k=20)
+    given = {"temperature": 0.0, "top_p": 0.5}
+    assert session.sampling_params(lm, given) == jaxbuf.SamplingParams(temperature=0.0, top_k=20, top_p=0.5)
+
+
+def test_loading_shows_its_progress_on_a_terminal_only():
+    for terminal in (True, False):
+        shown = io.StringIO()
+        err = Console(file=shown, force_terminal=terminal, width=100)
+        assert session.load_model(err, "demo", None).name == "demo"
+        assert ("loading" in shown.getvalue() and "100%" in shown.getvalue()) == terminal
 
 
 @pytest.mark.parametrize(
@@ -83,11 +111,6 @@ def test_options_reach_the_generation():
         ([PROMPT, "--model", "no-such-model"], "no-such-model"),
         ([PROMPT, "--dtype", "float7"], "float7"),
         ([PROMPT, "--max-new-tokens", "100000"], "100000"),
-        ([PROMPT, "--max-new-tokens", "0"], "max_new_tokens"),
-        ([PROMPT, "--temperature", "-1"], "temperature"),
-        ([PROMPT, "--top-k", "-2"], "top_k"),
-        ([PROMPT, "--top-p", "1.5"], "top_p"),
-        ([PROMPT, "--limit", "0"], "limit"),
     ],
 )
 def test_an_error_is_one_line_that_names_what_came(arguments, message):
@@ -97,6 +120,34 @@ def test_an_error_is_one_line_that_names_what_came(arguments, message):
     lines = done.stderr.splitlines()
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
     assert message in lines[-1]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--max-new-tokens", "0", "max_new_tokens"),
+        ("--limit", "0", "limit"),
+        ("--temperature", "-1", "temperature"),
+        ("--top-p", "1.5", "top_p"),
+        ("--min-p", "2", "min_p"),
+        ("--repetition-penalty", "0", "repetition_penalty"),
+        ("--logit-bias", "-1=3", "logit_bias"),
+        ("--stop", "", "stop"),
+    ],
+)
+def test_a_setting_out_of_range_is_an_error_before_anything_starts(command, option, value, message):
+    model = ["--model", "no-such-model"] if command == "chat" else [PROMPT, "--model", "no-such-model"]
+    done = invoke(command, *model, option, value)
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {message} must be")
+
+
+def test_a_bias_of_another_form_is_an_error_that_shows_the_form():
+    done = invoke("generate", PROMPT, "--logit-bias", "the=3", env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert done.exit_code == 2
+    assert "--logit-bias" in done.stderr and "ID=BIAS" in done.stderr and "the=3" in done.stderr
 
 
 def test_an_unknown_form_is_an_error_that_lists_the_forms():
@@ -260,7 +311,7 @@ def test_a_model_without_a_chat_template_is_an_error_before_anything_is_read():
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
-    [("--top-p", "2", "top_p"), ("--max-new-tokens", "0", "max_new_tokens"), ("--max-new-tokens", "999", "999")],
+    [("--logit-bias", "999=1", "logit_bias"), ("--max-new-tokens", "999", "999")],
 )
 def test_settings_of_chat_are_checked_before_anything_is_read(chat_model, option, value, message):
     done = chat(chat_model, "Hi\n", option, value)
@@ -298,5 +349,5 @@ def test_help_of_score_and_chat_teaches_with_examples():
     wide = {"COLUMNS": "200", "TERMINAL_WIDTH": "200"}
     score, chat = (invoke(command, "--help", env=wide).stdout for command in ("score", "chat"))
     assert all(option in score for option in ("--model", "--context", "--dtype", "jaxbuf score README.md"))
-    options = ("--model", "--system", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--limit")
-    assert all(option in chat for option in (*options, "--form", "--dtype", "/reset", "/exit", "jaxbuf chat --model"))
+    shared = ("--model", "--system", "--max-new-tokens", "--limit", *SAMPLING_OPTIONS)
+    assert all(option in chat for option in (*shared, "--form", "--dtype", "/reset", "/exit", "jaxbuf chat --model"))

@@ -27,6 +27,7 @@ LAYERS = {
     "models": {"recurrence", "attention", "pallas"},
     "serving": {"models", "recurrence", "attention", "pallas"},
     "train": {"models", "recurrence", "attention", "pallas"},
+    "bench": {"serving", "models", "recurrence", "attention", "pallas"},
 }
 
 
@@ -104,7 +105,7 @@ def test_the_lock_satisfies_every_requirement_that_it_was_made_from():
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
     locked = locked_versions()
-    wanted = [*project["dependencies"], *extras["test"], *extras["train"], *extras["plots"]]
+    wanted = [*project["dependencies"], *extras["test"], *extras["train"], *extras["plots"], *extras["docs"]]
     wanted += pyproject()["build-system"]["requires"] + pyproject()["tool"]["uv"]["constraint-dependencies"]
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)

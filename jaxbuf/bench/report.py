@@ -10,6 +10,12 @@ from typing import Any
 import jax
 
 PACKAGES = ("jax", "flax", "optax", "numpy")
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def figures(name: str) -> Path:
+    """Where a benchmark's figures go: the repository's benchmarks/, or the current folder for an installed package."""
+    return (ROOT / "benchmarks" if (ROOT / "pyproject.toml").is_file() else Path()) / name
 
 
 def provenance(script: str, arguments: Sequence[str], root: Path) -> dict[str, Any]:

@@ -4,12 +4,15 @@ JAX and the models are imported by the commands that need them: `jaxbuf --help` 
 """
 
 import logging
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from jaxbuf.cli import bench
 from jaxbuf.cli.chat import chat
 from jaxbuf.cli.generate import generate
+from jaxbuf.cli.profile import profile
 from jaxbuf.cli.score import score
 from jaxbuf.version import __version__
 
@@ -38,6 +41,17 @@ def _set_log_level(name: str) -> str:
     return name
 
 
+def _cache_compilations(directory: Path | None) -> Path | None:
+    if directory is not None:
+        from jaxbuf.compilation import cache_compilations
+
+        try:
+            cache_compilations(directory)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    return directory
+
+
 @app.callback()
 def main(
     version: Annotated[
@@ -46,9 +60,20 @@ def main(
     log_level: Annotated[
         str, typer.Option(callback=_set_log_level, help="What the library logs to stderr: debug, info, warning, error.")
     ] = "warning",
+    compilation_cache: Annotated[
+        Path | None,
+        typer.Option(
+            callback=_cache_compilations,
+            envvar="JAX_COMPILATION_CACHE_DIR",
+            metavar="DIR",
+            show_default=False,
+            help="Keep compiled programs in this directory: what it holds is not compiled again.",
+        ),
+    ] = None,
 ) -> None:
     pass
 
 
-for command in (generate, chat, score):
+for command in (generate, chat, score, profile):
     app.command()(command)
+app.add_typer(bench.app, name="bench")

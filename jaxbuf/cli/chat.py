@@ -1,45 +1,49 @@
 """`jaxbuf chat`."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from jaxbuf.cli import options
 from jaxbuf.cli.session import (
-    SEGMENT,
+    check_arguments,
     error_console,
     errors_exit,
     interrupt,
     load_model,
     print_error,
+    sampling_params,
     write_stream,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from jaxbuf.models.language_model import LanguageModel
+    from jaxbuf.serving import Event
 
 HINT = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
+@options.with_sampling
 def chat(
     model: options.Model,
     system: Annotated[str | None, typer.Option(help="An instruction that the conversation starts with.")] = None,
     max_new_tokens: options.MaxNewTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    seed: options.Seed = 0,
     limit: options.Limit = 16,
     form: options.Form = "auto",
     dtype: options.Dtype = None,
+    *,
+    sampling: dict[str, Any],
 ) -> None:
     """Talk to a model: each line is a message, and its answer streams to standard output.
 
     The checkpoint needs a chat template (chat_template.jinja or tokenizer_config.json); demo has none.
     /reset forgets the conversation (not --system), /exit or the end of input leaves.
     Ctrl-C stops an answer and keeps what was said.
+    The checkpoint's generation_config.json gives the sampling settings that you don't; without one it is greedy.
 
     [bold]Examples[/bold]
 
@@ -49,14 +53,10 @@ def chat(
     """
     err = error_console()
     with errors_exit(err):
+        check_arguments(sampling, max_new_tokens=max_new_tokens, limit=limit, form=form)
         lm = load_model(err, model, dtype)
-
-        import jaxbuf
-
-        sampling = jaxbuf.SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_token_ids=_end_of_turn(lm)
-        )
-        settings = {"sampling": sampling, "segment": SEGMENT, "limit": limit, "form": form}
+        params = sampling_params(lm, sampling, stop_token_ids=_end_of_turn(lm))
+        settings = {"sampling": params, "limit": limit, "form": form}
         conversation = Conversation(lm, system, max_new_tokens, settings)
         conversation.check()
         _converse(err, conversation)
@@ -64,12 +64,12 @@ def chat(
 
 @dataclasses.dataclass
 class Conversation:
-    """What was said, and how answers are generated: `settings` goes to `jaxbuf.stream`."""
+    """What was said, and how answers are generated: `settings` goes to `jaxbuf.generate`."""
 
     lm: "LanguageModel"
     system: str | None
     max_new_tokens: int
-    settings: dict
+    settings: dict[str, Any]
 
     def __post_init__(self):
         self.reset()
@@ -80,10 +80,8 @@ class Conversation:
 
     def check(self) -> None:
         """Raises now what any first message would meet: no template, or a setting out of range."""
-        import jaxbuf
-
-        # The stream checks its arguments, and generates nothing until it is read.
-        jaxbuf.stream(self.lm, self._encode("Hello"), self.max_new_tokens, **self.settings)
+        # The arguments are checked at once, and nothing is generated until the stream is read.
+        self._stream(self._encode("Hello"), self.max_new_tokens)
 
     def answer(self, err: Console, text: str) -> None:
         """Streams the answer to a message and adds both; an error adds neither.
@@ -91,8 +89,6 @@ class Conversation:
         Raises:
           ValueError: The conversation would not fit the context, or the template refuses it.
         """
-        import jaxbuf
-
         prompt = self._encode(text)
         room = self.lm.max_length - len(prompt)
         if room < 1:
@@ -102,12 +98,17 @@ class Conversation:
             )
         answer = ""
         with interrupt() as interrupted:
-            events = jaxbuf.stream(self.lm, prompt, min(self.max_new_tokens, room), **self.settings)
+            events = self._stream(prompt, min(self.max_new_tokens, room))
             for event in write_stream(events, interrupted):
                 answer += event.text
                 if event.done and event.result.finish_reason == "length":
                     err.print(f"the answer was cut at {event.result.stats.new_tokens} tokens", style="dim")
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def _stream(self, prompt: list[int], max_new_tokens: int) -> "Generator[Event, None, None]":
+        import jaxbuf
+
+        return jaxbuf.generate(self.lm, [prompt], max_new_tokens, stream=True, **self.settings)
 
     def _encode(self, text: str) -> list[int]:
         prompt = self.lm.chat([*self.messages, {"role": "user", "content": text}])

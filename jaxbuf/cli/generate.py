@@ -2,35 +2,44 @@
 
 import threading
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from jaxbuf.cli import options
-from jaxbuf.cli.session import SEGMENT, error_console, errors_exit, interrupt, load_model, write_stream
+from jaxbuf.cli.session import (
+    check_arguments,
+    error_console,
+    errors_exit,
+    interrupt,
+    load_model,
+    sampling_params,
+    write_stream,
+)
 
 if TYPE_CHECKING:
     from jaxbuf.serving import Stats
 
 
+@options.with_sampling
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; [bold]-[/bold] reads it from standard input.")],
     model: options.Model = "demo",
     max_new_tokens: options.MaxNewTokens = 64,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    seed: options.Seed = 0,
     limit: options.Limit = 16,
     form: options.Form = "auto",
     dtype: options.Dtype = None,
+    profile: options.Profile = None,
+    *,
+    sampling: dict[str, Any],
 ) -> None:
     """Continue a prompt, streaming the text as it is generated.
 
     The text alone goes to standard output; the device, the progress and the statistics go to standard error.
     It runs on the device that JAX picks; JAX_PLATFORMS=cpu picks the CPU.
     Ctrl-C stops it and prints the statistics so far.
+    The checkpoint's generation_config.json gives the sampling settings that you don't; without one it is greedy.
 
     [bold]Examples[/bold]
 
@@ -41,7 +50,9 @@ def generate(
       jaxbuf generate - --model ./checkpoint --dtype bfloat16 < prompt.txt
     """
     err = error_console()
+    settings = {"max_new_tokens": max_new_tokens, "limit": limit, "form": form}
     with errors_exit(err):
+        check_arguments(sampling, **settings)
         text = typer.get_binary_stream("stdin").read().decode() if prompt == "-" else prompt
     with errors_exit(err), interrupt() as interrupted:
         _generate(
@@ -50,8 +61,8 @@ def generate(
             prompt=text,
             model=model,
             dtype=dtype,
-            sampling={"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed},
-            settings={"max_new_tokens": max_new_tokens, "limit": limit, "form": form},
+            sampling=sampling,
+            settings=settings | {"profile": profile},
         )
     if interrupted.is_set():
         raise typer.Exit(130)
@@ -64,15 +75,15 @@ def _generate(
     prompt: str,
     model: str,
     dtype: str | None,
-    sampling: dict,
-    settings: dict,
+    sampling: dict[str, Any],
+    settings: dict[str, Any],
 ) -> None:
     import jaxbuf
 
     lm = load_model(err, model, dtype)
     if interrupted.is_set():
         return
-    events = jaxbuf.stream(lm, prompt, sampling=jaxbuf.SamplingParams(**sampling), segment=SEGMENT, **settings)
+    events = jaxbuf.generate(lm, [prompt], sampling=sampling_params(lm, sampling), stream=True, **settings)
     err.print("compiling prefill and decode, once per shape ...", style="dim")
     started = time.perf_counter()
     marks = []

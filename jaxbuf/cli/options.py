@@ -1,6 +1,10 @@
 """Options that several commands take, each declared once."""
 
-from typing import Annotated, Literal
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -8,15 +12,81 @@ Model = Annotated[
     str, typer.Option(help="[bold]demo[/bold], the embedded model, or a checkpoint's directory or Hugging Face id.")
 ]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32 or bfloat16; by default what suits the device and the checkpoint.")
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16; by default what suits the device and the checkpoint."),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="How many tokens to generate at most.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the most likely token each time (greedy).")]
-TopK = Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 does not restrict.")]
-TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")]
-Seed = Annotated[int, typer.Option(help="The same seed, shapes and device give the same tokens.")]
 Limit = Annotated[int, typer.Option(help="How many entries the recurrent state's buffer holds before a fold.")]
 Form = Annotated[
     Literal["auto", "recurrent", "buffered"],
     typer.Option(help="auto, recurrent (the state is written every step) or buffered (only when the buffer fills)."),
 ]
+Profile = Annotated[
+    Path | None,
+    typer.Option(help="A directory to write a jax.profiler trace of the generation to.", show_default=False),
+]
+
+
+def _sampling_option(help: str, *names: str, **settings):
+    return typer.Option(*names, help=help, rich_help_panel="Sampling", show_default=False, **settings)
+
+
+SAMPLING = {
+    "temperature": Annotated[
+        float | None, _sampling_option("Divides the logits; 0 takes the most likely token each time (greedy).")
+    ],
+    "top_k": Annotated[int | None, _sampling_option("Sample among the k most likely tokens; 0 does not restrict.")],
+    "top_p": Annotated[float | None, _sampling_option("Sample among the likeliest tokens of this total probability.")],
+    "min_p": Annotated[
+        float | None, _sampling_option("Leave out tokens less than this times as likely as the likeliest.")
+    ],
+    "seed": Annotated[
+        int | None, _sampling_option("The same seed, shapes and device give the same tokens; 0 if unset.")
+    ],
+    "repetition_penalty": Annotated[
+        float | None, _sampling_option("Above 1 makes every token that occurred, in the prompt too, less likely.")
+    ],
+    "presence_penalty": Annotated[
+        float | None, _sampling_option("Subtracted from the logit of every token generated before.")
+    ],
+    "frequency_penalty": Annotated[
+        float | None, _sampling_option("Subtracted from a token's logit for each time it was generated.")
+    ],
+    "logit_bias": Annotated[
+        list[str] | None,
+        _sampling_option("Added to the logit of a token id, -inf forbids it; may be repeated.", metavar="ID=BIAS"),
+    ],
+    "min_tokens": Annotated[int | None, _sampling_option("Stop at no stop token before this many tokens.")],
+    "ignore_eos": Annotated[bool | None, _sampling_option("Go on past the model's own end tokens.", "--ignore-eos")],
+    "stop": Annotated[
+        list[str] | None, _sampling_option("Stop at this text, which is not printed; may be repeated.", metavar="TEXT")
+    ],
+}
+
+
+def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of `SAMPLING`: those that were given reach it as its argument `sampling`, a dict."""
+
+    @functools.wraps(command)
+    def wrapped(**arguments: Any) -> None:
+        sampling = {name: arguments.pop(name) for name in SAMPLING}
+        given = {name: value for name, value in sampling.items() if value not in (None, [])}
+        if "logit_bias" in given:
+            given["logit_bias"] = _parse_biases(given["logit_bias"])
+        command(**arguments, sampling=given)
+
+    own = inspect.signature(command).parameters.values()
+    kind = inspect.Parameter.KEYWORD_ONLY
+    added = [inspect.Parameter(name, kind, default=None, annotation=option) for name, option in SAMPLING.items()]
+    parameters = [*(parameter for parameter in own if parameter.name != "sampling"), *added]
+    wrapped.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return wrapped
+
+
+def _parse_biases(texts: list[str]) -> dict[int, float]:
+    try:
+        pairs = [text.split("=") for text in texts]
+        return {int(token): float(bias) for token, bias in pairs}
+    except ValueError:
+        message = f"expected ID=BIAS, a token id and a number, got {', '.join(texts)}"
+        raise typer.BadParameter(message, param_hint="--logit-bias") from None

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from jaxbuf.cli import options
-from jaxbuf.cli.session import error_console, errors_exit, interrupt, load_model
+from jaxbuf.cli.session import error_console, errors_exit, interrupt, load_model, progress_bar
 
 if TYPE_CHECKING:
     from jaxbuf.models.scoring import TextScore
@@ -70,8 +69,7 @@ def _score(
 
     from jaxbuf.models.scoring import score_text
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal) as bar:
+    with progress_bar(err) as bar:
         for name, text in texts:
             task = bar.add_task(name, total=None)
 

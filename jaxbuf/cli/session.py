@@ -5,17 +5,16 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from jaxbuf.models.language_model import LanguageModel
-    from jaxbuf.serving import Event
-
-SEGMENT = 16  # tokens generated per call of the compiled program, and so the grain of the stream
+    from jaxbuf.serving import Event, SamplingParams
 
 logger = logging.getLogger("jaxbuf")
 
@@ -64,8 +63,34 @@ def interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
 
 
+def check_arguments(sampling: dict[str, Any], *, max_new_tokens: int, limit: int, form: Any) -> None:
+    """Checks what no model makes right or wrong, before JAX starts and one is loaded.
+
+    Raises:
+      ValueError: As `jaxbuf.SamplingParams` and `jaxbuf.generate`.
+    """
+    import jaxbuf
+    from jaxbuf.serving.request import check_settings
+
+    jaxbuf.SamplingParams(**sampling)
+    check_settings(max_new_tokens, limit, form)
+
+
+def sampling_params(lm: "LanguageModel", given: dict[str, Any], **more: Any) -> "SamplingParams":
+    """What the user gave, and the checkpoint's own defaults for the rest."""
+    import jaxbuf
+
+    return jaxbuf.SamplingParams(**lm.sampling_defaults | given | more)
+
+
+def progress_bar(err: Console) -> Progress:
+    """A bar on a terminal that vanishes when it is done; elsewhere nothing."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+
+
 def load_model(err: Console, model: str, dtype: str | None) -> "LanguageModel":
-    """Starts JAX, says on what device, and loads the model.
+    """Starts JAX, says on what device, and loads the model behind a bar.
 
     Raises:
       ValueError: JAX has no device, or what `jaxbuf.load` raises, its other errors likewise.
@@ -74,23 +99,36 @@ def load_model(err: Console, model: str, dtype: str | None) -> "LanguageModel":
         import jax
 
         import jaxbuf
+        from jaxbuf.models.checkpoint import compute_dtype
 
+        compute_dtype(dtype)
         try:
             device = jax.devices()[0]
         except RuntimeError as error:  # JAX_PLATFORMS names a platform that is not there
             raise ValueError(str(error)) from error
     err.print(f"device: {device.platform} ({device.device_kind})", style="dim")
-    return jaxbuf.load(model, dtype=dtype)
+    bar = progress_bar(err)
+    task = bar.add_task("loading", total=None)
+
+    def show(read: int, total: int) -> None:
+        bar.start()  # not before: a download shows a bar of its own
+        bar.update(task, completed=read, total=total)
+
+    try:
+        return jaxbuf.load(model, dtype=dtype, progress=show)
+    finally:
+        bar.stop()
 
 
-def write_stream(events: "Iterable[Event]", interrupted: threading.Event) -> "Iterator[Event]":
+def write_stream(events: "Generator[Event, None, None]", interrupted: threading.Event) -> "Iterator[Event]":
     """Writes text as it comes, to its end or to a Ctrl-C, and a newline after it; yields each event once written."""
     stdout = typer.get_text_stream("stdout", errors="replace")
-    for event in events:
-        stdout.write(event.text)
-        stdout.flush()
-        yield event
-        if interrupted.is_set():
-            break
+    with contextlib.closing(events):
+        for event in events:
+            stdout.write(event.text)
+            stdout.flush()
+            yield event
+            if interrupted.is_set():
+                break
     stdout.write("\n")
     stdout.flush()

@@ -66,6 +66,17 @@ class LanguageModel:
         """Tokens that end a text: those of generation_config.json, or else of config.json."""
         return token_ids(self.generation_config.get("eos_token_id")) or self.config.eos_token_ids
 
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """How the checkpoint's makers sample: keyword arguments of SamplingParams, from generation_config.json.
+
+        The temperature is 0 (greedy) unless the file's do_sample is true. The command line starts from these;
+        `jaxbuf.generate` is greedy whatever the file says, unless it is given `SamplingParams(**lm.sampling_defaults)`.
+        """
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        found = {name: value for name in names if (value := self.generation_config.get(name)) is not None}
+        return found if self.generation_config.get("do_sample") else found | {"temperature": 0.0}
+
     @functools.cached_property
     def known_ids(self) -> np.ndarray:
         """bool [vocab_size]: the ids that the tokenizer has. Embeddings are often padded past them."""
@@ -218,7 +229,7 @@ def load(
 ) -> LanguageModel:
     """Loads a model: "demo", the small one in this package, a directory in Hugging Face's format, or an id there.
 
-    A directory has config.json and *.safetensors (or shards with an index), and may have tokenizer.json,
+    A directory has config.json and `*.safetensors` (or shards with an index), and may have tokenizer.json,
     generation_config.json and a chat template (chat_template.jinja or tokenizer_config.json). An id is "org/name" or
     "org/name@revision", of a branch, tag or commit; a directory of that name comes first. Its files come from
     huggingface-hub's cache, or are downloaded into it; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE say what they always do.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.models import qwen3_5
+from jaxbuf.models.shapes import power_of_two_from, power_of_two_to
 
 if TYPE_CHECKING:
     from jaxbuf.models.language_model import LanguageModel
@@ -145,12 +146,12 @@ def score_tokens(
       _piece: Tokens of a piece, a power of two; None: what fits.
     """
     batch, time = tokens.shape
-    capacity = max(_power_of_two_from(time), SMALLEST_PIECE)
+    capacity = power_of_two_from(time, SMALLEST_PIECE)
     attention = model.config.num_attention_heads * capacity  # scores of one token of one row
-    rows = min(ROWS, _power_of_two_from(batch), _power_of_two_to(ATTENTION_SCORES // (attention * SMALLEST_PIECE)))
-    fitting = _power_of_two_to(ATTENTION_SCORES // (attention * rows))
+    rows = min(ROWS, power_of_two_from(batch), power_of_two_to(ATTENTION_SCORES // (attention * SMALLEST_PIECE)))
+    fitting = power_of_two_to(ATTENTION_SCORES // (attention * rows))
     piece = _piece or min(PIECE, capacity, max(SMALLEST_PIECE, fitting))
-    block = min(piece, _power_of_two_to(LOGITS // (rows * model.config.vocab_size)))
+    block = fitting_block(rows, piece, model.config.vocab_size)
     dtype = model.embed_tokens[...].dtype
     scores = np.zeros((batch, time), np.float32)
     for top in range(0, batch, rows):
@@ -179,25 +180,52 @@ def _score_piece(
 ) -> tuple[Array, qwen3_5.Cache]:
     """Reads tokens int32 [rows, piece] and gives the log-probability of each target, f32 [rows, piece]."""
     hidden, cache = qwen3_5.prefill(model, cache, tokens, lengths=lengths)
+    return hidden_logprobs(model, hidden, targets, block=block).chosen, cache
 
-    def score_block(_, inputs):
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities in the model's own distribution, natural logarithms.
+
+    Attributes:
+      chosen: f32 [...], of the token at each place.
+      top_ids, top: int32 and f32 [..., k], the most probable tokens there, best first.
+    """
+
+    chosen: Array
+    top_ids: Array
+    top: Array
+
+
+def token_logprobs(logits: Array, tokens: Array, top: int = 0) -> Logprobs:
+    """Of tokens int32 [...] under logits f32 [..., vocab], with the `top` most probable ones beside each."""
+    norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - norm
+    best, ids = jax.lax.top_k(logits, top)
+    return Logprobs(chosen[..., 0], ids.astype(jnp.int32), best - norm)
+
+
+def hidden_logprobs(model: qwen3_5.Qwen3_5, hidden: Array, targets: Array, *, block: int, top: int = 0) -> Logprobs:
+    """`token_logprobs` of targets int32 [rows, time] under the logits of hidden [rows, time, D].
+
+    Logits exist for `block` places of each row at a time, which must divide time.
+    """
+
+    def one_block(_, inputs):
         hidden, targets = inputs
-        logits = qwen3_5.logits(model, hidden)
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        return None, chosen - jax.nn.logsumexp(logits, axis=-1)
+        return None, token_logprobs(qwen3_5.logits(model, hidden), targets, top)
 
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
-    _, scores = jax.lax.scan(score_block, None, (split(hidden), split(targets)))
-    return jnp.moveaxis(scores, 0, 1).reshape(tokens.shape), cache
+    def join(x):
+        return jnp.moveaxis(x, 0, 1).reshape(*targets.shape, *x.shape[3:])
+
+    _, found = jax.lax.scan(one_block, None, (split(hidden), split(targets)))
+    return jax.tree.map(join, found)
 
 
-def _power_of_two_from(number: int) -> int:
-    """The least power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
-
-
-def _power_of_two_to(number: int) -> int:
-    """The greatest power of two that is at most `number`, and 1 for 0."""
-    return 1 << (max(number, 1).bit_length() - 1)
+def fitting_block(rows: int, time: int, vocab: int) -> int:
+    """The places of a block of logits f32 [rows, block, vocab] that fits; it divides time if that is a power of two."""
+    return min(time, power_of_two_to(LOGITS // (rows * vocab)))

@@ -1,8 +1,8 @@
 """Generation: sampling, the jitted loop, and the functions over it that take and give text."""
 
-from jaxbuf.serving.generate import Event, generate, stream
+from jaxbuf.serving.generate import generate
 from jaxbuf.serving.loop import Carry, generate_tokens, start
-from jaxbuf.serving.request import GenerationResult
+from jaxbuf.serving.result import Event, GenerationResult
 from jaxbuf.serving.sampling import SamplingParams
 from jaxbuf.serving.stats import Stats
 
@@ -15,5 +15,4 @@ __all__ = [
     "generate",
     "generate_tokens",
     "start",
-    "stream",
 ]

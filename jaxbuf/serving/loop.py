@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.models import qwen3_5
+from jaxbuf.models.scoring import Logprobs, fitting_block, hidden_logprobs, token_logprobs
 from jaxbuf.serving.sampling import History, Sampling, adjust, sample
 
 type Array = jax.Array
@@ -43,9 +44,9 @@ class Carry:
       max_new_tokens: int32 [rows], at most room.
       sampling: The settings of each row.
       allowed: bool [vocab], the tokens that may be sampled: ids that the tokenizer lacks may not.
-      logprobs: f32 [rows, room], log-probability of each generated token in the model's own distribution (before any
-        setting changes it); [rows, 0] if nobody asked.
-      top_ids, top_logprobs: int32 and f32 [rows, room, k], the most probable tokens of each step.
+      logprobs: [rows, room] of the generated tokens, in the model's own distribution (before any setting changes it);
+        [rows, 0] if nobody asked.
+      prompt_logprobs: [rows, bucket] of the prompts' tokens likewise; the token at i + 1 has its own at i.
       counters: What was done so far.
     """
 
@@ -56,13 +57,12 @@ class Carry:
     max_new_tokens: Array
     sampling: Sampling
     allowed: Array
-    logprobs: Array
-    top_ids: Array
-    top_logprobs: Array
+    logprobs: Logprobs
+    prompt_logprobs: Logprobs
     counters: Counters
 
 
-@partial(jax.jit, static_argnames=("capacity", "room", "ring_limit", "entry_dtype", "top"))
+@partial(jax.jit, static_argnames=("capacity", "room", "ring_limit", "entry_dtype", "top", "prompt_top"))
 def start(
     model: qwen3_5.Qwen3_5,
     prompts: Array,
@@ -78,6 +78,7 @@ def start(
     ring_limit: int,
     entry_dtype,
     top: int | None = None,
+    prompt_top: int | None = None,
 ) -> Carry:
     """Reads the prompts into a new cache and samples the first token of each.
 
@@ -93,8 +94,9 @@ def start(
       ring_limit: What the rings are made for.
       entry_dtype: Of the ring's keys and updates.
       top: How many top tokens to report at each step, beside the chosen one's log-probability; None: neither.
+      prompt_top: The same for each token of the prompts.
     """
-    rows = prompts.shape[0]
+    rows, bucket = prompts.shape
     dtype = model.embed_tokens[...].dtype
     cache = qwen3_5.init_cache(
         model.config,
@@ -114,7 +116,12 @@ def start(
     def zero():
         return jnp.zeros(rows, jnp.int32)
 
-    reported = (rows, 0 if top is None else room)
+    if prompt_top is None:
+        prompt_logprobs = _no_logprobs(rows, 0, 0)
+    else:
+        following = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1)))
+        block = fitting_block(rows, bucket, model.config.vocab_size)
+        prompt_logprobs = hidden_logprobs(model, hidden, following, block=block, top=prompt_top)
     carry = Carry(
         cache=cache,
         history=History(prompts, lengths, jnp.zeros((rows, room), jnp.int32), zero(), stop_ids),
@@ -123,9 +130,8 @@ def start(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         allowed=allowed,
-        logprobs=jnp.zeros(reported, jnp.float32),
-        top_ids=jnp.zeros((*reported, top or 0), jnp.int32),
-        top_logprobs=jnp.zeros((*reported, top or 0), jnp.float32),
+        logprobs=_no_logprobs(rows, 0 if top is None else room, top or 0),
+        prompt_logprobs=prompt_logprobs,
         counters=Counters(zero(), zero(), zero(), zero()),
     )
     return _choose(carry, logits)
@@ -182,7 +188,7 @@ def _choose(carry: Carry, logits: Array) -> Carry:
     running = carry.state == RUNNING
     place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None] == history.count[:, None]
     place = place & running[:, None]
-    if carry.logprobs.shape[1]:
+    if carry.logprobs.chosen.shape[1]:
         carry = _report(carry, logits, token, place)
     tokens = jnp.where(place, token[:, None], history.tokens)
     count = history.count + running.astype(jnp.int32)
@@ -196,14 +202,16 @@ def _choose(carry: Carry, logits: Array) -> Carry:
     )
 
 
+def _no_logprobs(rows: int, room: int, top: int) -> Logprobs:
+    best = (rows, room, top)
+    return Logprobs(jnp.zeros((rows, room), jnp.float32), jnp.zeros(best, jnp.int32), jnp.zeros(best, jnp.float32))
+
+
 def _report(carry: Carry, logits: Array, token: Array, place: Array) -> Carry:
     """Writes down the log-probabilities of the chosen and of the most probable tokens, where `place` says."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(logprobs, token[:, None], axis=-1)
-    best, ids = jax.lax.top_k(logprobs, carry.top_ids.shape[2])
-    return dataclasses.replace(
-        carry,
-        logprobs=jnp.where(place, chosen, carry.logprobs),
-        top_ids=jnp.where(place[..., None], ids[:, None].astype(jnp.int32), carry.top_ids),
-        top_logprobs=jnp.where(place[..., None], best[:, None], carry.top_logprobs),
-    )
+    found = token_logprobs(logits, token, carry.logprobs.top.shape[2])
+
+    def write(old, new):
+        return jnp.where(place.reshape(*place.shape, *[1] * (old.ndim - 2)), new[:, None], old)
+
+    return dataclasses.replace(carry, logprobs=jax.tree.map(write, carry.logprobs, found))

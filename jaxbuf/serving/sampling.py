@@ -2,10 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxbuf.models.shapes import power_of_two_from
 
 type Array = jax.Array
 
@@ -33,10 +36,11 @@ class SamplingParams:
       min_tokens: No stop token before this many tokens (stop strings do end a request earlier).
       seed: Of the request's random numbers: the token at position p draws from fold_in(seed, p), so it depends neither
         on the other requests nor on how the generation is cut into calls.
-      stop: Texts that end the request; the text is cut before the first match.
+      stop: Texts that end the request: it ends as soon as its text holds one, and the text is cut before that one.
       stop_token_ids: Tokens that end the request, beside the model's own.
       ignore_eos: Do not stop at the model's own end tokens.
       logprobs: None, or how many of the most probable tokens to report at each step, beside the chosen one (0 to 20).
+      prompt_logprobs: The same of each token of the prompt.
 
     Raises:
       ValueError: A value is out of range.
@@ -56,26 +60,32 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
-        bias = self.logit_bias.items()
+        positive = "a finite number above 0"
         checks = {
-            "temperature": (self.temperature >= 0 and np.isfinite(self.temperature), "a finite number of at least 0"),
-            "top_k": (whole(self.top_k) and self.top_k >= 0, "a whole number of at least 0 (0: all tokens)"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-            "presence_penalty": (np.isfinite(self.presence_penalty), "a finite number"),
-            "frequency_penalty": (np.isfinite(self.frequency_penalty), "a finite number"),
-            "repetition_penalty": (0 < self.repetition_penalty < np.inf, "a finite number above 0"),
-            "logit_bias": (all(whole(i) and i >= 0 and b < np.inf for i, b in bias), "token ids to numbers below inf"),
-            "min_tokens": (whole(self.min_tokens) and self.min_tokens >= 0, "a whole number of at least 0"),
-            "seed": (whole(self.seed) and 0 <= self.seed < 2**32, "a whole number in [0, 2**32)"),
-            "stop": (all(isinstance(text, str) and text for text in self.stop_texts), "texts that are not empty"),
-            "stop_token_ids": (all(whole(i) and i >= 0 for i in self.stop_token_ids), "token ids of at least 0"),
-            "logprobs": (
-                self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS),
-                f"None or a whole number in [0, {MOST_LOGPROBS}]",
+            "temperature": (_finite(self.temperature) and self.temperature >= 0, "a finite number of at least 0"),
+            "top_k": (_count(self.top_k), "a whole number of at least 0 (0: all tokens)"),
+            "top_p": (_finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (_finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
+            "presence_penalty": (_finite(self.presence_penalty), "a finite number"),
+            "frequency_penalty": (_finite(self.frequency_penalty), "a finite number"),
+            "repetition_penalty": (_finite(self.repetition_penalty) and self.repetition_penalty > 0, positive),
+            "logit_bias": (_biases(self.logit_bias), "token ids to finite numbers or -inf"),
+            "min_tokens": (_count(self.min_tokens), "a whole number of at least 0"),
+            "seed": (_count(self.seed) and self.seed < 2**32, "a whole number in [0, 2**32)"),
+            "stop": (
+                isinstance(self.stop, str | Sequence) and all(isinstance(x, str) and x for x in self.stop_texts),
+                "a text or texts, none of them empty",
             ),
+            "stop_token_ids": (
+                isinstance(self.stop_token_ids, Sequence) and all(map(_count, self.stop_token_ids)),
+                "token ids of at least 0",
+            ),
+            "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
+            "logprobs": (_top(self.logprobs), f"None or a whole number in [0, {MOST_LOGPROBS}]"),
+            "prompt_logprobs": (_top(self.prompt_logprobs), f"None or a whole number in [0, {MOST_LOGPROBS}]"),
         }
         for name, (fits, expected) in checks.items():
             if not fits:
@@ -119,7 +129,7 @@ def pack(params: Sequence[SamplingParams]) -> Sampling:
         most = np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else np.inf
         return jnp.asarray(np.array([min(getattr(p, name), most) for p in params], dtype))
 
-    width = max(BIASES, 1 << (max(len(p.logit_bias) for p in params) - 1).bit_length())
+    width = power_of_two_from(max(len(p.logit_bias) for p in params), BIASES)
     bias_ids, bias = np.full((len(params), width), -1, np.int32), np.zeros((len(params), width), np.float32)
     for row, p in enumerate(params):
         for place, (token, value) in enumerate(p.logit_bias.items()):
@@ -206,9 +216,10 @@ def sample(logits: Array, sampling: Sampling, position: Array) -> Array:
 def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
     """Draws by the Gumbel-max rule; the noise belongs to the token, so that leaving tokens out changes no other's."""
     vocab = logits.shape[-1]
-    scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    best = jnp.max(scaled, axis=-1, keepdims=True)
-    scaled = jnp.where(scaled - best >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
+    # The best token's is 0: divided by however small a temperature, it stays.
+    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = scaled / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+    scaled = jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
 
     def noise(seed, position):
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32)
@@ -225,14 +236,34 @@ def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
         ranked = jnp.take_along_axis(scaled, order, axis=-1)
         probability = jax.nn.softmax(jnp.where(rank < top_k, ranked, -jnp.inf), axis=-1)
         before = jnp.cumsum(probability, axis=-1) - probability
-        # The first token is always kept, whatever rounding does to its `before`.
-        kept = (rank < top_k) & ((before < sampling.top_p[:, None]) | (rank == 0))
+        # Whatever rounding does to `before`: the first token is kept, and top_p 1 keeps all.
+        top_p = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None]
+        kept = (rank < top_k) & ((before < top_p) | (rank == 0))
         best = jnp.argmax(jnp.where(kept, jnp.take_along_axis(noisy, order, axis=-1), -jnp.inf), axis=-1)
         return jnp.take_along_axis(order, best[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
     return jax.lax.cond(jnp.any((sampling.top_k > 0) | (sampling.top_p < 1)), most_probable, all_tokens)
 
 
-def whole(value: object) -> bool:
+def whole(value: object) -> TypeGuard[int]:
     """Whether a value is an integer (bools are not)."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _count(value: object) -> TypeGuard[int]:
+    return whole(value) and value >= 0
+
+
+def _finite(value: object) -> bool:
+    """Whether a value is a number that float32 holds."""
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        return False
+    return bool(abs(value) <= float(np.finfo(np.float32).max))
+
+
+def _biases(value: object) -> bool:
+    return isinstance(value, Mapping) and all(_count(i) and (_finite(b) or b == -np.inf) for i, b in value.items())
+
+
+def _top(value: object) -> bool:
+    return value is None or (_count(value) and value <= MOST_LOGPROBS)

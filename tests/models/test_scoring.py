@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxbuf.models import qwen3_5, scoring
 from jaxbuf.models.language_model import load
+from jaxbuf.models.shapes import power_of_two_from, power_of_two_to
 from tests.serving.conftest import EOS
 from tests.serving.conftest import lm as lm  # the tiny random model; a fixture
 
@@ -57,6 +58,22 @@ def test_rows_are_read_some_at_a_time_in_blocks_of_few_logits(lm, rng, monkeypat
     scores = scoring.score_tokens(lm.model, tokens, _piece=32)
     np.testing.assert_allclose(scores[:, 1:], whole(lm, tokens), rtol=0, atol=TOLERANCE)
     assert seen == [((2, 32), 8)] * 6
+
+
+def test_the_most_probable_tokens_are_found_in_blocks(lm, rng):
+    hidden = rng.standard_normal((2, 16, lm.config.hidden_size), dtype=np.float32)
+    targets = draw(lm, rng, 2, 16)
+    found = jax.jit(scoring.hidden_logprobs, static_argnames=("block", "top"))(
+        lm.model, hidden, targets, block=4, top=3
+    )
+    logits = hidden.astype(np.float64) @ np.asarray(lm.model.embed_tokens[...], np.float64).T
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    best = np.sort(expected, axis=-1)[..., :-4:-1]
+    np.testing.assert_allclose(
+        found.chosen, np.take_along_axis(expected, targets[..., None], -1)[..., 0], atol=TOLERANCE
+    )
+    np.testing.assert_allclose(found.top, best, atol=TOLERANCE)
+    np.testing.assert_allclose(np.take_along_axis(expected, found.top_ids, -1), best, atol=TOLERANCE)
 
 
 def test_long_sequences_are_read_in_smaller_pieces(lm, rng, monkeypatch):
@@ -159,3 +176,9 @@ def test_the_embedded_model_scores_as_its_logits_say():
     text = "The configuration file is read when the server starts. Unknown keys are errors — naïve ones too.\n" * 3
     tokens = np.asarray([[*demo.config.eos_token_ids[:1], *demo.encode(text)]], np.int32)
     np.testing.assert_allclose(demo.score(tokens)[:, 1:], whole(demo, tokens), rtol=0, atol=TOLERANCE)
+
+
+def test_sizes_are_rounded_to_powers_of_two():
+    assert [power_of_two_from(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+    assert [power_of_two_from(n, 16) for n in (0, 16, 17)] == [16, 16, 32]
+    assert [power_of_two_to(n) for n in (0, 1, 3, 64, 127)] == [1, 1, 2, 64, 64]

@@ -1,18 +1,18 @@
 """Generation as people call it. Prompts and lengths are chosen so that few shapes are compiled."""
 
 import dataclasses
-import importlib
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
+from jaxbuf.models.qwen3_5 import Qwen3_5
 from jaxbuf.recurrence import RecurrenceSpec
-from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start, stream
+from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
 from jaxbuf.serving.stats import checkpoint_bytes, entry_bytes
-from jaxbuf.serving.text import settled
-
-module = importlib.import_module("jaxbuf.serving.generate")  # the package's attribute is the function
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 NEW = 40  # crosses several folds at limit 16
@@ -96,37 +96,18 @@ def test_a_stop_token_ends_its_row_and_no_other(lm, prompts, greedy):
     for i in set(range(8)) - {row}:
         assert (results[i].tokens, results[i].finish_reason) == (greedy[i].tokens, "length")
     assert results[row].stats.steps == first
+    assert results[row].text == lm.decode(greedy[row].tokens[:first])  # an ordinary token, but not of the text
 
 
 def test_a_generation_in_slices_is_the_whole_one(lm, prompts, greedy):
     for segment in (16, 7):
-        events = list(stream(lm, prompts[1], NEW, GREEDY, segment=segment))
+        events = list(generate(lm, [prompts[1]], NEW, GREEDY, stream=True, segment=segment))
         assert [t for e in events for t in e.tokens] == events[-1].result.tokens
         assert "".join(e.text for e in events) == events[-1].result.text
         assert [e.done for e in events] == [False] * (len(events) - 1) + [True]
         whole = generate(lm, [prompts[1]], NEW, GREEDY)[0]
         assert events[-1].result == whole
         assert whole.tokens == greedy[1].tokens
-
-
-def test_streamed_text_never_splits_a_character(lm, monkeypatch):
-    """A model that writes chosen bytes: pieces end at whole characters and together are the text."""
-    text = "naïve 東京 🙂 done\n" * 2
-    ids = lm.encode(text)
-    results = [dataclasses.replace(r, text=lm.decode(r.tokens)) for r in _prefixes(lm, ids)]
-    calls = iter(results)
-    monkeypatch.setattr(module, "results", lambda request, carry: ([next(calls)], np.zeros(1, np.int32)))
-    monkeypatch.setattr(module.loop, "generate_tokens", lambda model, carry, steps: carry)
-    pieces = [event.text for event in stream(lm, [5] * 200, NEW, GREEDY)]
-    assert "".join(pieces) == text
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-
-
-def _prefixes(lm, ids):
-    (template,) = generate(lm, [[5] * 200], NEW, GREEDY)
-    for end in range(1, len(ids) + 1):
-        done = end == len(ids)
-        yield dataclasses.replace(template, tokens=ids[:end], finish_reason="length" if done else "unfinished")
 
 
 def test_settings_do_not_compile_again_and_a_second_bucket_does_once(lm):
@@ -136,7 +117,8 @@ def test_settings_do_not_compile_again_and_a_second_bucket_does_once(lm):
     some = [rng.integers(0, 256, n).tolist() for n in (3, 20, 63, 64)]
     for sampling in (GREEDY, SamplingParams(temperature=0.7, top_k=5, seed=9), SamplingParams(top_p=0.5, seed=3)):
         generate(lm, some[:2], 12, sampling)
-        generate(lm, some[2:], 9, sampling, form="recurrent")
+        generate(lm, some[2:], 9, dataclasses.replace(sampling, stop="e"), form="recurrent")
+        list(generate(lm, some[2:], 9, dataclasses.replace(sampling, stop=["a", "o"]), stream=True, segment=3))
     assert (start._cache_size(), generate_tokens._cache_size()) == (1, 1)
     generate(lm, [rng.integers(0, 256, 65).tolist(), some[0]], 12, GREEDY)
     assert (start._cache_size(), generate_tokens._cache_size()) == (2, 2)
@@ -149,29 +131,61 @@ def test_the_carry_is_reused_in_place(lm):
     assert all(x.is_deleted() for x in jax.tree.leaves(carry.cache))
 
 
-def test_a_stream_checks_its_arguments_when_it_is_made(lm):
-    with pytest.raises(ValueError, match="segment must be at least 1, got 0"):
-        stream(lm, [1, 2], segment=0)
-    with pytest.raises(ValueError, match="prompt must hold at least one token"):
-        stream(lm, [])
-
-
-def test_logprobs_are_the_models_own(lm, prompts, greedy):
+def test_logprobs_are_what_score_gives_for_the_prompt_and_the_tokens(lm, prompts, greedy):
     """Of the unchanged distribution, whatever was drawn from; the tokens stay what they were without them."""
-    sampling = [dataclasses.replace(s, logprobs=(None, 0, 3)[i % 3]) for i, s in enumerate(settings(8))]
-    results, plain = generate(lm, prompts, NEW, sampling), generate(lm, prompts, NEW, settings(8))
-    assert [r.tokens for r in results] == [r.tokens for r in plain]
-    for row in (0, 1, 2):
-        result, prompt = results[row], prompts[row]
-        if sampling[row].logprobs is None:
-            assert result.logprobs is None and result.top_logprobs is None
-            continue
-        padded = (prompt + result.tokens)[:-1] + [0] * (256 - len(prompt) - NEW + 1)
-        expected = np.asarray(jax.nn.log_softmax(lm.logits(np.array([padded]))[0]))[len(prompt) - 1 :][:NEW]
-        np.testing.assert_allclose(result.logprobs, expected[np.arange(NEW), result.tokens], atol=1e-4)
-        for step, top in enumerate(result.top_logprobs):
-            assert len(top) == sampling[row].logprobs
-            np.testing.assert_allclose(list(top.values()), np.sort(expected[step])[::-1][: len(top)], atol=1e-4)
+    plain = [setting if i % 2 else GREEDY for i, setting in enumerate(settings(8))]
+    asked = [{}, {"logprobs": 0}, {"prompt_logprobs": 2}, {"logprobs": 3, "prompt_logprobs": 0}]
+    sampling = [dataclasses.replace(setting, **asked[i // 2]) for i, setting in enumerate(plain)]
+    results = generate(lm, prompts, NEW, sampling)
+    assert [r.tokens for r in results] == [r.tokens for r in generate(lm, prompts, NEW, plain)]
+    padded = np.array([(p + r.tokens + [0] * 256)[:256] for p, r in zip(prompts, results, strict=True)])
+    scores = np.asarray(lm.score(padded))
+    for row, (setting, prompt, result) in enumerate(zip(sampling, prompts, results, strict=True)):
+        read, end = len(prompt), len(prompt) + NEW
+        logits = np.asarray(lm.logits(padded[row : row + 1])[0], np.float64)
+        assert (result.logprobs is None) == (result.top_logprobs is None) == (setting.logprobs is None)
+        if result.logprobs is not None:
+            np.testing.assert_allclose(result.logprobs, scores[row, read:end], rtol=0, atol=1e-4)
+            check_top(result.top_logprobs, logits[read - 1 : end - 1], setting.logprobs)
+        nothing = setting.prompt_logprobs is None
+        assert (result.prompt_logprobs is None) == (result.prompt_top_logprobs is None) == nothing
+        if result.prompt_logprobs is not None:
+            assert result.prompt_logprobs[0] is result.prompt_top_logprobs[0] is None
+            np.testing.assert_allclose(result.prompt_logprobs[1:], scores[row, 1:read], rtol=0, atol=1e-4)
+            check_top(result.prompt_top_logprobs[1:], logits[: read - 1], setting.prompt_logprobs)
+
+
+def check_top(found, logits, number):
+    """A dict of the `number` best tokens for each row of logits, by a log-softmax in float64."""
+    norm = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    assert len(found) == len(logits)
+    for top, row, total in zip(found, logits, norm, strict=True):
+        best = np.sort(row)[::-1][:number]
+        assert len(top) == number
+        np.testing.assert_allclose(list(top.values()), best - total, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(row[list(top)], best, rtol=0, atol=1e-4)
+
+
+def test_prompt_logprobs_never_hold_the_logits_of_a_whole_prompt(lm):
+    """Of 2,048 tokens at a vocabulary of 248,320: no array of the program comes near [rows, time, vocab]."""
+    config = dataclasses.replace(lm.config, vocab_size=248_320, max_position_embeddings=4096)
+    wide = dataclasses.replace(lm, config=config, tokenizer=None)
+    sampling = SamplingParams(prompt_logprobs=5)
+    arguments = request.check(wide, [[1] * 2048], 12, sampling, 16, "auto", None).arguments
+    static = ("capacity", "room", "ring_limit", "entry_dtype", "top", "prompt_top")
+    named = {name: arguments.pop(name) for name in static}
+    model = nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0)))
+    traced = jax.make_jaxpr(partial(start.__wrapped__, **named))(model, **arguments)
+    sizes = [var.aval.size for equation in equations(traced.jaxpr) for var in equation.outvars]
+    assert 248_320 * 64 < max(sizes) < 2048 * 248_320 / 8
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr and of those inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 def test_settings_that_change_greedy_choices(lm, prompts, greedy):
@@ -205,17 +219,6 @@ def test_a_stop_string_ends_the_text_before_it_across_tokens(lm, prompts, greedy
         assert result.finish_reason == "stop"
         assert result.tokens == greedy[i].tokens[: len(result.tokens)]
         assert stops[i] in lm.decode(result.tokens) and stops[i] not in lm.decode(result.tokens[:-1])
-    for segment in (16, 3):
-        events = list(stream(lm, prompts[1], NEW, sampling[1], segment=segment))
-        assert "".join(event.text for event in events) == results[1].text
-        assert events[-1].result.tokens == results[1].tokens
-
-
-def test_what_could_become_a_stop_string_is_held_back():
-    assert settled("so far so go", ["good"]) == len("so far so ")
-    assert settled("so far so gone", ["good"]) == len("so far so gone")
-    assert settled("ab", ["abc", "bX"]) == 0
-    assert settled("split \N{REPLACEMENT CHARACTER}", []) == len("split ")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +237,10 @@ def test_what_could_become_a_stop_string_is_held_back():
         ({"prompts": [[1]], "form": "linear"}, "form must be .* got 'linear'"),
         ({"prompts": [[1]], "entry_dtype": "int8"}, "entry_dtype must be .* got 'int8'"),
         ({"prompts": [[1]], "sampling": SamplingParams(logit_bias={259: 1.0})}, "logit_bias must name .* got 259"),
+        ({"prompts": [[1]], "sampling": SamplingParams(stop_token_ids=[259])}, "stop_token_ids must name .* got 259"),
         ({"prompts": [[1]], "sampling": [GREEDY] * 2}, r"sampling must be one .* \(1\), got 2"),
+        ({"prompts": [[1]], "sampling": None}, "sampling must be one SamplingParams or a list of them, got None"),
+        ({"prompts": [[1]], "segment": 0}, "segment must be a whole number of at least 1, got 0"),
     ],
 )
 def test_a_wrong_argument_is_named(lm, arguments, message):

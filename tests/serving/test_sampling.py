@@ -1,5 +1,8 @@
 """Sampling against independent numpy definitions."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +76,13 @@ def test_rows_mix_settings_and_do_not_see_each_other(rng):
         assert int(alone[0]) == together[row]
 
 
+def test_a_tiny_temperature_is_greedy(rng):
+    logits = jnp.asarray(30 * rng.standard_normal((4, VOCAB)), jnp.float32)
+    params = [SamplingParams(temperature=temperature, min_p=0.1) for temperature in (1e-38, 1e-30, 1e-9, 1e-6)]
+    best = np.argmax(np.asarray(logits), axis=-1)
+    np.testing.assert_array_equal(draw(logits, pack(params), jnp.arange(4, dtype=jnp.int32)), best)
+
+
 def test_the_random_numbers_belong_to_seed_and_position():
     logits = jnp.zeros((64, 500))
 
@@ -117,30 +127,56 @@ def test_penalties_biases_and_min_tokens_are_the_definition(rng):
     assert (actual[0] == logits[0]).all() and (actual[5] == logits[5]).all()
 
 
+WRONG = {
+    "temperature": [-0.1, float("nan"), float("inf"), 1e39, "hot", None],
+    "top_k": [-1, 2.5, True],
+    "top_p": [0.0, 1.1, float("nan"), None],
+    "min_p": [-0.1, 1.2, "0.1"],
+    "presence_penalty": [float("inf"), None],
+    "frequency_penalty": [float("nan"), True],
+    "repetition_penalty": [0.0, -1.0, float("inf")],
+    "logit_bias": [{-1: 2.0}, {3: float("inf")}, {3: float("nan")}, {"3": 1.0}, {3: "much"}, [3], None],
+    "min_tokens": [-1, 1.0],
+    "seed": [-1, 2**32, 0.5, None],
+    "stop": [("fine", ""), "", 7, None, [b"bytes"]],
+    "stop_token_ids": [(-2,), (1.5,), 3, "end", None],
+    "ignore_eos": [1, None],
+    "logprobs": [21, -1, 2.0, True],
+    "prompt_logprobs": [21, -1, 2.0, True],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_parameter_out_of_range_is_named(name):
+    for value in WRONG[name]:
+        with pytest.raises(ValueError, match=f"^{name} must be .*, got {re.escape(repr(value))}$"):
+            SamplingParams(**{name: value})
+
+
+def test_every_parameter_is_checked():
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == set(WRONG)
+
+
+def test_what_is_at_the_edge_of_its_range_is_taken():
+    edges = {"temperature": 0, "top_p": 1, "min_p": 1, "seed": 2**32 - 1, "logprobs": 20, "prompt_logprobs": 0}
+    params = SamplingParams(**edges, logit_bias={0: -np.inf}, top_k=2**40, min_tokens=2**40, stop=["a"])
+    packed = pack([params])
+    assert (int(packed.top_k[0]), int(packed.min_tokens[0]), int(packed.seed[0])) == (2**31 - 1, 2**31 - 1, 2**32 - 1)
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("file", "expected"),
     [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("top_k", -1),
-        ("top_k", 2.5),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("seed", -1),
-        ("seed", 2**32),
-        ("stop_token_ids", (-2,)),
-        ("min_p", 1.2),
-        ("presence_penalty", float("inf")),
-        ("frequency_penalty", float("nan")),
-        ("repetition_penalty", 0.0),
-        ("logit_bias", {-1: 2.0}),
-        ("logit_bias", {3: float("inf")}),
-        ("min_tokens", -1),
-        ("stop", ("fine", "")),
-        ("logprobs", 21),
-        ("logprobs", -1),
+        ({}, {"temperature": 0.0}),
+        ({"temperature": 0.6, "eos_token_id": 3}, {"temperature": 0.0}),
+        ({"do_sample": False, "repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.1}),
+        ({"do_sample": True, "top_p": 0.9, "top_k": None}, {"top_p": 0.9}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1},
+        ),
     ],
 )
-def test_a_parameter_out_of_range_is_named(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be .*, got"):
-        SamplingParams(**{name: value})
+def test_the_defaults_of_a_checkpoint_are_settings(lm, file, expected):
+    found = dataclasses.replace(lm, generation_config=file).sampling_defaults
+    assert SamplingParams(**found) == SamplingParams(**expected)

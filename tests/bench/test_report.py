@@ -3,7 +3,7 @@ from pathlib import Path
 
 import jax
 
-from jaxbuf.train import report
+from jaxbuf.bench import report
 
 
 def test_the_provenance_names_no_folder_of_the_machine():

@@ -1,0 +1,26 @@
+"""The benchmark programs: each is a module with `main`, and a line in PROGRAMS that the command line lists it by."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A benchmark.
+
+    Attributes:
+      name: `jaxbuf bench NAME` and scripts/bench_NAME run `main` of jaxbuf.bench.NAME.
+      measures: One line.
+      figures: The file of recorded figures, in the repository's benchmarks/.
+    """
+
+    name: str
+    measures: str
+    figures: str
+
+
+PROGRAMS = (
+    Program(
+        "drift", "how far the buffered recurrence drifts from the fp32 recurrence over a long decode", "drift.json"
+    ),
+    Program("load", "how much memory loading a checkpoint takes beside its parameters", "load_memory.json"),
+)

@@ -1,0 +1,176 @@
+"""Measures how far the buffered recurrence drifts from the fp32 recurrence over a long decode."""
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from jaxbuf.bench import report
+from jaxbuf.recurrence import RecurrenceSpec, buffered, recurrent
+from jaxbuf.serving.profiling import trace
+
+DECAYS = (-0.001, -0.05, -0.5)
+KEYS = ("iid", "correlated")
+ENTRIES = ("bfloat16", "float16", "float32")
+CHECKPOINTS = ("float32", "bfloat16")
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+BOUND, GROWTH, WINDOW = 4e-3, 1.15, 512
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="jaxbuf bench drift",
+        description=__doc__,
+        epilog="The error of a step is |out - reference| / |reference| over all heads, where the reference is the fp32 "
+        "recurrence on the same inputs, rounded to bfloat16 beforehand. An error that grows is an error that "
+        "accumulates: with an fp32 checkpoint it must not, with a bfloat16 one and weak decay it does.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=4096, help="tokens decoded, one at a time")
+    parser.add_argument("--limit", type=int, default=16, help="entries from which the ring folds")
+    parser.add_argument("--heads", type=int, default=32, help="value heads; Qwen3.5-4B has 32")
+    parser.add_argument("--key-heads", type=int, default=16)
+    parser.add_argument("--dim", type=int, default=128, help="of keys and values")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument("--json", type=Path, default=report.figures("drift.json"), help="where the figures go")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        default=None,
+        help="a folder for a jax.profiler trace, which `jaxbuf profile` sums up; every operation of every step is in "
+        "it, so take few --steps",
+    )
+    return parser.parse_args(arguments)
+
+
+def inputs(spec: RecurrenceSpec, steps: int, mean_log_decay: float, keys: str, seed: int):
+    """q, k, v (bfloat16), log_decay and beta of one sequence; correlated keys follow an AR(1) process at 0.95."""
+    rng = np.random.default_rng(seed)
+    q, k = rng.standard_normal((2, steps, spec.key_heads, spec.key_dim))
+    if keys == "correlated":
+        for t in range(1, steps):
+            k[t] = 0.95 * k[t - 1] + np.sqrt(1 - 0.95**2) * k[t]
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = rng.standard_normal((steps, spec.heads, spec.value_dim))
+    log_decay = mean_log_decay * rng.exponential(size=(steps, spec.heads))
+    beta = 1 / (1 + np.exp(-rng.standard_normal((steps, spec.heads))))
+    rounded = [jnp.asarray(x[None], jnp.bfloat16).astype(jnp.float32) for x in (q, k, v)]
+    return (*rounded, *(jnp.asarray(x[None], jnp.float32) for x in (log_decay, beta)))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def decode(spec: RecurrenceSpec, limit: int, entry_dtype: str, state_dtype: str, tokens):
+    """The outputs [steps, heads, value_dim] of the buffered form, one token at a time, folds included."""
+    slot, one = jnp.ones(1, jnp.int32), jnp.ones(1, jnp.int32)
+    cache = buffered.init(
+        spec, slots=1, limit=limit, max_pending=1, entry_dtype=entry_dtype, state_dtype=jnp.dtype(state_dtype)
+    )
+
+    def step(cache, token):
+        out, cache = buffered.extend(spec, cache, *(x[None, None] for x in token), slots=slot)
+        return buffered.commit(cache, one, slots=slot), out[0, 0]
+
+    return jax.lax.scan(step, cache, tuple(x[0] for x in tokens))[1]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs with the words of a command line; returns the exit status, 1 if what must hold does not."""
+    options, console = parse(arguments), Console()
+    spec = RecurrenceSpec(options.heads, options.key_heads, options.dim, options.dim)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("jaxbuf bench drift draws a plot: it needs matplotlib (pip install 'jaxbuf[plots]')")
+    window = min(WINDOW, options.steps // 2)
+    rows, curves = [], {}
+    regimes = [(decay, keys) for decay in DECAYS for keys in KEYS]
+    with trace(options.profile):
+        for decay, keys in track(regimes, "decoding", console=Console(stderr=True)):
+            tokens = inputs(spec, options.steps, decay, keys, options.seed)
+            reference = np.asarray(jax.jit(recurrent, static_argnums=0)(spec, None, *tokens)[0][0], np.float64)
+            norm = np.linalg.norm(reference, axis=(1, 2))
+            for entry in ENTRIES:
+                for checkpoint in CHECKPOINTS:
+                    out = np.asarray(decode(spec, options.limit, entry, checkpoint, tokens), np.float64)
+                    error = np.linalg.norm(out - reference, axis=(1, 2)) / norm
+                    first, last = float(error[:window].mean()), float(error[-window:].mean())
+                    named = {"mean_log_decay": decay, "keys": keys, "entries": entry, "checkpoint": checkpoint}
+                    rows.append(
+                        named | {"worst": float(error.max()), "first": first, "last": last, "growth": last / first}
+                    )
+                    curves[decay, keys, entry, checkpoint] = error
+    show(console, rows, window)
+    verdicts = judge(rows)
+    for name, held in verdicts.items():
+        console.print(f"{'holds' if held else 'DOES NOT HOLD'}: {name}", highlight=False)
+    settings = {name: getattr(options, name) for name in ("steps", "limit", "heads", "key_heads", "dim", "seed")}
+    record = report.provenance("scripts/bench_drift", arguments, report.ROOT) | settings | {"figures": rows} | verdicts
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(record, indent=1) + "\n")
+    plot(curves, options.json.with_suffix(".png"))
+    console.print(f"wrote {options.json} and its plot", highlight=False)
+    return 0 if all(verdicts.values()) else 1
+
+
+def judge(rows: list[dict]) -> dict[str, bool]:
+    """What must hold of an fp32 checkpoint with bfloat16 entries, and of the control that must fail it."""
+    sound = [row for row in rows if (row["entries"], row["checkpoint"]) == ("bfloat16", "float32")]
+    (control,) = (
+        row
+        for row in rows
+        if (row["entries"], row["checkpoint"], row["mean_log_decay"], row["keys"])
+        == ("bfloat16", "bfloat16", -0.001, "correlated")
+    )
+    return {
+        f"fp32 checkpoint, bf16 entries: every step at most {BOUND}": all(row["worst"] <= BOUND for row in sound),
+        f"... and no growth: last {WINDOW} steps at most {GROWTH} of the first": all(
+            r["growth"] <= GROWTH for r in sound
+        ),
+        "the control (bf16 checkpoint, weak decay, correlated keys) exceeds one of them": control["worst"] > BOUND
+        or control["growth"] > GROWTH,
+    }
+
+
+def show(console: Console, rows: list[dict], window: int) -> None:
+    headings = ("decay", "keys", "entries", "state", "worst", f"first {window}", f"last {window}", "growth")
+    table = Table(*headings, caption="decay: mean log_decay; state: the checkpoint; errors relative to fp32")
+    for row in rows:
+        numbers = (f"{row[name]:.1e}" for name in ("worst", "first", "last"))
+        dtypes = SHORT[row["entries"]], SHORT[row["checkpoint"]]
+        table.add_row(str(row["mean_log_decay"]), row["keys"], *dtypes, *numbers, f"{row['growth']:.2f}")
+    console.print(table)
+
+
+def plot(curves: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(KEYS), len(DECAYS), figsize=(13, 7), sharex=True, sharey=True)
+    for (decay, keys, entry, checkpoint), error in curves.items():
+        axis = axes[KEYS.index(keys), DECAYS.index(decay)]
+        smooth = np.convolve(error, np.full(64, 1 / 64), "valid")
+        style = "-" if checkpoint == "float32" else "--"
+        axis.plot(
+            smooth,
+            style,
+            color=f"C{ENTRIES.index(entry)}",
+            label=f"{SHORT[entry]} entries, {SHORT[checkpoint]} checkpoint",
+        )
+        axis.set(title=f"mean log_decay {decay}, {keys} keys", yscale="log")
+        axis.axhline(BOUND, color="grey", linewidth=0.8)
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("relative error of the output")
+    axes[0, 0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

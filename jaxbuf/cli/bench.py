@@ -1,0 +1,43 @@
+"""`jaxbuf bench`."""
+
+import importlib
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jaxbuf.bench import PROGRAMS
+
+app = typer.Typer(
+    help="Run a benchmark; without a name, list them.",
+    epilog="jaxbuf bench NAME --help explains what a benchmark measures, and its options. Each prints a table and "
+    "writes its figures as JSON: --json says where.",
+    rich_markup_mode="rich",
+)
+
+
+@app.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        table = Table("name", "measures", "recorded figures")
+        for program in PROGRAMS:
+            table.add_row(program.name, program.measures, f"benchmarks/{program.figures}")
+        console = Console(highlight=False)
+        console.print(table)
+        console.print(
+            "jaxbuf bench NAME runs one, jaxbuf bench NAME --help explains it. Recorded figures are in the repository.",
+            soft_wrap=True,
+        )
+
+
+def _add(name: str, measures: str) -> None:
+    # The program has its own --help and options, which all words are left to.
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+    @app.command(name, help=f"Measures {measures}.", add_help_option=False, context_settings=settings)
+    def run(context: typer.Context) -> None:
+        raise typer.Exit(importlib.import_module(f"jaxbuf.bench.{name}").main(context.args))
+
+
+for program in PROGRAMS:
+    _add(program.name, program.measures)

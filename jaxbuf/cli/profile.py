@@ -1,0 +1,46 @@
+"""`jaxbuf profile`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jaxbuf.cli.session import error_console, errors_exit
+
+
+def profile(
+    directory: Annotated[Path, typer.Argument(help="What --profile of another command wrote to.", metavar="DIR")],
+) -> None:
+    """Tell where the time went in a profile: a table of the model's parts, summed over its layers.
+
+    The newest profile of the directory is read. A program's parts are embedding, projections, convolution, recurrence,
+    attention, output (of a mixer), mlp, head, sample, and other (norms, residual additions, cursors, copies).
+    The program start reads prompts, and generate_tokens decodes.
+    Times are those of operations, added up: where several run at once, that is more than the time that passed.
+    Compilation is not in them. XProf and Perfetto open the same files.
+
+    [bold]Examples[/bold]
+
+      jaxbuf generate "The configuration file" --max-new-tokens 128 --profile trace
+
+      jaxbuf profile trace
+    """
+    with errors_exit(error_console()):
+        from jaxbuf.serving.profiling import time_by_scope
+
+        rows = time_by_scope(directory)
+    totals = {}
+    for row in rows:
+        totals[row.program] = totals.get(row.program, 0.0) + row.seconds
+    table = Table("program", "part")
+    for heading in ("ms", "share", "operations"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for program, total in sorted(totals.items(), key=lambda item: -item[1]):
+        for row in rows:
+            if row.program == program:
+                share = f"{row.seconds / total:.1%}"
+                table.add_row(program, row.scope, f"{1e3 * row.seconds:.3f}", share, str(row.operations))
+        table.add_row(program, "all", f"{1e3 * total:.3f}", "100.0%", "", end_section=True)
+    Console(highlight=False).print(table)

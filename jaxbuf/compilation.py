@@ -1,0 +1,38 @@
+"""Compiled programs that outlive the process."""
+
+import os
+from pathlib import Path
+
+
+def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path:
+    """Keeps every program that is compiled from here on in a directory, and takes from it what is there.
+
+    A program is found again if it, the versions of JAX and XLA, the device and the compiler's flags are the same. This
+    is JAX's own persistent cache, with its thresholds lowered so that small programs are kept as well. Nothing is ever
+    deleted from it; the directory may be removed at any time.
+
+    Args:
+      directory: Is made if it is not there; None: jaxbuf in XDG_CACHE_HOME, which is ~/.cache unless it is set.
+
+    Returns:
+      The directory.
+
+    Raises:
+      ValueError: The directory cannot be made or written to.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxbuf"
+    path = home if directory is None else Path(directory).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"directory must be one to write to, got {str(path)!r}: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"directory must be one to write to, got {str(path)!r}: Permission denied")
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # what compiled before this call has settled that there is none
+    return path

@@ -1,0 +1,167 @@
+"""What generations have led to, read from the carry of the loop while they go on."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.models.scoring import Logprobs
+from jaxbuf.serving import loop
+from jaxbuf.serving.request import Request
+from jaxbuf.serving.sampling import SamplingParams
+from jaxbuf.serving.stats import Stats, state_traffic
+from jaxbuf.serving.text import TextStream
+
+type FinishReason = Literal["stop", "length", "unfinished"]
+
+REASONS: dict[int, FinishReason] = {loop.RUNNING: "unfinished", loop.STOPPED: "stop", loop.FULL: "length"}
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """What one prompt led to.
+
+    Attributes:
+      text: The generated text, without the stop token and special tokens, cut before a stop string; "" if the model has
+        no tokenizer.
+      tokens: The generated tokens, a stop token and the tokens of a stop string included.
+      finish_reason: "stop" (a stop token or stop string), "length" (max_new_tokens), or "unfinished" (a stream that
+        goes on, or was cut short).
+      stats: What decoding did and moved.
+      logprobs: Log-probability (natural logarithm) of each token in the model's own distribution, before any setting
+        changes it; None unless SamplingParams.logprobs asks.
+      top_logprobs: For each token, the most probable tokens at its place with their log-probabilities, best first; None
+        likewise.
+      prompt_logprobs, prompt_top_logprobs: The same of the prompt's tokens. The first of each is None, for nothing
+        comes before it; both are None unless SamplingParams.prompt_logprobs asks.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A piece of a stream.
+
+    Attributes:
+      index: Of the prompt in `prompts`.
+      text: What is new of the prompt's text; the pieces together are the text of its last result.
+      tokens: The new tokens. Their text may come with a later event; if that completes a stop string, the result's
+        tokens end with it, although there were more.
+      result: What the prompt led to so far.
+      done: Whether this is the prompt's last event.
+    """
+
+    index: int
+    text: str
+    tokens: list[int]
+    result: GenerationResult
+    done: bool
+
+
+class Row:
+    """One prompt's part of a generation, read piece by piece.
+
+    Attributes:
+      running: Whether there is more to come.
+      seen: How many tokens were read.
+    """
+
+    def __init__(self, request: Request, index: int, prompt_logprobs: Logprobs):
+        self.running = True
+        self.seen = 0
+        self._request = request
+        self._index = index
+        self._setting: SamplingParams = request.settings[index]
+        self._text = TextStream(request.lm.tokenizer, self._setting.stop_texts)
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[dict[int, float]] = []
+        self._prompt: dict[str, Any] = {}
+        if self._setting.prompt_logprobs is not None:
+            places = slice(0, len(request.prompts[index]) - 1)
+            chosen, top = _read(prompt_logprobs, index, places, self._setting.prompt_logprobs)
+            self._prompt = {"prompt_logprobs": [None, *chosen], "prompt_top_logprobs": [None, *top]}
+
+    def read(self, new: list[int], state: int, logprobs: Logprobs, counted: dict[str, int]) -> Event:
+        """Adds the tokens since the last call and what belongs to them.
+
+        Args:
+          new: The tokens.
+          state: The row's, after them.
+          logprobs: Of all rows and generated tokens.
+          counted: The row's counters.
+        """
+        self.running = state == loop.RUNNING
+        stop_token = new[-1:] if state == loop.STOPPED else []
+        text = self._text.extend(new[: len(new) - len(stop_token)], last=not self.running)
+        reason = REASONS[state]
+        if self._text.stopped:
+            self.running, reason, stop_token = False, "stop", []
+        tokens = [*self._text.tokens, *stop_token]
+        told = {}
+        if self._setting.logprobs is not None:
+            chosen, top = _read(logprobs, self._index, slice(self.seen, len(tokens)), self._setting.logprobs)
+            self._logprobs += chosen
+            self._top_logprobs += top
+            told = {"logprobs": self._logprobs[: len(tokens)], "top_logprobs": self._top_logprobs[: len(tokens)]}
+        stats = self._stats(len(tokens), counted)
+        result = GenerationResult(self._text.text, tokens, reason, stats, **told, **self._prompt)
+        seen, self.seen = self.seen, len(tokens)
+        return Event(self._index, text, tokens[seen:], result, done=not self.running)
+
+    def _stats(self, new_tokens: int, counted: dict[str, int]) -> Stats:
+        config = self._request.lm.config
+        traffic = state_traffic(
+            config.spec,
+            config.layer_types.count("linear_attention"),
+            **counted,
+            state_dtype=jnp.float32,
+            entry_dtype=self._request.entry_dtype,
+        )
+        prompt_tokens = len(self._request.prompts[self._index])
+        return Stats(prompt_tokens, new_tokens, **counted, drafted=0, accepted=0, bytes=traffic)
+
+
+class Reader:
+    """Reads a generation between two calls of the loop, every token once."""
+
+    def __init__(self, request: Request, carry: loop.Carry):
+        prompt_logprobs = jax.device_get(carry.prompt_logprobs)
+        self._rows = [Row(request, index, prompt_logprobs) for index in range(len(request.prompts))]
+
+    @property
+    def running(self) -> bool:
+        """Whether some row goes on."""
+        return any(row.running for row in self._rows)
+
+    def read(self, carry: loop.Carry) -> tuple[loop.Carry, list[Event]]:
+        """The carry with the rows stopped that met a stop string, and an event of each row that ran until now."""
+        fetched = (carry.history.tokens, carry.history.count, carry.state, carry.logprobs, carry.counters)
+        tokens, count, state, logprobs, counters = jax.device_get(fetched)
+        events, met_stop = [], np.zeros(state.shape, bool)
+        for index, row in enumerate(self._rows):
+            if not row.running:
+                continue
+            counted = {field.name: int(getattr(counters, field.name)[index]) for field in dataclasses.fields(counters)}
+            new = tokens[index, row.seen : count[index]].tolist()
+            events.append(row.read(new, int(state[index]), logprobs, counted))
+            met_stop[index] = state[index] == loop.RUNNING and not row.running
+        if met_stop.any():  # by an operation on the old state: its result lies where the program was compiled for
+            carry = dataclasses.replace(carry, state=jnp.where(met_stop, loop.STOPPED, carry.state))
+        return carry, events
+
+
+def _read(logprobs: Logprobs, row: int, places: slice, top: int) -> tuple[list[float], list[dict[int, float]]]:
+    """The chosen tokens' log-probabilities at places of a row, and the `top` most probable tokens' at each."""
+    ids, best = logprobs.top_ids[row, places, :top].tolist(), logprobs.top[row, places, :top].tolist()
+    pairs = [dict(zip(*pair, strict=True)) for pair in zip(ids, best, strict=True)]
+    return logprobs.chosen[row, places].tolist(), pairs

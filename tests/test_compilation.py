@@ -1,0 +1,56 @@
+"""What one process compiled, the next one finds."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxbuf.compilation import cache_compilations
+
+PROGRAM = """
+import sys, time
+import jaxbuf
+if sys.argv[1:]:
+    jaxbuf.cache_compilations(*sys.argv[1:])
+import jax
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+lm = jaxbuf.load("demo")
+started = time.perf_counter()
+jaxbuf.generate(lm, ["The configuration file"], 8)
+print(time.perf_counter() - started, *(events.count(f"/jax/compilation_cache/cache_{x}") for x in ("hits", "misses")))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(tmp_path, pytestconfig):
+    def run() -> tuple[float, int, int]:
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        seconds, hits, misses = done.stdout.split()
+        return float(seconds), int(hits), int(misses)
+
+    first, second = run(), run()
+    pytestconfig.get_terminal_writer().line(f"\nfirst {first[0]:.1f} s, second {second[0]:.1f} s")
+    assert first[2] >= 2 and first[1] == 0
+    assert second[2] == 0 and second[1] == first[2]
+    assert second[0] < first[0]
+
+
+@pytest.mark.slow
+def test_the_command_keeps_what_it_compiles(tmp_path):
+    command = [sys.executable, "-m", "jaxbuf.cli", "--compilation-cache", str(tmp_path / "cache"), "generate", "The"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([*command, "--max-new-tokens", "2"], env=environment, check=True, capture_output=True, timeout=300)
+    names = " ".join(path.name for path in (tmp_path / "cache").iterdir())
+    assert re.search("jit_start-", names) and re.search("jit_generate_tokens-", names)
+
+
+def test_a_directory_that_cannot_be_is_an_error_that_names_the_argument(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="directory must be one to write to"):
+        cache_compilations(tmp_path / "file" / "cache")

@@ -1,0 +1,88 @@
+"""A page for every public name, docstrings that name the arguments that are there, and a build without a warning."""
+
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxbuf
+import jaxbuf.recurrence
+import jaxbuf.serving
+
+ROOT = Path(__file__).parent.parent
+PAGES = re.findall(r"^   (jaxbuf[\w.]+)$", (ROOT / "docs" / "index.rst").read_text(), re.MULTILINE)
+
+
+def find(name: str):
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_every_public_name_has_a_page():
+    public = [getattr(jaxbuf, name) for name in jaxbuf.__all__ if name != "__version__"]
+    for module in (jaxbuf.recurrence, jaxbuf.recurrence.buffered, jaxbuf.serving):
+        public += [getattr(module, name) for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
+    documented = [find(name) for name in PAGES]
+    assert [item.__qualname__ for item in public if item not in documented] == []
+    assert len(PAGES) == len(set(PAGES))
+
+
+def functions() -> list:
+    """Every documented function, and the public methods of every documented class."""
+    found = []
+    for page in PAGES:
+        item = find(page)
+        if inspect.isclass(item):
+            found += [method for name, method in inspect.getmembers(item, inspect.isfunction) if name[0] != "_"]
+        else:
+            found.append(item)
+    return found
+
+
+def described(docstring: str, section: str) -> list[str]:
+    """The names that a section explains: "q, k: ..." are two."""
+    block = re.search(rf"^{section}:\n((?:  .*\n|\n)+)", docstring + "\n", re.MULTILINE)
+    lines = re.findall(r"^  (\w[\w, ]*):", block[1], re.MULTILINE) if block else []
+    return [name.strip() for line in lines for name in line.split(",")]
+
+
+def test_docstrings_explain_arguments_that_are_there():
+    wrong = []
+    for function in functions():
+        docstring = inspect.getdoc(function)
+        if not docstring:
+            wrong.append(f"{function.__qualname__} has no docstring")
+            continue
+        extra = set(described(docstring, "Args")) - set(inspect.signature(inspect.unwrap(function)).parameters)
+        wrong += [f"{function.__qualname__} has no argument {name}" for name in extra]
+    assert wrong == []
+
+
+def test_docstrings_of_dataclasses_explain_fields_that_are_there():
+    wrong = []
+    for item in map(find, PAGES):
+        if dataclasses.is_dataclass(item):
+            there = {field.name for field in dataclasses.fields(item)}
+            extra = set(described(inspect.getdoc(item) or "", "Attributes")) - there
+            wrong += [f"{item.__qualname__} has no field {name}" for name in extra]
+    assert wrong == []
+
+
+@pytest.mark.slow
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("api"))
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", "site"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    missing = [name for name in PAGES if not (tmp_path / "site" / "api" / f"{name}.html").is_file()]
+    assert missing == []
+    page = (tmp_path / "site" / "api" / "jaxbuf.generate.html").read_text()
+    assert "max_new_tokens" in page and "Continues every prompt" in page

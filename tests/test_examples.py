@@ -1,0 +1,45 @@
+"""The examples run as they are, and what they print is true."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+def run(name: str, capsys) -> str:
+    (path,) = (path for path in EXAMPLES if path.name == name)
+    runpy.run_path(str(path), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_each_example_can_be_read_in_one_sitting():
+    assert [path.name for path in EXAMPLES] == ["generate.py", "recurrence.py", "score.py"]
+    assert all(len(path.read_text().splitlines()) <= 50 for path in EXAMPLES)
+
+
+def test_the_recurrence_by_hand_gives_the_numbers_of_the_definition(capsys):
+    printed = run("recurrence.py", capsys)
+    assert re.findall(r"ring: (\d+) entries, checkpoint: (\d+) tokens", printed) == [("2", "12"), ("0", "14")]
+    differences = [float(number) for number in re.findall(r"differ by (\S+)", printed)]
+    assert len(differences) == 2 and max(differences) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_stream_is_the_text_and_the_stop_string_cuts_it(capsys):
+    printed = run("generate.py", capsys)
+    text = re.search(r"^The configuration file\|(.*?) \[\w+\]$", printed, re.MULTILINE | re.DOTALL)[1]
+    assert re.search(r"^stream: (.*?)\nstopped:", printed, re.MULTILINE | re.DOTALL)[1] == text
+    stopped, reason = re.search(r"^stopped: (.*) \[(\w+)\]$", printed, re.MULTILINE | re.DOTALL).groups()
+    assert stopped == text.partition(" the")[0]
+    assert reason == ("stop" if " the" in text else "length")
+
+
+@pytest.mark.slow
+def test_the_scores_of_a_generation_are_those_of_score(capsys):
+    printed = run("score.py", capsys)
+    assert float(re.search(r"^perplexity (\S+) over", printed)[1]) > 1
+    assert float(re.search(r"largest difference (\S+)", printed)[1]) < 1e-4
+    assert len(re.findall(r"best two: \[", printed)) >= 1
