@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from jaxbuf.directory import make_directory
+
 
 def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path:
     """Keeps every program that is compiled from here on in a directory, and takes from it what is there.
@@ -24,13 +26,7 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path:
     from jax.experimental.compilation_cache import compilation_cache
 
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxbuf"
-    path = home if directory is None else Path(directory).absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"directory must be one to write to, got {str(path)!r}: {error.strerror}") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ValueError(f"directory must be one to write to, got {str(path)!r}: Permission denied")
+    path = make_directory(home if directory is None else Path(directory).absolute(), "directory")
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -52,5 +52,5 @@ def test_the_command_keeps_what_it_compiles(tmp_path):
 
 def test_a_directory_that_cannot_be_is_an_error_that_names_the_argument(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="directory must be one to write to"):
+    with pytest.raises(ValueError, match="directory must be a directory to write to"):
         cache_compilations(tmp_path / "file" / "cache")

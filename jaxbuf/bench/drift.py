@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         epilog="The error of a step is |out - reference| / |reference| over all heads, where the reference is the fp32 "
         "recurrence on the same inputs, rounded to bfloat16 beforehand. An error that grows is an error that "
-        "accumulates: with an fp32 checkpoint it must not, with a bfloat16 one and weak decay it does.",
+        "accumulates: with an fp32 checkpoint it must not, with a bfloat16 one and weak decay it does. The exit status "
+        f"is 1 if what must hold does not; fewer than {2 * WINDOW} steps are not judged.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=4096, help="tokens decoded, one at a time")
@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--key-heads", type=int, default=16)
     parser.add_argument("--dim", type=int, default=128, help="of keys and values")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
-    parser.add_argument("--json", type=Path, default=report.figures("drift.json"), help="where the figures go")
+    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file, and a plot beside it")
     parser.add_argument(
         "--profile",
         type=Path,
@@ -49,7 +49,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="a folder for a jax.profiler trace, which `jaxbuf profile` sums up; every operation of every step is in "
         "it, so take few --steps",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.json and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--json draws a plot, which needs matplotlib: pip install 'jaxbuf[plots]'")
+    return options
 
 
 def inputs(spec: RecurrenceSpec, steps: int, mean_log_decay: float, keys: str, seed: int):
@@ -86,9 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status, 1 if what must hold does not."""
     options, console = parse(arguments), Console()
     spec = RecurrenceSpec(options.heads, options.key_heads, options.dim, options.dim)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("jaxbuf bench drift draws a plot: it needs matplotlib (pip install 'jaxbuf[plots]')")
-    window = min(WINDOW, options.steps // 2)
+    window = min(WINDOW, max(1, options.steps // 2))
     rows, curves = [], {}
     regimes = [(decay, keys) for decay in DECAYS for keys in KEYS]
     with trace(options.profile):
@@ -107,15 +108,19 @@ def main(arguments: Sequence[str]) -> int:
                     )
                     curves[decay, keys, entry, checkpoint] = error
     show(console, rows, window)
-    verdicts = judge(rows)
+    if options.steps < 2 * WINDOW:
+        verdicts = {}
+        console.print(f"fewer than {2 * WINDOW} steps: nothing is judged", highlight=False)
+    else:
+        verdicts = judge(rows)
     for name, held in verdicts.items():
         console.print(f"{'holds' if held else 'DOES NOT HOLD'}: {name}", highlight=False)
-    settings = {name: getattr(options, name) for name in ("steps", "limit", "heads", "key_heads", "dim", "seed")}
-    record = report.provenance("scripts/bench_drift", arguments, report.ROOT) | settings | {"figures": rows} | verdicts
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(record, indent=1) + "\n")
-    plot(curves, options.json.with_suffix(".png"))
-    console.print(f"wrote {options.json} and its plot", highlight=False)
+    if options.json:
+        settings = {name: getattr(options, name) for name in ("steps", "limit", "heads", "key_heads", "dim", "seed")}
+        source = report.provenance("scripts/bench_drift", arguments, report.ROOT)
+        report.write(options.json, source | settings | {"figures": rows} | verdicts)
+        plot(curves, options.json.with_suffix(".png"))
+        console.print(f"wrote {options.json} and its plot", highlight=False)
     return 0 if all(verdicts.values()) else 1
 
 
@@ -140,7 +145,8 @@ def judge(rows: list[dict]) -> dict[str, bool]:
 
 def show(console: Console, rows: list[dict], window: int) -> None:
     headings = ("decay", "keys", "entries", "state", "worst", f"first {window}", f"last {window}", "growth")
-    table = Table(*headings, caption="decay: mean log_decay; state: the checkpoint; errors relative to fp32")
+    caption = "decay: mean log_decay; state: the checkpoint; errors relative to fp32"
+    table = Table(*headings, caption=caption, collapse_padding=True, pad_edge=False)
     for row in rows:
         numbers = (f"{row[name]:.1e}" for name in ("worst", "first", "last"))
         dtypes = SHORT[row["entries"]], SHORT[row["checkpoint"]]

@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=2048, help="a multiple of 64")
     parser.add_argument("--vocab", type=int, default=65_536)
     parser.add_argument("--shard-mb", type=int, default=500, help="largest size of a shard, in 10^6 bytes")
-    parser.add_argument("--json", type=Path, default=report.figures("load_memory.json"), help="where the figures go")
+    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
     return parser.parse_args(arguments)
 
 
@@ -146,10 +146,10 @@ def main(arguments: Sequence[str]) -> int:
         numbers = (f"{row[name] / MB:.0f}" for name in ("parameters", "over_baseline", "bound", "baseline"))
         table.add_row(row["dtype"], *numbers, f"{row['seconds']:.1f}", "holds" if row["holds"] else "DOES NOT HOLD")
     console.print(table)
-    settings = {name: getattr(options, name) for name in ("layers", "hidden", "vocab", "shard_mb")}
-    checkpoint = {"shards": len(shards), "bytes": sum(shards), "largest_shard": max(shards)}
-    record = report.provenance("scripts/bench_load", arguments, report.ROOT) | settings | checkpoint | {"figures": rows}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(record, indent=1) + "\n")
-    console.print(f"wrote {options.json}", highlight=False)
+    if options.json:
+        settings = {name: getattr(options, name) for name in ("layers", "hidden", "vocab", "shard_mb")}
+        checkpoint = {"shards": len(shards), "bytes": sum(shards), "largest_shard": max(shards)}
+        source = report.provenance("scripts/bench_load", arguments, report.ROOT)
+        report.write(options.json, source | settings | checkpoint | {"figures": rows})
+        console.print(f"wrote {options.json}", highlight=False)
     return 0 if all(row["holds"] for row in rows) else 1

@@ -1,5 +1,6 @@
-"""Where a recorded figure comes from: script, command, date, device and versions."""
+"""Recorded figures, and where they come from: script, command, date, device and versions."""
 
+import json
 import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -13,9 +14,10 @@ PACKAGES = ("jax", "flax", "optax", "numpy")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def figures(name: str) -> Path:
-    """Where a benchmark's figures go: the repository's benchmarks/, or the current folder for an installed package."""
-    return (ROOT / "benchmarks" if (ROOT / "pyproject.toml").is_file() else Path()) / name
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Writes a record as JSON, into a folder that is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def provenance(script: str, arguments: Sequence[str], root: Path) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from jaxbuf.bench import PROGRAMS
 
 app = typer.Typer(
     help="Run a benchmark; without a name, list them.",
-    epilog="jaxbuf bench NAME --help explains what a benchmark measures, and its options. Each prints a table and "
-    "writes its figures as JSON: --json says where.",
+    epilog="jaxbuf bench NAME --help explains what a benchmark measures, and its options. Each prints a table, and "
+    "--json FILE keeps its figures.",
     rich_markup_mode="rich",
 )
 

@@ -16,7 +16,8 @@ def profile(
     """Tell where the time went in a profile: a table of the model's parts, summed over its layers.
 
     The newest profile of the directory is read. A program's parts are embedding, projections, convolution, recurrence,
-    attention, output (of a mixer), mlp, head, sample, and other (norms, residual additions, cursors, copies).
+    attention, output (of a mixer), mlp, head, sample, and other (norms, residual additions, cursors, copies), whose
+    longest operations stand below the table.
     The program start reads prompts, and generate_tokens decodes.
     Times are those of operations, added up: where several run at once, that is more than the time that passed.
     Compilation is not in them. XProf and Perfetto open the same files.
@@ -28,7 +29,7 @@ def profile(
       jaxbuf profile trace
     """
     with errors_exit(error_console()):
-        from jaxbuf.serving.profiling import time_by_scope
+        from jaxbuf.serving.profiling import OTHER, time_by_scope
 
         rows = time_by_scope(directory)
     totals = {}
@@ -43,4 +44,9 @@ def profile(
                 share = f"{row.seconds / total:.1%}"
                 table.add_row(program, row.scope, f"{1e3 * row.seconds:.3f}", share, str(row.operations))
         table.add_row(program, "all", f"{1e3 * total:.3f}", "100.0%", "", end_section=True)
-    Console(highlight=False).print(table)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    for row in rows:
+        if row.scope == OTHER:
+            longest = ", ".join(f"{name} {1e3 * seconds:.3f} ms" for name, seconds in row.longest)
+            console.print(f"{row.program}, longest in other: {longest}", markup=False)

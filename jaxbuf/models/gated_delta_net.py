@@ -86,8 +86,7 @@ def gated_delta_net(
         mixed, ring = convolve(mixed, layer.conv1d[...])
         q, k, v = _split_heads(spec, jax.nn.silu(mixed))
         q, k = l2_normalise(q, scale=spec.key_dim**-0.5), l2_normalise(k)
-    with jax.named_scope("recurrence"):
-        out, memory = recur(spec, q, k, v, log_decay, beta)
+    out, memory = recur(spec, q, k, v, log_decay, beta)
     with jax.named_scope("output"):
         return _gated_output(layer, out, z), (ring, memory)
 

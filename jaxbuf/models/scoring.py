@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 type Array = jax.Array
 
 PIECE = 1024  # the most tokens of a row that one launch reads
-SMALLEST_PIECE = 64
+SHORTEST = 64  # the fewest tokens that a cache is made for
 ROWS = 8  # the most rows at once
-ATTENTION_SCORES = 2**27  # float32 numbers of one layer's attention scores, which bounds the piece of long sequences
+CACHED = 2**17  # the most tokens of all rows together that a cache is made for, unless one row has more
 LOGITS = 2**25  # float32 numbers of one block of logits
 
 
@@ -136,21 +136,19 @@ def score_tokens(
 ) -> np.ndarray:
     """`LanguageModel.score` of checked tokens: f32 [batch, time].
 
-    The rows are read through a cache, some at a time, in pieces of one shape; a piece's logits exist in blocks. Shapes
-    are powers of two, so few are compiled.
+    The rows are read through a cache, some at a time, in pieces of one shape; a piece's logits exist in blocks. Beside
+    the cache the memory does not grow with time. Shapes are powers of two, so few are compiled.
 
     Args:
       model: The parameters.
       tokens: int32 [batch, time].
       progress: Called after each piece with the tokens that it read.
-      _piece: Tokens of a piece, a power of two; None: what fits.
+      _piece: Tokens of a piece, a power of two; None: PIECE, or the capacity if that is less.
     """
     batch, time = tokens.shape
-    capacity = power_of_two_from(time, SMALLEST_PIECE)
-    attention = model.config.num_attention_heads * capacity  # scores of one token of one row
-    rows = min(ROWS, power_of_two_from(batch), power_of_two_to(ATTENTION_SCORES // (attention * SMALLEST_PIECE)))
-    fitting = power_of_two_to(ATTENTION_SCORES // (attention * rows))
-    piece = _piece or min(PIECE, capacity, max(SMALLEST_PIECE, fitting))
+    capacity = power_of_two_from(time, SHORTEST)
+    rows = min(ROWS, power_of_two_from(batch), power_of_two_to(CACHED // capacity))
+    piece = _piece or min(PIECE, capacity)
     block = fitting_block(rows, piece, model.config.vocab_size)
     dtype = model.embed_tokens[...].dtype
     scores = np.zeros((batch, time), np.float32)

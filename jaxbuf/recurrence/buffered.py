@@ -195,6 +195,10 @@ def fold(spec: RecurrenceSpec, cache: BufferedState, *, slots: Array, implementa
     """Folds the committed entries of each slot into its checkpoint now; outputs do not change.
 
     Pending entries stay pending. Slot 0, and slots with nothing committed in the ring, are left as they are.
+
+    Args:
+      slots: int32 [rows].
+      implementation: "auto" or "xla".
     """
     check_implementation("fold", implementation)
     before, rows, cursor = begin_fold(cache.cursor, slots)

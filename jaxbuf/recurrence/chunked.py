@@ -53,6 +53,7 @@ def chunked(
     return (out, state, updates) if return_updates else (out, state)
 
 
+@jax.named_scope("recurrence")
 def solve_chunks(
     spec: RecurrenceSpec,
     state: Array | None,

@@ -169,7 +169,8 @@ def begin(cursor: Cursor, slots: Array, lengths: Array, time: int) -> tuple[Step
     """Decides one `extend` of `time` tokens: which rows fold, what is read, where entries go.
 
     Args:
-      slots: int32 [rows]. lengths: int32 [rows], real tokens of each row, in [0, time].
+      slots: int32 [rows].
+      lengths: int32 [rows], real tokens of each row, in [0, time].
       time: T, at most max_pending.
 
     Returns:

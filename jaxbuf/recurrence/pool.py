@@ -54,6 +54,7 @@ def init_pool(spec: RecurrenceSpec, cursor: Cursor, *, state_dtype=jnp.float32, 
 
 
 @partial(jax.jit, static_argnums=0)
+@jax.named_scope("recurrence")
 def extend_pool(
     spec: RecurrenceSpec,
     pool: Pool,
@@ -83,7 +84,7 @@ def extend_pool(
     ring_keys = _per_head(spec, _take(keys, step.now.entries, index < end))
     ring_decay, ring_beta = _unpack_gates(spec, _take(gates, step.now.entries, index < end))
     ring_updates = _take(pool.updates, step.now.entries, index < step.now.live[:, None])
-    query, key = _per_head(spec, q.astype(jnp.float32)), _per_head(spec, _rounded(k, keys.dtype))
+    query, key = _per_head(spec, q.astype(jnp.float32)), _per_head(spec, rounded(k, keys.dtype))
     value = v.astype(jnp.float32)
 
     def token(t, checkpoint, updates):
@@ -109,7 +110,7 @@ def extend_pool(
             earlier = jnp.where(before, match[:, :, 0], 0.0)
             recalled = recalled + jnp.einsum("nhr,nrhv->nhv", earlier, effective, precision=HIGHEST)
             entry = _at(beta, t)[..., None] * (entry - recalled)
-        entry = _rounded(entry, pool.updates.dtype)
+        entry = rounded(entry, pool.updates.dtype)
         now = (index == current)[..., None, None]
         stored = entry[:, None]
         updates = jnp.where(now, stored, updates)
@@ -138,6 +139,7 @@ def extend_pool(
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="chunk_size")
+@jax.named_scope("recurrence")
 def prefill_pool(
     spec: RecurrenceSpec,
     pool: Pool,
@@ -152,7 +154,7 @@ def prefill_pool(
 ) -> tuple[Array, Pool]:
     """`prefill` for one layer, with the integers that `begin_prefill` made for all of them."""
     check_inputs(spec, q, k, v, log_decay, beta)
-    k = _rounded(k, pool.keys.dtype)  # what will be stored is what is used
+    k = rounded(k, pool.keys.dtype)  # what will be stored is what is used
     start = read_pool(spec, pool, step.before)
     out, state, updates = solve_chunks(
         spec, start, q, k, v, log_decay, beta, chunk_size=chunk_size, lengths=step.lengths
@@ -178,6 +180,7 @@ def prefill_pool(
     return out, Pool(checkpoints, keys, stored, gates)
 
 
+@jax.named_scope("recurrence")
 def fold_pool(spec: RecurrenceSpec, pool: Pool, before: Held, rows: Array) -> Array:
     """The checkpoints after the state that `before` describes is written to `rows`; rows past the pool are not."""
     state = read_pool(spec, pool, before)
@@ -212,7 +215,7 @@ def _read(checkpoints: Array, rows: Array, holds: Array, key: Array, query: Arra
     return jax.lax.reduce(products, (jnp.float32(0), jnp.float32(0)), lambda a, b: (a[0] + b[0], a[1] + b[1]), (3,))
 
 
-def _rounded(x: Array, dtype: jnp.dtype) -> Array:
+def rounded(x: Array, dtype: jnp.dtype) -> Array:
     """f32 array of x as `dtype` stores it. XLA may drop a conversion there and back (xla_allow_excess_precision)."""
     limits = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x.astype(jnp.float32), limits.nexp, limits.nmant)

@@ -8,6 +8,7 @@ from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_ro
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
+@jax.named_scope("recurrence")
 def recurrent(
     spec: RecurrenceSpec,
     state: Array | None,

@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 import numpy as np
 
+from jaxbuf.directory import make_directory
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.serving import loop
 from jaxbuf.serving.profiling import trace
@@ -75,7 +76,8 @@ def generate(
         until it is read, and its `close` ends the generation.
       segment: Tokens of each prompt between two looks at the text, which streams and stop strings need. The text and
         the tokens do not depend on it.
-      profile: A directory to write a jax.profiler trace of the call to; None: no trace.
+      profile: A directory to write a jax.profiler trace to; None: no trace. The programs are compiled, and run once,
+        before it begins: a program's first run is slower than all others.
 
     Returns:
       One result a prompt, in order. With stream, an iterator of `Event`: one a prompt for its first token, and then one
@@ -84,13 +86,15 @@ def generate(
 
     Raises:
       ValueError: An empty prompt, one that with max_new_tokens exceeds the model's max_position_embeddings, a token
-        outside the vocabulary, or a setting out of range.
+        outside the vocabulary, a setting out of range, or a profile directory that cannot be written to.
     """
     if not whole(segment) or segment < 1:
         raise ValueError(f"segment must be a whole number of at least 1, got {segment!r}")
     if not prompts:
         return (event for event in ()) if stream else []
     request = check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype)
+    if profile is not None:
+        make_directory(profile, "profile")
     if stream:
         return _events(request, segment, profile)
     events = _events(request, segment if request.has_stop_texts else max_new_tokens, profile)
@@ -100,6 +104,8 @@ def generate(
 
 def _events(request: Request, segment: int, profile: str | os.PathLike[str] | None) -> Generator[Event, None, None]:
     """Runs the loop `segment` tokens at a time, and tells in between what came."""
+    if profile is not None:
+        loop.generate_tokens(request.lm.model, loop.start(request.lm.model, **request.arguments), np.int32(1))
     with trace(profile):
         carry = loop.start(request.lm.model, **request.arguments)
         reader = Reader(request, carry)

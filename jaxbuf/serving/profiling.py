@@ -8,11 +8,14 @@ import collections
 import contextlib
 import dataclasses
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+
+from jaxbuf.directory import make_directory
 
 SCOPES = ("embedding", "projections", "convolution", "recurrence", "attention", "output", "mlp", "head", "sample")
 OTHER = "other"
@@ -39,16 +42,10 @@ def trace(directory: str | os.PathLike[str] | None) -> Iterator[None]:
     if directory is None:
         yield
         return
-    path = Path(directory)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"profile must be a directory to write to, got {str(path)!r}: {error.strerror}") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ValueError(f"profile must be a directory to write to, got {str(path)!r}: Permission denied")
+    make_directory(directory, "profile")
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    with jax.profiler.trace(path, profiler_options=options):
+    with jax.profiler.trace(directory, profiler_options=options):
         yield
 
 
@@ -62,12 +59,14 @@ class ScopeTime:
       seconds: Its operations' durations together. Where several run at once, as on a CPU's threads or a GPU's streams,
         that is more than the time that passed.
       operations: How many ran.
+      longest: The names of those operations, or GPU kernels, that took the most, and their seconds: three at most.
     """
 
     program: str
     scope: str
     seconds: float
     operations: int
+    longest: tuple[tuple[str, float], ...]
 
 
 def time_by_scope(directory: str | os.PathLike[str]) -> list[ScopeTime]:
@@ -83,21 +82,29 @@ def time_by_scope(directory: str | os.PathLike[str]) -> list[ScopeTime]:
     runs = sorted({file.parent for file in Path(directory).glob("plugins/profile/*/*.xplane.pb")})
     if not runs:
         raise FileNotFoundError(f"no trace in {str(directory)!r}: expected plugins/profile/*/*.xplane.pb in it")
-    durations: collections.defaultdict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    found: collections.defaultdict[tuple[str, str], list[tuple[str, float]]] = collections.defaultdict(list)
     with warnings.catch_warnings():
         # The types of jaxlib's events lack a __module__; where warnings are errors, that would end the process.
         warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)
         for file in sorted(runs[-1].glob("*.xplane.pb")):
             data = file.read_bytes()
             programs = _programs(data)
-            for program, operation, duration in _events(data):
-                scope = programs.get(program, {}).get(operation, OTHER)
+            for program, operation, name, duration in _events(data):
+                scope = _place(programs.get(program, {}), operation, name)
                 if scope is not None:
-                    durations[program.rpartition("(")[0].removeprefix("jit_"), scope].append(duration)
-    if not durations:
+                    found[program.rpartition("(")[0].removeprefix("jit_"), scope].append((name, duration))
+    if not found:
         raise ValueError(f"the trace in {str(runs[-1])!r} holds no operation of a compiled program")
-    rows = [ScopeTime(*place, sum(taken), len(taken)) for place, taken in durations.items()]
+    rows = [_sum(*place, events) for place, events in found.items()]
     return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _sum(program: str, scope: str, events: list[tuple[str, float]]) -> ScopeTime:
+    seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
+    for name, duration in events:
+        seconds[name] += duration
+    longest = sorted(seconds.items(), key=lambda item: -item[1])[:3]
+    return ScopeTime(program, scope, sum(seconds.values()), len(events), tuple(longest))
 
 
 def scope_of(path: str) -> str:
@@ -105,15 +112,26 @@ def scope_of(path: str) -> str:
     return next((part for part in path.split("/") if part in SCOPES), OTHER)
 
 
-def _events(data: bytes) -> Iterator[tuple[str, str, float]]:
-    """(program, operation, seconds) of every operation that ran, where a program is called "name(id)"."""
+def _place(scopes: dict[str, str | None], operation: str, name: str) -> str | None:
+    """The scope of an event called `name` that ran for an operation; None for a container's own event.
+
+    A kernel of a CUDA graph runs for the graph, which is no operation of the program: it is placed by its name, that of
+    the fusion it was made from. Fusions that are the same share a kernel; they come from the same part of other layers.
+    """
+    if scopes.get(operation) or name == operation:
+        return scopes.get(operation, OTHER)
+    return scopes.get(name) or OTHER
+
+
+def _events(data: bytes) -> Iterator[tuple[str, str, str, float]]:
+    """(program, operation, name, seconds) of every operation or kernel that ran; a program is called "name(id)"."""
     for plane in jax.profiler.ProfileData.from_serialized_xspace(data).planes:
         for line in plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
                 if "hlo_op" in stats:
                     program = f"{stats.get('hlo_module')}({stats.get('program_id')})"
-                    yield program, str(stats["hlo_op"]), event.duration_ns * 1e-9
+                    yield program, str(stats["hlo_op"]), event.name, event.duration_ns * 1e-9
 
 
 # The programs are in no event, so ProfileData does not show them; they are read from the file itself. The numbers are
@@ -155,6 +173,7 @@ def _scopes(module: Fields) -> dict[str, str | None]:
                 named[scope_of(path)] += 1
             scope = scope_of(path) if path else called[1] or flows_into.get(identity)
             scopes[name] = None if kind in CONTAINERS else scope or OTHER
+            scopes.setdefault(re.sub("[^0-9A-Za-z_]", "_", name), scopes[name])  # as a GPU's kernel is called
             if kind == "parameter":
                 parameters[instruction[9][0] if instruction[9] else 0] = scope
             for place, operand in enumerate(_numbers(instruction, 36)):

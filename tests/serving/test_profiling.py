@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 import jaxbuf
 from jaxbuf.cli import app
+from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import profiling
 
 
@@ -26,12 +27,26 @@ def test_every_part_of_the_model_is_in_the_profile_of_a_generation(profiled):
     assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
 
 
+def test_nothing_is_compiled_while_a_generation_is_traced(profiled):
+    (file,) = profiled.rglob("*.xplane.pb")
+    found = {
+        event.name
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes
+        for line in plane.lines
+        for event in line.events
+    }
+    assert any("Execute" in name for name in found) and not any("Compil" in name for name in found)
+
+
 def test_the_command_prints_the_same_times(profiled):
     done = CliRunner().invoke(app, ["profile", str(profiled)])
     assert done.exit_code == 0
     for row in profiling.time_by_scope(profiled):
         line = next(line for line in done.stdout.splitlines() if row.program in line and row.scope in line)
         assert f"{1e3 * row.seconds:.3f}" in line and str(row.operations) in line
+        if row.scope == "other":
+            longest = f"{row.program}, longest in other: {row.longest[0][0]} {1e3 * row.longest[0][1]:.3f} ms"
+            assert any(line.startswith(longest) for line in done.stdout.splitlines())
 
 
 def test_the_matrix_product_of_a_scope_is_counted_there_and_nowhere_else(tmp_path):
@@ -55,15 +70,46 @@ def test_the_matrix_product_of_a_scope_is_counted_there_and_nowhere_else(tmp_pat
     assert seconds["mlp"] > 2 * seconds["head"] > 0
 
 
+@pytest.mark.parametrize(
+    ("operation", "name", "scope"),
+    [
+        ("loop_fusion.1", "loop_fusion.1", "mlp"),  # a CPU's events are called like their operations
+        ("while.2", "while.2", None),
+        ("while.2", "MemcpyD2H", "other"),  # the copy of a loop's condition
+        ("gemm-fusion.3", "nvjet_tst_64x8", "head"),  # a library's kernel
+        ("command_buffer_7", "gemm_fusion_3", "head"),
+        ("command_buffer_7", "memcpy32_post", "other"),
+        ("thunk.9", "thunk.9", "other"),
+    ],
+)
+def test_kernels_of_a_cuda_graph_are_placed_by_their_names(operation, name, scope):
+    scopes = {"loop_fusion.1": "mlp", "loop_fusion_1": "mlp", "while.2": None, "gemm-fusion.3": "head"}
+    assert profiling._place(scopes | {"gemm_fusion_3": "head"}, operation, name) == scope
+
+
+def test_the_recurrence_called_by_hand_is_in_its_scope(tmp_path):
+    spec = RecurrenceSpec(heads=2, key_heads=1, key_dim=4, value_dim=4)
+    cache = buffered.init(spec, slots=1, limit=2)
+    q, v, g = jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 2, 4)), jnp.zeros((1, 1, 2))
+    slots = jnp.ones(1, jnp.int32)
+    step = jax.jit(lambda cache: buffered.extend(spec, cache, q, q, v, g, g, slots=slots))
+    step(cache)
+    with profiling.trace(tmp_path):
+        jax.block_until_ready(step(cache))
+    assert "recurrence" in {row.scope for row in profiling.time_by_scope(tmp_path)}
+
+
 def test_no_directory_means_no_trace():
     with profiling.trace(None), pytest.raises(RuntimeError, match="No profile"):
         jax.profiler.stop_trace()
 
 
-def test_a_directory_that_cannot_be_is_an_error_that_names_the_argument(tmp_path):
+def test_a_directory_that_cannot_be_is_an_error_that_names_the_argument(lm, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="profile must be a directory"), profiling.trace(tmp_path / "file" / "trace"):
         pass
+    with pytest.raises(ValueError, match="profile must be a directory"):
+        jaxbuf.generate(lm, [[1, 2, 3]], 8, stream=True, profile=tmp_path / "file")
 
 
 def test_a_directory_without_a_trace_is_an_error_that_names_it(tmp_path):
