@@ -28,7 +28,8 @@ from jaxbuf.recurrence.cursor import (
     load_cursor,
     reset_cursor,
 )
-from jaxbuf.recurrence.pool import Pool, extend_pool, fold_pool, init_pool, prefill_pool, read_pool
+from jaxbuf.recurrence.launch import extend_pool
+from jaxbuf.recurrence.pool import Pool, fold_pool, init_pool, prefill_pool, read_pool
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation
 
 __all__ = [
@@ -147,6 +148,7 @@ def extend(
     slots: Array,
     lengths: Array | None = None,
     implementation: str = "auto",
+    interpret: bool = False,
 ) -> tuple[Array, BufferedState]:
     """Appends T pending tokens after the committed ones and returns all T outputs; earlier pending tokens are dropped.
 
@@ -158,19 +160,19 @@ def extend(
       q, k, v, log_decay, beta: As in `recurrent`, [rows, T, ...] with T at most max_pending.
       slots: int32 [rows], the physical slot of each row; slot 0 gives zeros and writes nothing; no other slot twice.
       lengths: int32 [rows], the real tokens of each row, 0 for a row that rests; None: all T.
-      implementation: "auto" or "xla".
+      implementation, interpret: As in `extend_pool`.
 
     Returns:
       out [rows, T, heads, value_dim] in v's dtype (zero past `lengths`), and the memory.
 
     Raises:
-      ValueError: A shape or dtype does not fit, or T exceeds max_pending.
+      ValueError: A shape or dtype does not fit, T exceeds max_pending, or the implementation can't serve the call.
 
     Source: KVBuffer, eqs. 7 and 16; ReplaySSM, algorithm 6.
     """
-    check_implementation("extend", implementation)
     step, cursor = begin(cache.cursor, slots, _all(lengths, v), v.shape[1])
-    out, pool = extend_pool(spec, cache.pool, step, q, k, v, log_decay, beta)
+    inputs = q, k, v, log_decay, beta
+    out, pool = extend_pool(spec, cache.pool, step, *inputs, implementation=implementation, interpret=interpret)
     return out, BufferedState(cursor, pool)
 
 

@@ -65,7 +65,7 @@ def extend_pool(
     log_decay: Array | None = None,
     beta: Array | None = None,
 ) -> tuple[Array, Pool]:
-    """`extend` for one layer, with the integers that `begin` made for all of them."""
+    """`launch.extend_pool` as XLA compiles it."""
     check_inputs(spec, q, k, v, log_decay, beta)
     rows, time = v.shape[:2]
     # The fold comes first, so that the step depends on the pool after it and the pool can change in place.

@@ -1,0 +1,132 @@
+"""The kernels of `extend`: they lower for their platform at the real sizes, and compute what the XLA path computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.pallas.extend import gpu
+from jaxbuf.recurrence import RecurrenceSpec, buffered
+
+SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
+QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
+SLOTS = 2
+
+
+def new_inputs(rng, spec, rows, time, dtype):
+    def unit(*shape):
+        x = rng.standard_normal(shape)
+        return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), dtype)
+
+    q, k = unit(rows, time, spec.key_heads, spec.key_dim), unit(rows, time, spec.key_heads, spec.key_dim)
+    v = jnp.asarray(rng.standard_normal((rows, time, spec.heads, spec.value_dim)), dtype)
+    log_decay = jnp.asarray(-0.3 * np.abs(rng.standard_normal((rows, time, spec.heads))), jnp.float32)
+    beta = jnp.asarray(rng.uniform(0.1, 1.0, (rows, time, spec.heads)), jnp.float32)
+    return q, k, v, log_decay, beta
+
+
+def poisoned(cache):
+    """A memory in which everything that no slot has written is NaN."""
+    pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.pool)
+    return buffered.BufferedState(cache.cursor, pool)
+
+
+def extend_on_gpu(spec, cache, inputs, **rows):
+    return buffered.extend(spec, cache, *inputs, **rows, implementation="gpu", interpret=True)
+
+
+def error(found, expected):
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return np.abs(found - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    "time, limit, state",
+    [(1, 16, "float32"), (5, 32, "float32"), (9, 32, "float32"), (1, 188, "float32"), (1, 16, "bfloat16")],
+)
+def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, limit, state):
+    rows, max_pending = 128, 8 if time <= 8 else 16
+    cache = jax.eval_shape(
+        lambda: buffered.init(QWEN, slots=rows, limit=limit, max_pending=max_pending, state_dtype=jnp.dtype(state))
+    )
+    inputs = jax.eval_shape(lambda: new_inputs(np.random.default_rng(0), QWEN, rows, time, jnp.bfloat16))
+
+    def step(cache, *inputs):
+        return buffered.extend(
+            QWEN, cache, *inputs, slots=jnp.arange(1, rows + 1, dtype=jnp.int32), implementation="gpu"
+        )
+
+    lowered = jax.jit(step, donate_argnums=0).trace(cache, *inputs).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("entry_dtype, bound", [(jnp.bfloat16, 1e-2), (jnp.float32, 1e-4)])
+def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeypatch, entry_dtype, bound):
+    # Two processors: every block then serves two heads at a time, and more than one after the other.
+    monkeypatch.setattr(gpu, "PROCESSORS", 2)
+    cache = poisoned(buffered.init(SMALL, slots=SLOTS, limit=4, max_pending=4, entry_dtype=entry_dtype))
+    for lengths, accepted in (([1, 3], [1, 2]), ([3, 0], [3, 0]), ([2, 3], [1, 3])):
+        inputs = new_inputs(rng, SMALL, 2, 3, jnp.float32)
+        rows = {"slots": jnp.array([1, 2]), "lengths": jnp.array(lengths)}
+        expected, reference = buffered.extend(SMALL, cache, *inputs, **rows, implementation="xla")
+        out, cache = extend_on_gpu(SMALL, cache, inputs, **rows)
+        assert error(out, expected) < bound
+        for name in ("keys", "gates"):
+            found, expected = (np.asarray(getattr(x.pool, name), np.float32) for x in (cache, reference))
+            np.testing.assert_array_equal(found, expected)
+        cache, reference = (buffered.commit(x, jnp.array(accepted), slots=rows["slots"]) for x in (cache, reference))
+        state = buffered.read(SMALL, cache, rows["slots"])
+        assert error(state, buffered.read(SMALL, reference, rows["slots"])) < bound
+    assert int(cache.cursor.folded.max()) > 0
+
+
+def test_the_null_slot_gives_zeros_and_writes_nothing(rng):
+    cache = poisoned(buffered.init(SMALL, slots=SLOTS, limit=4, max_pending=4))
+    inputs = new_inputs(rng, SMALL, 2, 3, jnp.float32)
+    out, after = extend_on_gpu(SMALL, cache, inputs, slots=jnp.array([0, 0]))
+    np.testing.assert_array_equal(out, 0)
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(after.pool))
+
+
+@pytest.mark.slow
+def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng):
+    start = buffered.init(SMALL, slots=SLOTS, limit=16, max_pending=4)
+    rows = {"slots": jnp.array([1, 2])}
+    _, start = extend_on_gpu(SMALL, start, new_inputs(rng, SMALL, 2, 3, jnp.bfloat16), **rows)
+    start = buffered.commit(start, jnp.array([3, 2]), **rows)
+    inputs = new_inputs(rng, SMALL, 2, 3, jnp.bfloat16)
+    _, at_once = extend_on_gpu(SMALL, start, inputs, **rows)
+    at_once = buffered.commit(at_once, jnp.array([3, 3]), **rows)
+    one_by_one = start
+    for t in range(3):
+        _, one_by_one = extend_on_gpu(SMALL, one_by_one, [x[:, t : t + 1] for x in inputs], **rows)
+        one_by_one = buffered.commit(one_by_one, jnp.array([1, 1]), **rows)
+    for found, expected in zip(jax.tree.leaves(at_once.pool), jax.tree.leaves(one_by_one.pool), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "spec, reason",
+    [
+        (RecurrenceSpec(heads=4, key_heads=2, key_dim=64, value_dim=64), "value_dim and key_dim 128, got 64, 64"),
+        (
+            RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128, delta=False),
+            "delta=True, got .* and False",
+        ),
+        (RecurrenceSpec(heads=6, key_heads=2, key_dim=128, value_dim=128), "heads in fours, got 6"),
+    ],
+)
+def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, reason):
+    cache = buffered.init(spec, slots=1, limit=4, max_pending=4)
+    with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this extend: .*{reason}'):
+        buffered.extend(
+            spec, cache, *new_inputs(rng, spec, 1, 1, jnp.bfloat16), slots=jnp.array([1]), implementation="gpu"
+        )
+
+
+def test_a_ring_too_large_for_shared_memory_is_an_error_that_says_so(rng):
+    cache = buffered.init(SMALL, slots=1, limit=400)
+    with pytest.raises(ValueError, match="a ring that fits in shared memory, got one of 408 entries"):
+        buffered.extend(
+            SMALL, cache, *new_inputs(rng, SMALL, 1, 1, jnp.bfloat16), slots=jnp.array([1]), implementation="gpu"
+        )
