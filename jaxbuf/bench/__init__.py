@@ -23,4 +23,7 @@ PROGRAMS = (
         "drift", "how far the buffered recurrence drifts from the fp32 recurrence over a long decode", "drift.json"
     ),
     Program("load", "how much memory loading a checkpoint takes beside its parameters", "load_memory.json"),
+    Program(
+        "kernels", "how near the decoding kernels come to the memory's bandwidth, and what others take", "kernels.json"
+    ),
 )

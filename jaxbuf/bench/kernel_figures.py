@@ -1,0 +1,180 @@
+"""What the figures of jaxbuf.bench.kernels say: against the targets, as tables, as plots."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+BATCHES = (32, 128, 256)  # of the targets
+TARGETS = (  # what, at least or at most, and how much at each of BATCHES
+    ("decode, limit 16: achieved/floor", ">=", (0.78, 0.90, 0.92)),
+    ("decode over flash-linear-attention", ">=", (2.1, 2.4, 2.4)),
+    ("decode over the recurrent step, as a share of the byte ratio", ">=", (0.88, 0.92, 0.92)),
+    ("recurrent step: achieved/floor", ">=", (0.80, 0.90, 0.92)),
+    ("verify 5, 3 accepted, limit 32: times decode", "<=", (1.35, 1.25, 1.25)),
+    ("verify 9, 9 accepted, limit 32: times decode", "<=", (2.0, 1.8, 1.8)),
+)
+
+LABELS = ("part", "batch", "time", "accepted", "limit", "phase", "kv_length", "state_dtype", "state_v_first")
+
+
+type Row = dict[str, Any]
+
+
+def find(figures: Sequence[Row], part: str, **wanted) -> Row | None:
+    """The first row of a part with these values that was measured, of the staggered ones if it has phases."""
+    wanted = {"part": part} | wanted
+    for row in figures:
+        headline = "us" in row and row.get("phase", "staggered") == "staggered"
+        if headline and all(row.get(name) == value for name, value in wanted.items()):
+            return row
+    return None
+
+
+def ratio(above: Row | None, below: Row | None, name: str = "us") -> float | None:
+    return above[name] / below[name] if above and below else None
+
+
+def judge(figures: Sequence[Row]) -> list[Row]:
+    """The table of targets, with what was measured (None: nothing) and whether it is reached."""
+    rows = []
+    for column, batch in enumerate(BATCHES):
+        decode, recurrent = (find(figures, part, batch=batch) for part in ("decode", "recurrent"))
+        speedup, by_bytes = ratio(recurrent, decode), ratio(recurrent, decode, "bytes")
+        verify = {n: find(figures, "verify", batch=batch, time=n, accepted=a) for n, a in ((5, 3), (9, 9))}
+        measured = (
+            decode and decode["achieved"],
+            ratio(find(figures, "fla", batch=batch, state_v_first=False), decode),
+            speedup / by_bytes if speedup and by_bytes else None,
+            recurrent and recurrent["achieved"],
+            ratio(verify[5], decode),
+            ratio(verify[9], decode),
+        )
+        for (name, sense, wanted), value in zip(TARGETS, measured, strict=True):
+            rows.append({"target": name, "batch": batch, "sense": sense, "wanted": wanted[column], "measured": value})
+    narrow = ratio(find(figures, "decode", batch=256), find(figures, "state", batch=256))
+    rows.append(
+        {"target": "bfloat16 checkpoint over float32", "batch": 256, "sense": ">=", "wanted": 1.7, "measured": narrow}
+    )
+    time, by_bytes = (crossover(figures, name) for name in ("us", "bytes"))
+    away = abs(time / by_bytes - 1) if time and by_bytes else None
+    name = "KV-only crossover: how far from the byte count's"
+    rows.append({"target": name, "batch": 128, "sense": "<=", "wanted": 0.2, "measured": away})
+    for row in rows:
+        value, wanted = row["measured"], row["wanted"]
+        row["hit"] = None if value is None else value >= wanted if row["sense"] == ">=" else value <= wanted
+    return rows
+
+
+def crossover(figures: Sequence[Row], name: str) -> float | None:
+    """Entries from which a KV-only slot costs as much `name` ("us" or "bytes") as a buffered one; None: never did."""
+    rows = sorted((row for row in figures if row["part"] == "kv" and "us" in row), key=lambda row: row["kv_length"])
+    if not rows or rows[0]["kv_length"]:
+        return None
+    over = [(row["kv_length"], row[name] - rows[0][name]) for row in rows[1:]]
+    for (left, below), (right, above) in itertools.pairwise(over):
+        if below < 0 <= above:
+            return left + (right - left) * below / (below - above)
+    return None
+
+
+def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> None:
+    table = Table(
+        *("part", "batch", "T", "acc.", "limit", "phase", "us", "wall", "floor", "achieved"),
+        caption="times of a layer's step in us; limit: or entries of KV-only slots; achieved: floor / time",
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    for row in figures:
+        if "error" in row:
+            continue
+        numbers = [f"{row[name]:.1f}" if row.get(name) else "" for name in ("us", "wall_us", "floor_us")]
+        numbers.append(f"{row['achieved']:.3f}" if "achieved" in row else "")
+        words = [row.get(name, "") for name in ("batch", "time", "accepted", "limit")]
+        words[-1] = row.get("kv_length", words[-1])
+        phase = row.get("phase", "[V, K]" if row.get("state_v_first") else "[K, V]")
+        table.add_row(row["part"], *map(str, words), phase, *numbers)
+    console.print(table)
+    batches = sorted({row["batch"] for row in figures if row["part"] == "decode"})
+    pairs = {n: ratio(find(figures, "recurrent", batch=n), find(figures, "decode", batch=n)) for n in batches}
+    if any(pairs.values()):
+        words = ", ".join(f"{pairs[batch]:.2f} at {batch}" for batch in batches if pairs[batch])
+        console.print(f"limit 16 over the recurrent step, by batch: {words}", soft_wrap=True)
+    table = Table("target", "batch", "wanted", "measured", "", collapse_padding=True, pad_edge=False)
+    for row in targets:
+        value = "not measured" if row["measured"] is None else f"{row['measured']:.3f}"
+        verdict = {None: "", True: "hit", False: "MISS"}[row["hit"]]
+        table.add_row(row["target"], str(row["batch"]), f"{row['sense']} {row['wanted']}", value, verdict)
+    console.print(table)
+
+
+def describe(row: Row) -> str:
+    words = " ".join(f"{name}={row[name]}" for name in LABELS if name in row)
+    if "error" in row:
+        return f"{words}: {row['error']}"
+    parts = f"{words}: {row['us']:.1f} us", f"wall {row['wall_us']:.1f}" if row.get("wall_us") else ""
+    floor = f"floor {row['floor_us']:.1f}, achieved {row['achieved']:.3f}" if "achieved" in row else ""
+    return ", ".join(part for part in (*parts, floor) if part)
+
+
+def plot(figures: Sequence[Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(13, 9))
+    measured = [row for row in figures if "us" in row and row.get("phase", "staggered") == "staggered"]
+
+    def draw(axis, label: str, rows: Sequence[Row], x: str, y: str = "us", style: str = "o-", **settings) -> None:
+        points = sorted((row[x], row[y]) for row in rows)
+        if points:
+            axis.plot(*zip(*points, strict=True), style, label=label, **settings)
+
+    def part(name: str, **wanted) -> list[Row]:
+        return [r for r in measured if r["part"] == name and all(r[key] == value for key, value in wanted.items())]
+
+    batch, limit, tokens, lengths = axes.flat
+    for color, (label, rows) in enumerate(
+        {
+            "limit 16": part("decode"),
+            "recurrent step": part("recurrent"),
+            "flash-linear-attention": part("fla", state_v_first=False),
+            "... its state [value, key]": part("fla", state_v_first=True),
+            "XLA, limit 16": part("xla"),
+        }.items()
+    ):
+        draw(batch, label, rows, "batch", color=f"C{color}")
+        if color < 2:
+            draw(batch, f"{label}: floor", rows, "batch", "floor_us", "--", color=f"C{color}")
+    batch.set(title="one token", xlabel="batch", xscale="log", yscale="log")
+    middle = {row["batch"] for row in part("limits")}
+    for size in sorted(middle):
+        rows = part("limits") + part("decode", batch=size) + part("recurrent", batch=size)
+        draw(limit, "measured", rows, "limit", color="C0")
+        draw(limit, "floor", rows, "limit", "floor_us", "--", color="C0")
+        limit.set(title=f"one token, batch {size}", xlabel="limit", ylim=(0, None))
+    for color, size in enumerate(sorted({row["batch"] for row in part("verify")})):
+        all_but = [row for row in part("verify", batch=size) if (row["time"], row["accepted"]) != (9, 5)]
+        rows = [row | {"drafts": row["time"] - 1} for row in all_but + part("decode", batch=size)]
+        draw(tokens, f"batch {size}", rows, "drafts", color=f"C{color}")
+        draw(tokens, f"batch {size}: floor", rows, "drafts", "floor_us", "--", color=f"C{color}")
+    tokens.set(title="verification, limit 32 (0 drafts: limit 16)", xlabel="draft tokens", ylim=(0, None))
+    alone = [row for row in part("kv") if row["kv_length"]]
+    draw(lengths, "half the slots KV-only", alone, "kv_length", color="C0")
+    draw(lengths, "... floor", alone, "kv_length", "floor_us", "--", color="C0")
+    for row in part("kv", kv_length=0):
+        lengths.axhline(row["us"], color="C1", label="all slots buffered")
+        lengths.axhline(row["floor_us"], color="C1", linestyle="--", label="... floor")
+        lengths.set(title=f"KV-only slots among others, batch {row['batch']}", xlabel="their entries", ylim=(0, None))
+    for axis in axes.flat:
+        axis.set_ylabel("us a layer and step")
+        axis.set_visible(axis.has_data())
+        if axis.has_data():
+            axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,144 @@
+"""`jaxbuf bench kernels`: what it counts and how it judges; the figures themselves need a GPU."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from jaxbuf.bench import kernel_figures, kernels, peer
+from jaxbuf.recurrence import RecurrenceSpec, buffered
+
+QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
+SMALL = "--implementation xla --heads 2 --key-heads 1 --dim 4 --layers 1 --batches 2 --quick".split()
+CHECKPOINT, ENTRY = 4 * 32 * 128 * 128, 2 * 16 * 128 + 2 * 32 * 128 + 4 * 32
+INPUTS = 2 * 2 * 16 * 128 + 2 * 2 * 32 * 128 + 2 * 4 * 32  # q and k, v and the outputs, log_decay and beta
+
+
+def counted(case: kernels.Case, load: int) -> dict:
+    return kernels.count_bytes(QWEN, kernels.schedule(case, kernels.loads(case)[load], case.steps(1)), 4)
+
+
+def by_hand(lengths: list[int], time: int, accepted: int, limit: int, steps: int) -> float:
+    """Bytes a step of slots with a checkpoint that hold so many entries, followed token by token."""
+    total, lengths = 0, list(lengths)
+    for _ in range(steps):
+        for row, length in enumerate(lengths):
+            folds = length > 0 and length + time > limit
+            total += CHECKPOINT * (1 + folds) + ENTRY * (length + time) + INPUTS * time
+            lengths[row] = (0 if folds else length) + accepted
+    return total / steps
+
+
+@pytest.mark.parametrize(("time", "accepted", "limit"), [(1, 1, 16), (1, 1, 1), (5, 3, 32), (9, 9, 32)])
+def test_the_bytes_of_a_fold_cycle_are_those_counted_by_hand(time, accepted, limit):
+    case = kernels.Case("decode", 3, time, (accepted,), limit)
+    cycle = case.steps(1)
+    staggered = [accepted * (1 + row % cycle) for row in range(3)]
+    for load, lengths in enumerate((staggered, [accepted] * 3)):
+        found = counted(case, load)
+        np.testing.assert_allclose(found["bytes"], by_hand(lengths, time, accepted, limit, cycle))
+        np.testing.assert_allclose(found["folds"], 1 / cycle)  # the phase changes neither: the cycles are whole
+
+
+def test_kv_only_slots_read_no_checkpoint_and_reach_a_buffered_slots_bytes_at_188_entries():
+    case = kernels.Case("kv", 4, longest=256)
+    rows = [
+        load.labels | {"part": "kv", "us": 1.0} | counted(case, place) for place, load in enumerate(kernels.loads(case))
+    ]
+    buffered_row, at_16 = rows[0]["bytes"] / 4, rows[1]["bytes"]
+    assert rows[1]["kv_length"] == 16
+    np.testing.assert_allclose(at_16, 2 * buffered_row + 2 * (17 * ENTRY + INPUTS), rtol=0.02)  # cycles of few rows
+    assert 180 < kernel_figures.crossover(rows, "bytes") < 196
+    assert kernel_figures.crossover(rows, "us") is None  # nothing crosses where all take the same
+
+
+def test_a_crossover_lies_where_a_line_meets_the_buffered_slots():
+    rows = [{"part": "kv", "kv_length": n, "us": 10.0 + (n and (n - 150) / 10)} for n in (0, 100, 200)]
+    np.testing.assert_allclose(kernel_figures.crossover(rows, "us"), 150)
+
+
+def test_targets_compare_staggered_figures_and_say_what_was_not_measured():
+    def row(part, us, **others):
+        known = {"part": part, "batch": 128, "us": us, "bytes": 100.0, "achieved": 68.6 / us}
+        return known | {"phase": "staggered"} | others
+
+    figures = [
+        row("decode", 1.0, phase="lockstep"),
+        row("decode", 70.0),
+        row("recurrent", 130.0, bytes=178.0),
+        row("verify", 90.0, time=5, accepted=3),
+        {"part": "fla", "batch": 128, "us": 175.0, "state_v_first": False},
+        {"part": "fla", "batch": 256, "error": "not installed"},
+    ]
+    found = {(row["target"], row["batch"]): row for row in kernel_figures.judge(figures)}
+    assert len(found) == 20
+    at_128 = [(found[name, 128]["measured"], found[name, 128]["hit"]) for name, _, _ in kernel_figures.TARGETS]
+    wanted = (68.6 / 70, True), (2.5, True), (130 / 70 / 1.78, True), (68.6 / 130, False), (90 / 70, False)
+    for (value, hit), (expected, reached) in zip(at_128, wanted, strict=False):
+        np.testing.assert_allclose(value, expected)
+        assert hit is reached
+    assert at_128[5] == (None, None)
+    assert all(row["measured"] is row["hit"] is None for (_, batch), row in found.items() if batch != 128)
+
+
+def test_the_kernels_time_is_its_own_and_xlas_path_is_all_of_its_kernels():
+    taken = {"loop_add_fusion_2": [90.0] * 4, "body_kernel": [4.0, 6.0, 5.0, 5.0], "MemcpyD2D": [50.0] * 4}
+    ours = kernels.device_time(taken, 4, "gpu")
+    assert (ours["kernel"], ours["device_us"], ours["most_us"], ours["rest_us"]) == ("body_kernel", 5.0, 6.0, 140.0)
+    assert kernels.device_time(taken, 4, "xla")["device_us"] == 145.0
+    assert kernels.device_time({}, 4, "gpu") == kernels.device_time({}, 4, "xla") == {}
+    lost = {"body_kernel": taken["body_kernel"][1:]}  # an event that the profiler lost
+    np.testing.assert_allclose(kernels.device_time(lost, 4, "gpu")["device_us"], 16 / 3)
+
+
+def test_a_small_run_on_a_cpu_keeps_its_figures_and_a_plot(tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    assert kernels.main([*SMALL, "--only", "decode", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert record["script"] == "scripts/bench_kernels" and record["read_bytes_per_s"] > 0
+    assert [(row["phase"], row["batch"], row["time"]) for row in record["figures"]] == [
+        ("staggered", 2, 1),
+        ("lockstep", 2, 1),
+    ]
+    for row in record["figures"]:
+        assert row["us"] == row["wall_us"] > 0 and row["device_us"] is None and row["steps"] == 16
+        np.testing.assert_allclose(row["floor_us"], 1e6 * row["bytes"] / record["read_bytes_per_s"])
+        np.testing.assert_allclose(row["achieved"], row["floor_us"] / row["us"])
+    assert record["left_out"] == [] and len(record["targets"]) == 20
+    assert path.with_suffix(".png").is_file() and "staggered" in capsys.readouterr().out
+
+
+def test_a_spent_budget_leaves_programs_out_and_says_so(tmp_path, capsys):
+    assert kernels.main([*SMALL, "--only", "decode,xla", "--budget", "0", "--json", str(tmp_path / "a.json")]) == 0
+    assert "2 of 2 programs left out" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "a.json").read_text())["left_out"]) == 2
+
+
+def test_a_kernel_whose_results_are_wrong_is_seen(rng, monkeypatch):
+    extend, small = buffered.extend_pool, RecurrenceSpec(heads=2, key_heads=1, key_dim=4, value_dim=4)
+
+    def wrong(*arguments, implementation):
+        out, pool = extend(*arguments, implementation="xla")
+        return (out * 1.02 if implementation == "gpu" else out), pool
+
+    monkeypatch.setattr(buffered, "extend_pool", wrong)
+    errors = kernels.check(small, 2, rng)
+    assert errors["bfloat16"] > kernels.BOUNDS["bfloat16"] and errors["float32"] == 0
+
+
+def test_a_library_that_is_not_installed_is_a_row_that_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    assert peer.main(["[32, 16, 128, 128]", "[[1, 2]]"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert "not installed" in row["error"] and "fla" in row["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--only", "decode,prefill"], "got prefill"), (["--only", "decode"], "--implementation xla")],
+)
+def test_what_cannot_be_measured_is_an_error_before_anything_runs(words, message, capsys):
+    with pytest.raises(SystemExit):
+        kernels.main(words)
+    assert message in capsys.readouterr().err
