@@ -1,6 +1,8 @@
 """Compiled programs that outlive the process."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxbuf.directory import make_directory
@@ -32,3 +34,25 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()  # what compiled before this call has settled that there is none
     return path
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Compiles everything anew inside it, and takes nothing from a directory.
+
+    What comes out of one has lost the names of its operations, by which a profile is read.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    if not (jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache):
+        yield
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    jax.clear_caches()  # programs of this process that came out of the directory
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()

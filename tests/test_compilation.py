@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jaxbuf.compilation import cache_compilations
+from jaxbuf.serving.profiling import time_by_scope
 
 PROGRAM = """
 import sys, time
@@ -48,6 +49,11 @@ def test_the_command_keeps_what_it_compiles(tmp_path):
     subprocess.run([*command, "--max-new-tokens", "2"], env=environment, check=True, capture_output=True, timeout=300)
     names = " ".join(path.name for path in (tmp_path / "cache").iterdir())
     assert re.search("jit_start-", names) and re.search("jit_generate_tokens-", names)
+
+    # A profile needs the operations' names, which what comes out of the cache has lost.
+    profile = ["--max-new-tokens", "2", "--profile", str(tmp_path / "trace")]
+    subprocess.run([*command, *profile], env=environment, check=True, capture_output=True, timeout=300)
+    assert {"recurrence", "mlp"} <= {row.scope for row in time_by_scope(tmp_path / "trace")}
 
 
 def test_a_directory_that_cannot_be_is_an_error_that_names_the_argument(tmp_path):

@@ -51,6 +51,9 @@ class LanguageModel:
     chat_template: ChatTemplate | None = None
     directory: Path | None = None
 
+    def __repr__(self) -> str:
+        return f"LanguageModel({self.name!r}, {len(self.config.layer_types)} layers, {jnp.dtype(self.dtype).name})"
+
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding; token ids are below it."""
@@ -200,7 +203,10 @@ class LanguageModel:
         )
 
     def _check_tokens(self, tokens: Array | np.ndarray | Sequence[Sequence[int]]) -> np.ndarray:
-        tokens = np.asarray(tokens)
+        try:
+            tokens = np.asarray(tokens)
+        except ValueError:  # lists that differ in length
+            raise ValueError("tokens must have rows of one length, got rows of several") from None
         if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or tokens.size == 0:
             raise ValueError(f"tokens must be int32 [batch, time] and not empty, got {tokens.dtype} {tokens.shape}")
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:

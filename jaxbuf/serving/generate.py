@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 import numpy as np
 
+from jaxbuf.compilation import without_cache
 from jaxbuf.directory import make_directory
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.serving import loop
@@ -104,14 +105,21 @@ def generate(
 
 def _events(request: Request, segment: int, profile: str | os.PathLike[str] | None) -> Generator[Event, None, None]:
     """Runs the loop `segment` tokens at a time, and tells in between what came."""
-    if profile is not None:
+    if profile is None:
+        yield from _run(request, segment)
+        return
+    with without_cache():
         loop.generate_tokens(request.lm.model, loop.start(request.lm.model, **request.arguments), np.int32(1))
-    with trace(profile):
-        carry = loop.start(request.lm.model, **request.arguments)
-        reader = Reader(request, carry)
-        while True:
-            carry, events = reader.read(carry)
-            yield from events
-            if not reader.running:
-                return
-            carry = loop.generate_tokens(request.lm.model, carry, np.int32(segment))
+        with trace(profile):
+            yield from _run(request, segment)
+
+
+def _run(request: Request, segment: int) -> Generator[Event, None, None]:
+    carry = loop.start(request.lm.model, **request.arguments)
+    reader = Reader(request, carry)
+    while True:
+        carry, events = reader.read(carry)
+        yield from events
+        if not reader.running:
+            return
+        carry = loop.generate_tokens(request.lm.model, carry, np.int32(segment))

@@ -171,3 +171,8 @@ def test_sizes_are_rounded_to_powers_of_two():
     assert [power_of_two_from(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
     assert [power_of_two_from(n, 16) for n in (0, 16, 17)] == [16, 16, 32]
     assert [power_of_two_to(n) for n in (0, 1, 3, 64, 127)] == [1, 1, 2, 64, 64]
+
+
+def test_rows_of_several_lengths_are_an_error_that_says_so(lm):
+    with pytest.raises(ValueError, match="tokens must have rows of one length"):
+        lm.score([[1, 2, 3], [4]])

@@ -1,0 +1,5 @@
+"""`python -m jaxbuf`."""
+
+from jaxbuf.cli import app
+
+app()
