@@ -1,7 +1,6 @@
 """Measures how far the buffered recurrence drifts from the fp32 recurrence over a long decode."""
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -50,8 +49,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "it, so take few --steps",
     )
     options = parser.parse_args(arguments)
-    if options.json and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--json draws a plot, which needs matplotlib: pip install 'jaxbuf[plots]'")
+    report.check_plots(parser, options.json)
     return options
 
 

@@ -4,7 +4,6 @@ import argparse
 import collections
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import re
@@ -117,8 +116,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.batches = options.batches and tuple(int(batch) for batch in options.batches.split(","))
     if unknown := set(options.only) - set(PARTS):
         parser.error(f"--only must name parts among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    if options.json and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--json draws a plot, which needs matplotlib: pip install 'jaxbuf[plots]'")
+    report.check_plots(parser, options.json)
     if options.implementation == "gpu" and jax.default_backend() != "gpu":
         parser.error(f"the kernels need a GPU, this is a {jax.default_backend()}: try --implementation xla")
     return options

@@ -1,5 +1,7 @@
 """Recorded figures, and where they come from: script, command, date, device and versions."""
 
+import argparse
+import importlib.util
 import json
 import platform
 from collections.abc import Sequence
@@ -12,6 +14,12 @@ import jax
 
 PACKAGES = ("jax", "flax", "optax", "numpy")
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def check_plots(parser: argparse.ArgumentParser, path: Path | None) -> None:
+    """Ends the program with one line if a plot would go beside `path` and matplotlib is not there to draw it."""
+    if path and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--json draws a plot, which needs matplotlib: pip install 'jaxbuf[plots]'")
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxbuf.recurrence import pool as xla
 from jaxbuf.recurrence.cursor import NOWHERE, Step
 from jaxbuf.recurrence.pool import Pool
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
@@ -44,10 +44,7 @@ def extend_pool(
       ValueError: A shape or dtype does not fit, or the implementation asked for can't serve the call; it says why.
     """
     check_inputs(spec, q, k, v, log_decay, beta)
-    if implementation not in ("auto", "xla", "gpu", "tpu"):
-        raise ValueError(f'implementation must be "auto", "xla", "gpu" or "tpu", got {implementation!r}')
-    if implementation == "tpu":
-        raise ValueError('implementation="tpu" has no kernel for extend yet, expected "auto", "xla" or "gpu"')
+    check_implementation("extend", implementation, ("gpu",))
     if implementation == "gpu" or (implementation == "auto" and _has_hopper()):
         # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
         from jaxbuf.pallas.extend import gpu, supports
@@ -66,7 +63,8 @@ def extend_pool(
             out=v.dtype,
         )
         reason = supports(shape, value_dim=spec.value_dim, decay=spec.decay, delta=spec.delta)
-        if reason is None and log_decay is not None:
+        if reason is None:
+            assert log_decay is not None  # check_inputs: the kernel's family has one
             arrays = pool.checkpoints, pool.keys, pool.updates, pool.gates
             k = xla.rounded(k, pool.keys.dtype)
             beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta

@@ -53,8 +53,6 @@ def init_pool(spec: RecurrenceSpec, cursor: Cursor, *, state_dtype=jnp.float32, 
     )
 
 
-@partial(jax.jit, static_argnums=0)
-@jax.named_scope("recurrence")
 def extend_pool(
     spec: RecurrenceSpec,
     pool: Pool,
@@ -62,11 +60,10 @@ def extend_pool(
     q: Array,
     k: Array,
     v: Array,
-    log_decay: Array | None = None,
-    beta: Array | None = None,
+    log_decay: Array | None,
+    beta: Array | None,
 ) -> tuple[Array, Pool]:
-    """`launch.extend_pool` as XLA compiles it."""
-    check_inputs(spec, q, k, v, log_decay, beta)
+    """`launch.extend_pool`, which has checked the arguments, as XLA compiles it."""
     rows, time = v.shape[:2]
     # The fold comes first, so that the step depends on the pool after it and the pool can change in place.
     checkpoints = jax.lax.cond(

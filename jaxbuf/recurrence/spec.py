@@ -97,11 +97,11 @@ def check_rows(name: str, array: Array, rows: int) -> None:
         raise ValueError(f"{name} must be int32 [{rows}], one number a row, got {array.dtype} {array.shape}")
 
 
-def check_implementation(operation: str, implementation: str) -> None:
-    """Raises a ValueError unless `implementation` can serve `operation`: for now XLA's compilation of the jnp path."""
-    if implementation in ("gpu", "tpu"):
-        raise ValueError(
-            f'implementation="{implementation}" has no kernel for {operation} yet, expected "auto" or "xla"'
-        )
-    if implementation not in ("auto", "xla"):
+def check_implementation(operation: str, implementation: str, kernels: tuple[str, ...] = ()) -> None:
+    """Raises a ValueError unless `implementation` is "auto", "xla", or one of the `kernels` that `operation` has."""
+    if implementation in {"gpu", "tpu"}.difference(kernels):
+        known = ("auto", "xla", *kernels)
+        expected = ", ".join(f'"{name}"' for name in known[:-1]) + f' or "{known[-1]}"'
+        raise ValueError(f'implementation="{implementation}" has no kernel for {operation} yet, expected {expected}')
+    if implementation not in ("auto", "xla", *kernels):
         raise ValueError(f'implementation must be "auto", "xla", "gpu" or "tpu", got {implementation!r}')

@@ -1,11 +1,12 @@
 """`extend` on NVIDIA GPUs (Hopper), in one launch: Pallas Mosaic GPU.
 
-A multiprocessor runs one block, which serves two heads (each of some row) at a time, over and over. Two warpgroups of
-128 threads share the work on a head; a thread owns a row of its state. One turns the gates of the live entries into
-decay weights, multiplies their keys with the T new keys and queries, sums the entries' part of every output, and at
-the end substitutes forward over the T tokens and appends their entries. The other waits for the checkpoint
-[128, key_dim], multiplies it once with all new keys and queries, and lets the next head's checkpoint stream in. For a
-row that folds it first adds the entries to the checkpoint in shared memory, which goes back to the pool meanwhile.
+A multiprocessor runs one block, which serves two heads (each of some row) at a time, over and over; one where two do
+not fit in its shared memory, or there are few. Two warpgroups of 128 threads share the work on a head; a thread owns a
+row of its state. One turns the gates of the live entries into decay weights, multiplies their keys with the T new keys
+and queries, sums the entries' part of every output, and at the end substitutes forward over the T tokens and appends
+their entries. The other waits for the checkpoint [128, key_dim], multiplies it once with all new keys and queries, and
+lets the next head's checkpoint stream in. For a row that folds it first adds the entries to the checkpoint in shared
+memory, which goes back to the pool meanwhile.
 
 Floor: (checkpoint · (1 + folds per step) + live entries + appends + inputs and outputs) / read bandwidth.
 
