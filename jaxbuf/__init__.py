@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxbuf.models.checkpoint import CheckpointError
     from jaxbuf.models.language_model import LanguageModel, load
     from jaxbuf.serving import Event, GenerationResult, SamplingParams, generate
+    from jaxbuf.serving.plan import plan
 
 __all__ = [
     "CheckpointError",
@@ -26,6 +27,7 @@ __all__ = [
     "cache_compilations",
     "generate",
     "load",
+    "plan",
 ]
 
 # JAX takes a second to import, which `jaxbuf --help` need not wait for.
@@ -34,6 +36,7 @@ _HOME = {
     "LanguageModel": "jaxbuf.models.language_model",
     "cache_compilations": "jaxbuf.compilation",
     "load": "jaxbuf.models.language_model",
+    "plan": "jaxbuf.serving.plan",
 }
 
 

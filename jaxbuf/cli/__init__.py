@@ -12,6 +12,7 @@ import typer
 from jaxbuf.cli import bench
 from jaxbuf.cli.chat import chat
 from jaxbuf.cli.generate import generate
+from jaxbuf.cli.plan import plan
 from jaxbuf.cli.profile import profile
 from jaxbuf.cli.score import score
 from jaxbuf.version import __version__
@@ -74,6 +75,6 @@ def main(
     pass
 
 
-for command in (generate, chat, score, profile):
+for command in (generate, chat, score, plan, profile):
     app.command()(command)
 app.add_typer(bench.app, name="bench")

@@ -1,6 +1,7 @@
 """Models by their Hugging Face id: the files that `load` reads, out of the local cache or downloaded into it."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 COMPANIONS = ("generation_config.json", "tokenizer*.json", "chat_template.jinja")
@@ -15,15 +16,16 @@ def parse_id(source: str) -> tuple[str, str | None] | None:
     return (found[1], found[2]) if found else None
 
 
-def download(repository: str, revision: str | None = None) -> Path:
+def download(repository: str, revision: str | None = None, files: Sequence[str] = (*WEIGHTS, *COMPANIONS)) -> Path:
     """Brings a model's files into huggingface-hub's cache, unless they are there, and shows its progress bar.
 
-    Only configurations, the tokenizer's files, the chat template and safetensors are taken. The cache, the account and
-    whether the network may be used are huggingface-hub's settings: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
+    The cache, the account and whether the network may be used are huggingface-hub's settings: HF_HOME, HF_TOKEN,
+    HF_HUB_OFFLINE.
 
     Args:
       repository: "org/name".
       revision: A branch, tag or commit; None: the main branch.
+      files: Patterns of the files to take: configurations, the tokenizer's files, the chat template and safetensors.
 
     Returns:
       The directory of the snapshot.
@@ -36,9 +38,7 @@ def download(repository: str, revision: str | None = None) -> Path:
     from huggingface_hub import constants, errors
 
     try:
-        snapshot = huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=[*WEIGHTS, *COMPANIONS]
-        )
+        snapshot = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(files))
     except errors.LocalEntryNotFoundError as error:
         reach = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the Hub is out of reach ({_line(error)})"
         reason, cause = f"it is not complete in the cache {constants.HF_HUB_CACHE}, and {reach}", error

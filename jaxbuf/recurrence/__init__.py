@@ -8,5 +8,6 @@ from jaxbuf.recurrence.buffered import BufferedState, Cursor, Pool
 from jaxbuf.recurrence.chunked import chunked
 from jaxbuf.recurrence.recurrent import recurrent
 from jaxbuf.recurrence.spec import RecurrenceSpec
+from jaxbuf.recurrence.traffic import crossover
 
-__all__ = ["BufferedState", "Cursor", "Pool", "RecurrenceSpec", "buffered", "chunked", "recurrent"]
+__all__ = ["BufferedState", "Cursor", "Pool", "RecurrenceSpec", "buffered", "chunked", "crossover", "recurrent"]

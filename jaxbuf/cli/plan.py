@@ -1,0 +1,196 @@
+"""`jaxbuf plan`."""
+
+import json as json_module
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jaxbuf.cli.session import error_console, errors_exit
+
+if TYPE_CHECKING:
+    from jaxbuf.serving.plan import FormCost, Plan
+
+UNITS = {"": 1, "B": 1} | {f"{unit}B": 1000**i for i, unit in enumerate("kMGT", 1)}
+UNITS |= {f"{unit}iB": 1024**i for i, unit in enumerate("KMGT", 1)}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "80GB", "94.5 GiB", "141e9".
+
+    Raises:
+      typer.BadParameter: It is no such size.
+    """
+    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([a-z]*)\s*", str(text), re.IGNORECASE)
+    unit = {name.lower(): size for name, size in UNITS.items()}.get(found[2].lower()) if found else None
+    try:
+        number = float(found[1]) if found else -1.0
+    except ValueError:
+        number = -1.0
+    if unit is None or number < 0:
+        raise typer.BadParameter(f"{text!r} is no size such as 80GB, 80GiB or 80e9")
+    return round(number * unit)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="[bold]demo[/bold], a checkpoint's directory or Hugging Face id (config.json is all it takes), or a "
+            "known shape such as Qwen3-Next-80B-A3B.",
+        ),
+    ] = "demo",
+    memory: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            show_default="80GB",
+            help="What there is, of all devices together: 80GB, 1.1TB, 80GiB.",
+        ),
+    ] = 80_000_000_000,
+    draft_tokens: Annotated[int, typer.Option(help="Draft tokens that a step verifies.")] = 0,
+    accepted: Annotated[
+        float | None, typer.Option(help="Tokens that a step keeps on average; by default all, 1 + drafts.")
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of a request; may be repeated. By default 1024 and 8192.", show_default=False),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Entries that the buffered form holds before a fold.")] = 16,
+    block_size: Annotated[int, typer.Option(help="Entries of a block of the ring.")] = 8,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of parameters, keys and values: float32, bfloat16, float16; by default the checkpoint's."),
+    ] = None,
+    state_dtype: Annotated[str, typer.Option(help="Of the recurrent states.")] = "float32",
+    entry_dtype: Annotated[str | None, typer.Option(help="Of the ring's entries; by default as --dtype.")] = None,
+    workspace: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            show_default=False,
+            help="Left for activations, programs and the allocator; by default a tenth of the memory.",
+        ),
+    ] = None,
+    parameters: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            show_default=False,
+            help="Of the weights, where they are not what the configuration says (quantised ones).",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON: a list with a plan for each context.")] = False,
+) -> None:
+    """Tell what a request costs in memory, and how many fit; no weights are loaded.
+
+    A linear-attention layer holds a request in one of several forms.
+    recurrent writes the request's state in every step.
+    buffered reads the state and a ring of recent entries, and writes the state only when the ring has --limit entries.
+    kv-only has entries and no state: the fewest bytes for requests shorter than the crossover.
+    snapshots is for comparison, what others do to verify drafts: a state for each draft position, and no ring.
+
+    States, entries, the convolutions' inputs, keys and values are counted to the byte, as a cache has them.
+    The workspace is an allowance, and a drafter's own memory is not counted.
+    "moved" is what a request reads and writes in a step, or for a token that is kept, on average.
+    Parameters are not in it: they are read at most once a step, for all requests together.
+
+    [bold]Examples[/bold]
+
+      jaxbuf plan
+
+      jaxbuf plan Qwen3-Next-80B-A3B --memory 320GB --draft-tokens 4
+
+      jaxbuf plan ./checkpoint --memory 24GB --context 4096 --json
+    """
+    with errors_exit(error_console()):
+        from jaxbuf.serving.plan import plan as make_plan
+
+        plans = [
+            make_plan(
+                model,
+                memory,
+                draft_tokens,
+                tokens,
+                accepted=accepted,
+                limit=limit,
+                block_size=block_size,
+                dtype=dtype,
+                state_dtype=state_dtype,
+                entry_dtype=entry_dtype,
+                workspace_bytes=workspace,
+                parameter_bytes=parameters,
+            )
+            for tokens in context or (1024, 8192)
+        ]
+    if json:
+        typer.echo(json_module.dumps([found.to_dict() for found in plans], indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    _print_model(console, plans[0])
+    for found in plans:
+        _print_forms(console, found)
+
+
+def _print_model(console: Console, found: "Plan") -> None:
+    nominal = ", the number in its name" if found.nominal_parameters else ""
+    room = max(0, found.request_memory_bytes)
+    console.print(f"{found.model}: {found.recurrent_layers} recurrent and {found.attention_layers} softmax layers")
+    console.print(
+        f"{size(found.memory_bytes)} of memory: {size(found.parameter_bytes)} parameters ({found.dtype}{nominal}), "
+        f"{size(found.workspace_bytes)} workspace, {size(room)} for requests"
+    )
+    if found.request_memory_bytes < 0:
+        console.print("The parameters and the workspace do not fit.")
+    drafts = f", {found.draft_tokens} drafts, {found.accepted:g} tokens kept a step" if found.draft_tokens else ""
+    console.print(f"states {found.state_dtype}, entries {found.entry_dtype}, keys and values {found.dtype}{drafts}")
+    console.print(
+        f"limit of the fewest bytes: {found.best_limit}; crossover: up to {found.crossover} tokens KV-only is cheaper"
+    )
+
+
+def _print_forms(console: Console, found: "Plan") -> None:
+    table = Table("a request")
+    for cost in found.forms:
+        table.add_column(cost.form, justify="right", no_wrap=True)
+
+    def add(name: str, cell, **settings) -> None:
+        table.add_row(name, *(cell(cost) for cost in found.forms), **settings)
+
+    add("tokens", lambda cost: str(cost.context))
+    add("limit, ring", _ring, end_section=True)
+    add("states", lambda cost: size(cost.checkpoint_bytes))
+    add("entries", lambda cost: size(cost.entry_bytes))
+    add("convolution", lambda cost: size(cost.convolution_bytes))
+    add("keys and values", lambda cost: size(cost.kv_bytes))
+    add("all", lambda cost: size(cost.request_bytes), end_section=True)
+    add("requests that fit", lambda cost: str(cost.requests), end_section=True)
+    add("state moved a step", lambda cost: size(cost.state_step_bytes))
+    add("moved a step", lambda cost: size(cost.step_bytes))
+    add("moved a token", lambda cost: size(cost.token_bytes))
+    console.print()
+    console.print(table)
+    if found.draft_tokens:
+        console.print(
+            f"A state for each draft position takes {found.recurrent_ratio:.2f} times the recurrent memory of the "
+            f"buffered form (ring of {found['buffered'].ring} entries), and {found.request_ratio:.2f} times all of it "
+            f"at {found.context} tokens."
+        )
+
+
+def _ring(cost: "FormCost") -> str:
+    return "-" if cost.limit is None else f"{cost.limit}, {cost.ring}"
+
+
+def size(number: float) -> str:
+    """Three or four digits of a number of bytes, in decimal units as memories are sold."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.{2 if number < 10 * factor else 1}f} {unit}"
+    return f"{number:.0f} B"

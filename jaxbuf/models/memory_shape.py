@@ -1,0 +1,149 @@
+"""What of a model decides how much memory serving takes: its layers' sizes, from a configuration or by name.
+
+No weights are read: the parameters are counted from the configuration, or are the nominal number in a model's name.
+"""
+
+import dataclasses
+import difflib
+from importlib import resources
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxbuf.models.checkpoint import read_json
+from jaxbuf.models.hub import ACCEPTED, download, parse_id
+from jaxbuf.models.qwen3_5 import Qwen3_5
+from jaxbuf.models.qwen3_5_config import Config
+from jaxbuf.recurrence.spec import RecurrenceSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryShape:
+    """The sizes of a model's memories.
+
+    Attributes:
+      name: As it was asked for.
+      spec: The recurrence of each recurrent layer.
+      recurrent_layers, attention_layers: How many there are of each.
+      convolution_channels, convolution_width: Of the short convolution in front of each recurrent layer.
+      kv_numbers: Numbers that a softmax layer keeps for a token: 2 · KV heads · head size, or MLA's latent and its
+        rotated key.
+      parameters: The nominal number of parameters; None where `config` tells the real one.
+      config: What it was made from, or None.
+      dtype: What the checkpoint is stored in, as far as its configuration says.
+    """
+
+    name: str
+    spec: RecurrenceSpec
+    recurrent_layers: int
+    attention_layers: int
+    convolution_channels: int
+    convolution_width: int
+    kv_numbers: int
+    parameters: int | None = None
+    config: Config | None = None
+    dtype: str = "bfloat16"
+
+    def parameter_bytes(self, dtype) -> int:
+        """Bytes of the parameters as `load` holds them, in `dtype` but for the gates' float32; nominal without config.
+
+        Of a head or an MTP layer that the configuration does not mention nothing is known, though `load` would find it.
+        """
+        if self.config is None:
+            return (self.parameters or 0) * jnp.dtype(dtype).itemsize
+        config = self.config
+        model = jax.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype)))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
+
+
+def from_config(config: Config, name: str, dtype: str = "bfloat16") -> MemoryShape:
+    """The sizes of a Qwen3.5 model."""
+    return MemoryShape(
+        name=name,
+        spec=config.spec,
+        recurrent_layers=config.layer_types.count("linear_attention"),
+        attention_layers=config.layer_types.count("full_attention"),
+        convolution_channels=config.convolution_channels,
+        convolution_width=config.linear_conv_kernel_dim,
+        kv_numbers=2 * config.num_key_value_heads * config.head_dim,
+        config=config,
+        dtype=dtype,
+    )
+
+
+def find_shape(source: str | Path) -> MemoryShape:
+    """The sizes of "demo", of a directory with a config.json, of a shape in `NAMED`, or of a Hugging Face id.
+
+    Of an id only config.json is downloaded, unless it is in huggingface-hub's cache.
+
+    Raises:
+      FileNotFoundError: None of the four, or an id that cannot be had; the message says what is accepted.
+      CheckpointError: config.json is not a JSON object.
+      ValueError: It is of an architecture or setting that is not served.
+    """
+    named, asked = {name.lower(): shape for name, shape in NAMED.items()}, str(source).lower().replace(" ", "-")
+    if source == "demo":
+        directory = Path(str(resources.files("jaxbuf.models") / "demo"))
+    elif Path(source).is_dir():
+        directory = Path(source)
+    elif asked in named:
+        return named[asked]
+    elif isinstance(source, str) and (identity := parse_id(source)) is not None:
+        directory = download(*identity, files=("config.json",))
+    else:
+        close = difflib.get_close_matches(asked, named, n=3, cutoff=0.5)
+        names = [named[name].name for name in close] or list(NAMED)
+        raise FileNotFoundError(
+            f"no model {str(source)!r}: expected {ACCEPTED}, or the name of a known shape: {', '.join(names)}"
+        )
+    try:
+        data = read_json(directory / "config.json")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{directory} has no config.json; expected a model in Hugging Face's format") from None
+    try:
+        config = Config.from_dict(data)
+    except ValueError as error:
+        raise ValueError(
+            f"{directory / 'config.json'}: {error}; the shapes known by name are {', '.join(NAMED)}"
+        ) from error
+    text = data.get("text_config") or data
+    stored = next((str(d[key]) for d in (text, data) for key in ("dtype", "torch_dtype") if d.get(key)), "bfloat16")
+    return from_config(config, str(source), stored)
+
+
+def _shape(name: str, spec: RecurrenceSpec, layers: tuple[int, int], kv_numbers: int, billions: float) -> MemoryShape:
+    # The width is 4 in all of these. q, k and v pass the convolution; Mamba-2's groups are its key heads.
+    channels = 2 * spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
+    return MemoryShape(name, spec, *layers, channels, 4, kv_numbers, round(billions * 1e9))
+
+
+def _gdn(heads: int) -> RecurrenceSpec:
+    return RecurrenceSpec(heads, 16, 128, 128, decay="head", delta=True)
+
+
+def _mamba2(heads: int, value_dim: int, groups: int) -> RecurrenceSpec:
+    return RecurrenceSpec(heads, groups, 128, value_dim, decay="head", delta=False)
+
+
+_KDA = RecurrenceSpec(32, 32, 128, 128, decay="channel", delta=True)
+
+# (recurrent, softmax) layers; numbers a token and softmax layer; billions of parameters as in the name. Kimi's softmax
+# layers are MLA: 512 numbers of a latent and 64 of a rotated key.
+NAMED = {
+    shape.name: shape
+    for shape in (
+        _shape("Qwen3-Next-80B-A3B", _gdn(32), (36, 12), 2 * 2 * 256, 80),
+        _shape("Qwen3.5-0.8B", _gdn(16), (18, 6), 2 * 2 * 256, 0.8),
+        _shape("Qwen3.5-2B", _gdn(16), (18, 6), 2 * 2 * 256, 2),
+        _shape("Qwen3.5-4B", _gdn(32), (24, 8), 2 * 4 * 256, 4),
+        _shape("Qwen3.5-27B", _gdn(48), (48, 16), 2 * 4 * 256, 27),
+        _shape("Qwen3.5-35B-A3B", _gdn(32), (30, 10), 2 * 2 * 256, 35),
+        _shape("Nemotron-3-Nano-4B", _mamba2(96, 80, 8), (21, 4), 2 * 8 * 128, 4),
+        _shape("Nemotron-H-8B", _mamba2(128, 64, 8), (24, 4), 2 * 8 * 128, 8),
+        _shape("Kimi-Linear-48B-A3B", _KDA, (20, 7), 512 + 64, 48),
+        _shape("Mamba-2-2.7B", _mamba2(80, 64, 1), (64, 0), 0, 2.7),
+        _shape("Codestral-Mamba-7B", _mamba2(128, 64, 8), (64, 0), 0, 7),
+    )
+}

@@ -1,0 +1,369 @@
+"""What a request costs in each form of the memory, and how many fit: `plan`, from a configuration alone."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.models.checkpoint import compute_dtype
+from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.memory_shape import MemoryShape, find_shape, from_config
+from jaxbuf.models.qwen3_5_config import Config
+from jaxbuf.recurrence import traffic
+from jaxbuf.recurrence.cursor import init_cursor
+
+type FormName = Literal["recurrent", "buffered", "kv-only", "snapshots"]
+
+INDEX = 4  # bytes of an int32
+WORKSPACE = 10  # a tenth of the memory, unless told
+
+
+@dataclasses.dataclass(frozen=True)
+class FormCost:
+    """What one request costs in one form, in bytes over all layers.
+
+    Attributes:
+      form: "recurrent" (limit 1), "buffered", "kv-only" (no checkpoint), or, to compare with, "snapshots": the design
+        that keeps the state of a request and one more for every draft position, and no ring (without drafts the plain
+        recurrence, in place).
+      context: Tokens of the request: what was asked, or for "kv-only" at most the crossover.
+      limit: Entries from which it folds; None without a ring.
+      ring: Entries of its ring, whole blocks.
+      checkpoints: States held, in all layers.
+      checkpoint_bytes, entry_bytes: Of the states, and of the rings' entries.
+      convolution_bytes: Of the rings of the convolutions' last inputs.
+      kv_bytes: Of the softmax layers' keys and values, whole pages.
+      index_bytes: Of the cursor and the table of pages.
+      fixed_bytes: Null rows, blocks and pages: there once, however many the requests. Not in `request_bytes`.
+      requests: How many fit.
+      state_step_bytes: Checkpoints and entries that a step reads and writes, the mean over a fold cycle: what
+        `Stats.bytes` counts.
+      step_bytes: The same with the convolutions' inputs and the keys and values, at this context. Parameters are not
+        in it (a step reads them at most once, for all requests), nor is what goes in and out of a layer.
+      token_bytes: step_bytes for each token that a step keeps.
+    """
+
+    form: FormName
+    context: int
+    limit: int | None
+    ring: int
+    checkpoints: int
+    checkpoint_bytes: int
+    entry_bytes: int
+    convolution_bytes: int
+    kv_bytes: int
+    index_bytes: int
+    fixed_bytes: int
+    requests: int
+    state_step_bytes: float
+    step_bytes: float
+    token_bytes: float
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """The states and the rings' entries."""
+        return self.checkpoint_bytes + self.entry_bytes
+
+    @property
+    def request_bytes(self) -> int:
+        """All that one more request takes."""
+        return self.recurrent_bytes + self.convolution_bytes + self.kv_bytes + self.index_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What serving a model takes of a memory: `forms` has a `FormCost` for each form.
+
+    Attributes:
+      model: Its name.
+      recurrent_layers, attention_layers: How many there are of each.
+      memory_bytes: What there is.
+      parameter_bytes: Of the parameters, in dtype.
+      nominal_parameters: Whether those are the number in the model's name, for want of a configuration.
+      workspace_bytes: Left for activations, compiled programs and the allocator.
+      context, draft_tokens, accepted, limit, block_size, page_size: As they were asked for.
+      dtype, state_dtype, entry_dtype: Names of the dtypes of the parameters, keys, values and convolution inputs; of
+        the checkpoints; of the rings' entries.
+      best_limit: The limit of the fewest bytes a step, with these drafts.
+      crossover: Entries up to which a request is cheaper without a checkpoint.
+      forms: The costs, "kv-only" third and "snapshots" last.
+    """
+
+    model: str
+    recurrent_layers: int
+    attention_layers: int
+    memory_bytes: int
+    parameter_bytes: int
+    nominal_parameters: bool
+    workspace_bytes: int
+    context: int
+    draft_tokens: int
+    accepted: float
+    limit: int
+    block_size: int
+    page_size: int
+    dtype: str
+    state_dtype: str
+    entry_dtype: str
+    best_limit: int
+    crossover: int
+    forms: tuple[FormCost, ...]
+
+    def __getitem__(self, form: FormName) -> FormCost:
+        return next(cost for cost in self.forms if cost.form == form)
+
+    @property
+    def request_memory_bytes(self) -> int:
+        """What is left for requests; negative if the parameters alone do not fit."""
+        return self.memory_bytes - self.parameter_bytes - self.workspace_bytes
+
+    @property
+    def recurrent_ratio(self) -> float:
+        """Recurrent memory (states and rings) of the design with snapshots over that of the buffered form."""
+        return self["snapshots"].recurrent_bytes / self["buffered"].recurrent_bytes
+
+    @property
+    def request_ratio(self) -> float:
+        """The same of all that a request takes, its keys and values and convolution rings included."""
+        return self["snapshots"].request_bytes / self["buffered"].request_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, the properties too, for JSON."""
+        forms = [
+            dataclasses.asdict(cost) | {"recurrent_bytes": cost.recurrent_bytes, "request_bytes": cost.request_bytes}
+            for cost in self.forms
+        ]
+        properties = ("request_memory_bytes", "recurrent_ratio", "request_ratio")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in properties} | {"forms": forms}
+
+
+def plan(
+    model: str | Path | LanguageModel | Config | MemoryShape,
+    memory_bytes: int,
+    draft_tokens: int = 0,
+    context: int = 8192,
+    *,
+    accepted: float | None = None,
+    limit: int = 16,
+    block_size: int = 8,
+    page_size: int = 16,
+    dtype: str | jnp.dtype | None = None,
+    state_dtype: str | jnp.dtype = "float32",
+    entry_dtype: str | jnp.dtype | None = None,
+    workspace_bytes: int | None = None,
+    parameter_bytes: int | None = None,
+) -> Plan:
+    """Plans the memory of serving: what a request costs in each form, and how many fit. No weights are loaded.
+
+    The bytes are those of the arrays that a cache is made of, to the byte: of the parameters, checkpoints, rings, keys
+    and values, convolution rings and integers. Steps are counted as the algorithm needs, see
+    `jaxbuf.recurrence.traffic`. A drafter's own memory is not counted.
+
+    Args:
+      model: "demo", a directory with a config.json, a Hugging Face id (its config.json alone is fetched), the name of a
+        known shape ("Qwen3-Next-80B-A3B", whether jaxbuf serves it or not), or a loaded model or a configuration.
+      memory_bytes: What there is, of all devices together.
+      draft_tokens: Verified in a step beside the token that the model itself gives.
+      context: Tokens of a request that the softmax layers hold, the drafts among them; rounded up to pages.
+      accepted: Tokens that a step keeps on average, in [1, 1 + draft_tokens]; None: all.
+      limit: Entries of the buffered form.
+      block_size: Entries of a block of the ring.
+      page_size: Tokens of a page of keys and values.
+      dtype: Of the parameters, keys and values: "float32", "bfloat16" or "float16". None: the loaded model's, or what
+        its configuration says, or bfloat16.
+      state_dtype: Of the checkpoints.
+      entry_dtype: Of the rings' entries; None: dtype.
+      workspace_bytes: Left for activations, compiled programs and the allocator; None: a tenth of the memory. It is an
+        allowance, not a measurement.
+      parameter_bytes: Instead of the count, as for quantised weights; None: the configuration's parameters in dtype,
+        for a shape without one the number in its name.
+
+    Raises:
+      FileNotFoundError: No such model; as `jaxbuf.load`.
+      ValueError: A number out of range, an unknown dtype, or a model without recurrent layers.
+
+    Source: KVBuffer, sections 2.2, 3.2 to 3.4.
+    """
+    workspace_bytes = memory_bytes // WORKSPACE if workspace_bytes is None else workspace_bytes
+    for name, value, least in (
+        ("memory_bytes", memory_bytes, 1),
+        ("draft_tokens", draft_tokens, 0),
+        ("context", context, 1),
+        ("limit", limit, 1),
+        ("block_size", block_size, 1),
+        ("page_size", page_size, 1),
+        ("workspace_bytes", workspace_bytes, 0),
+        ("parameter_bytes", parameter_bytes or 0, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    tokens = 1 + draft_tokens
+    accepted = tokens if accepted is None else accepted
+    if not 1 <= accepted <= tokens:
+        raise ValueError(f"accepted must be in [1, 1 + draft_tokens ({tokens})], got {accepted}")
+    shape = _shape(model)
+    if not shape.recurrent_layers:
+        raise ValueError(f"{shape.name} has no recurrent layers: its memory has one form, keys and values")
+    chosen = _dtype("dtype", shape.dtype if dtype is None else dtype)
+    state = _dtype("state_dtype", state_dtype)
+    entry = _dtype("entry_dtype", chosen if entry_dtype is None else entry_dtype)
+
+    parameters = shape.parameter_bytes(chosen) if parameter_bytes is None else parameter_bytes
+    counter = _Counter(shape, tokens, accepted, block_size, page_size, chosen, state, entry)
+    room = memory_bytes - workspace_bytes - parameters
+    spec, dtypes = shape.spec, {"state_dtype": state, "entry_dtype": entry}
+    crossover = traffic.crossover(spec, **dtypes, limit=limit)
+    costs = (
+        counter.ring_form("recurrent", context, 1),
+        counter.ring_form("buffered", context, limit),
+        counter.ring_form("kv-only", min(context, crossover), min(context, crossover)),
+        counter.snapshots(context),
+    )
+    return Plan(
+        model=shape.name,
+        recurrent_layers=shape.recurrent_layers,
+        attention_layers=shape.attention_layers,
+        memory_bytes=memory_bytes,
+        parameter_bytes=parameters,
+        nominal_parameters=parameter_bytes is None and shape.config is None,
+        workspace_bytes=workspace_bytes,
+        context=context,
+        draft_tokens=draft_tokens,
+        accepted=accepted,
+        limit=limit,
+        block_size=block_size,
+        page_size=page_size,
+        dtype=chosen.name,
+        state_dtype=state.name,
+        entry_dtype=entry.name,
+        best_limit=traffic.best_limit(spec, tokens=tokens, accepted=accepted, **dtypes),
+        crossover=crossover,
+        forms=tuple(_fit(cost, room) for cost in costs),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counter:
+    """Counts the bytes of a request, with the settings that all forms share."""
+
+    shape: MemoryShape
+    tokens: int
+    accepted: float
+    block_size: int
+    page_size: int
+    dtype: jnp.dtype
+    state_dtype: jnp.dtype
+    entry_dtype: jnp.dtype
+
+    def ring_form(self, form: FormName, context: int, limit: int) -> FormCost:
+        """A form of our own; "kv-only" without a checkpoint, and with all of its context in the ring."""
+        shape, layers = self.shape, self.shape.recurrent_layers
+        state, entry = traffic.checkpoint_bytes(shape.spec, self.state_dtype), self._entry
+        ring = traffic.ring_entries(limit, self.tokens, self.block_size)
+        if form == "kv-only":
+            step = traffic.kv_only_step_bytes(shape.spec, context, tokens=self.tokens, entry_dtype=self.entry_dtype)
+        else:
+            dtypes = {"state_dtype": self.state_dtype, "entry_dtype": self.entry_dtype}
+            step = traffic.buffered_step_bytes(shape.spec, limit, tokens=self.tokens, accepted=self.accepted, **dtypes)
+        two, one = (_cursor_bytes(slots, limit, self.tokens, self.block_size) for slots in (2, 1))
+        table = INDEX * self._pages(context)
+        null = layers * (state + entry * self.block_size + self._convolution) + self._kv(1) + table
+        return self._cost(
+            form,
+            context,
+            layers * step,
+            limit=limit,
+            ring=ring,
+            checkpoints=0 if form == "kv-only" else layers,
+            entry_bytes=layers * ring * entry,
+            index_bytes=two - one + table,
+            fixed_bytes=null + one - (two - one),
+        )
+
+    def snapshots(self, context: int) -> FormCost:
+        """A state for the request and one for every draft position; of a ring, only the convolution's."""
+        step = traffic.snapshot_step_bytes(self.shape.spec, self.tokens, state_dtype=self.state_dtype)
+        checkpoints, index = self.tokens * self.shape.recurrent_layers, INDEX * (self._pages(context) + self.tokens)
+        return self._cost(
+            "snapshots",
+            context,
+            self.shape.recurrent_layers * step,
+            limit=None,
+            ring=0,
+            checkpoints=checkpoints,
+            entry_bytes=0,
+            index_bytes=index,
+            fixed_bytes=0,
+        )
+
+    def _cost(self, form: FormName, context: int, state_step: float, *, checkpoints: int, **given: Any) -> FormCost:
+        """Adds what is the same in every form: the keys and values, and the convolutions' inputs."""
+        shape = self.shape
+        size, layers = self.dtype.itemsize, shape.recurrent_layers
+        inputs = layers * (shape.convolution_width - 1 + self.tokens) * shape.convolution_channels * size
+        keys_and_values = shape.attention_layers * shape.kv_numbers * size * (context + self.tokens)
+        step = state_step + inputs + keys_and_values
+        return FormCost(
+            form=form,
+            context=context,
+            checkpoints=checkpoints,
+            checkpoint_bytes=checkpoints * traffic.checkpoint_bytes(shape.spec, self.state_dtype),
+            convolution_bytes=layers * self._convolution,
+            kv_bytes=self._kv(self._pages(context)),
+            requests=0,
+            state_step_bytes=state_step,
+            step_bytes=step,
+            token_bytes=step / self.accepted,
+            **given,
+        )
+
+    @property
+    def _entry(self) -> int:
+        return traffic.entry_bytes(self.shape.spec, self.entry_dtype)
+
+    @property
+    def _convolution(self) -> int:
+        """One layer's ring of a slot, see `init_ring`."""
+        rows = self.shape.convolution_width - 1 + self.tokens
+        return rows * self.shape.convolution_channels * self.dtype.itemsize
+
+    def _pages(self, context: int) -> int:
+        return -(-context // self.page_size)
+
+    def _kv(self, pages: int) -> int:
+        """So many pages in every softmax layer, see `init_kv`."""
+        return self.shape.attention_layers * pages * self.page_size * self.shape.kv_numbers * self.dtype.itemsize
+
+
+def _fit(cost: FormCost, room: int) -> FormCost:
+    return dataclasses.replace(cost, requests=max(0, (room - cost.fixed_bytes) // cost.request_bytes))
+
+
+def _cursor_bytes(slots: int, limit: int, max_pending: int, block_size: int) -> int:
+    """Of the real cursor, so that nothing is forgotten; it is never made."""
+    cursor = jax.eval_shape(
+        lambda: init_cursor(slots=slots, limit=limit, max_pending=max_pending, block_size=block_size)
+    )
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cursor))
+
+
+def _shape(model: str | Path | LanguageModel | Config | MemoryShape) -> MemoryShape:
+    if isinstance(model, MemoryShape):
+        return model
+    if isinstance(model, Config):
+        return from_config(model, "config")
+    if isinstance(model, LanguageModel):
+        return from_config(model.config, model.name, jnp.dtype(model.dtype).name)
+    return find_shape(model)
+
+
+def _dtype(name: str, dtype: str | jnp.dtype) -> jnp.dtype:
+    try:
+        found = compute_dtype(dtype)
+    except ValueError as error:
+        raise ValueError(str(error).replace("dtype must", f"{name} must", 1).replace(" or None", "")) from error
+    assert found is not None
+    return found

@@ -1,0 +1,186 @@
+"""A plan's bytes are those of the arrays that a server would make, and it makes none of them."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxbuf
+from jaxbuf.models import memory_shape, qwen3_5
+from jaxbuf.models.memory_shape import NAMED, find_shape
+from jaxbuf.recurrence import traffic
+from jaxbuf.serving.plan import plan
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+MODELS = ["demo", *(str(FIXTURES / name / "checkpoint") for name in ("tied", "untied_mtp", "vision_language"))]
+QWEN_NEXT = "Qwen3-Next-80B-A3B"
+
+
+def tree_bytes(tree) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def cache_bytes(found, *, slots: int, **sizes) -> int:
+    """Of a real cache with the settings of a plan."""
+    settings = {"capacity": found.context, "limit": found.limit, "max_pending": 1 + found.draft_tokens}
+    settings |= {"block_size": found.block_size, "page_size": found.page_size, "dtype": jnp.dtype(found.dtype)}
+    settings |= {"entry_dtype": jnp.dtype(found.entry_dtype), "state_dtype": jnp.dtype(found.state_dtype)} | sizes
+    config = find_shape(found.model).config
+    return tree_bytes(jax.eval_shape(lambda: qwen3_5.init_cache(config, slots=slots, **settings)))
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: Path(model).parts[-2] if "/" in model else model)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_counted_bytes_are_those_of_the_cache(model, dtype, rng):
+    limit, drafts, context = (int(n) for n in rng.integers((1, 0, 1), (40, 9, 500)))
+    block_size, page_size = (int(n) for n in rng.choice([4, 8, 16], 2))
+    sizes = {"limit": limit, "block_size": block_size, "page_size": page_size, "dtype": dtype}
+    dtypes = {"state_dtype": str(rng.choice(["float32", "bfloat16"])), "entry_dtype": rng.choice([None, "float32"])}
+    found = plan(model, 10**9, drafts, context, **sizes, **dtypes)
+    for slots in (1, 7):
+        buffered, recurrent, kv_only = (found[form] for form in ("buffered", "recurrent", "kv-only"))
+        assert buffered.fixed_bytes + slots * buffered.request_bytes == cache_bytes(found, slots=slots)
+        assert recurrent.fixed_bytes + slots * recurrent.request_bytes == cache_bytes(found, slots=slots, limit=1)
+        # A cache has a row for each slot's checkpoint, which a KV-only slot never touches and need not have.
+        rows = slots * recurrent.checkpoint_bytes
+        total = cache_bytes(found, slots=slots, limit=kv_only.limit, capacity=kv_only.context)
+        assert kv_only.fixed_bytes + slots * kv_only.request_bytes + rows == total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_counted_parameters_are_those_that_load_reads(dtype):
+    for model in (MODELS[0], MODELS[1]):
+        assert plan(model, 10**9, dtype=dtype).parameter_bytes == tree_bytes(jaxbuf.load(model, dtype=dtype).model)
+
+
+def test_a_loaded_model_and_its_configuration_have_the_plan_of_its_name():
+    lm = jaxbuf.load("demo", dtype="float32")
+    by_name = plan("demo", 10**9, dtype="float32")
+    assert plan(lm, 10**9) == by_name
+    assert plan(lm.config, 10**9, dtype="float32") == dataclasses.replace(by_name, model="config")
+    assert plan("demo", 10**9).dtype == "bfloat16"  # what its config.json says
+    assert jaxbuf.plan is plan
+
+
+def test_as_many_requests_fit_as_the_memory_has_room_for():
+    found = plan("demo", 50_000_000, 2, 300, workspace_bytes=7_000_000)
+    cost = found["buffered"]
+    assert found.request_memory_bytes == 50_000_000 - 7_000_000 - found.parameter_bytes
+    assert cost.requests > 10
+    room = found.request_memory_bytes
+    assert cache_bytes(found, slots=cost.requests) <= room < cache_bytes(found, slots=cost.requests + 1)
+    assert plan("demo", found.parameter_bytes)["buffered"].requests == 0
+    assert plan("demo", 10**9).workspace_bytes == 10**8
+    assert plan("demo", 10**9, parameter_bytes=5).parameter_bytes == 5
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_qwen3_next_with_4_drafts_takes_4_2_times_less_than_a_state_a_draft(block_size):
+    found = [plan(QWEN_NEXT, 10**12, 4, context, block_size=block_size) for context in (1024, 8192)]
+    assert found[0]["buffered"].ring == {8: 24, 16: 32}[block_size]  # 16 and 5 pending, and 5 more, in whole blocks
+    assert found[0]["snapshots"].checkpoint_bytes == 5 * 72 * 2**20
+    for one in found:
+        assert one.recurrent_ratio >= 4.2
+        assert one.recurrent_ratio > one.request_ratio > 1
+    assert found[0].request_ratio > found[1].request_ratio  # keys and values are the same in both
+    assert found[0].nominal_parameters and found[0].parameter_bytes == 160 * 10**9
+
+
+def test_steps_are_those_of_the_recurrence_in_every_layer():
+    shape = NAMED[QWEN_NEXT]
+    found = plan(QWEN_NEXT, 10**12, 4, 1000, accepted=3, limit=32)
+    sizes = {"tokens": 5, "accepted": 3}
+    states = {
+        "recurrent": traffic.buffered_step_bytes(shape.spec, 1, **sizes),
+        "buffered": traffic.buffered_step_bytes(shape.spec, 32, **sizes),
+        "kv-only": traffic.kv_only_step_bytes(shape.spec, found.crossover, tokens=5),
+        "snapshots": traffic.snapshot_step_bytes(shape.spec, 5),
+    }
+    for cost in found.forms:
+        assert cost.state_step_bytes == 36 * states[cost.form]
+        inputs = 36 * (3 + 5) * 8192 * 2  # the convolutions': 3 read, 5 written
+        kv = 12 * 2 * 2 * 256 * 2 * (cost.context + 5)
+        assert cost.step_bytes == cost.state_step_bytes + inputs + kv
+        assert cost.token_bytes == cost.step_bytes / 3
+    assert found.best_limit == traffic.best_limit(shape.spec, **sizes)
+    assert plan(QWEN_NEXT, 10**12, context=50)["kv-only"].context == 50
+
+
+def test_known_shapes_have_the_states_that_are_known_of_them():
+    states = {
+        QWEN_NEXT: 72,
+        "Qwen3.5-0.8B": 18,
+        "Qwen3.5-2B": 18,
+        "Qwen3.5-4B": 48,
+        "Qwen3.5-27B": 144,
+        "Qwen3.5-35B-A3B": 60,
+        "Nemotron-3-Nano-4B": 78.75,
+        "Nemotron-H-8B": 96,
+        "Kimi-Linear-48B-A3B": 40,
+        "Mamba-2-2.7B": 160,
+        "Codestral-Mamba-7B": 256,
+    }
+    assert {name: plan(name, 10**12)["buffered"].checkpoint_bytes / 2**20 for name in NAMED} == states
+    assert find_shape("mamba-2 2.7b") is NAMED["Mamba-2-2.7B"]
+
+
+def test_a_plan_is_json():
+    found = plan("demo", 10**9, 3)
+    told = json.loads(json.dumps(found.to_dict()))
+    assert told["parameter_bytes"] == found.parameter_bytes
+    assert told["recurrent_ratio"] == found.recurrent_ratio
+    assert [form["request_bytes"] for form in told["forms"]] == [cost.request_bytes for cost in found.forms]
+
+
+def test_of_an_id_only_the_configuration_is_fetched(monkeypatch):
+    asked = []
+
+    def download(*arguments, **options):
+        asked.append((arguments, options))
+        return Path(MODELS[1])
+
+    monkeypatch.setattr(memory_shape, "download", download)
+    found = plan("org/name@v1", 10**9)
+    assert asked == [(("org/name", "v1"), {"files": ("config.json",)})]
+    assert dataclasses.replace(found, model=MODELS[1]) == plan(MODELS[1], 10**9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory_bytes": 0}, "memory_bytes must be at least 1, got 0"),
+        ({"draft_tokens": -1}, "draft_tokens must be at least 0, got -1"),
+        ({"context": 0}, "context must be at least 1, got 0"),
+        ({"limit": 0}, "limit must be at least 1, got 0"),
+        ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"workspace_bytes": -1}, "workspace_bytes must be at least 0, got -1"),
+        ({"draft_tokens": 2, "accepted": 3.5}, r"accepted must be in \[1, 1 \+ draft_tokens \(3\)\], got 3.5"),
+        ({"state_dtype": "int8"}, "state_dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16, got 'float64'"),
+    ],
+)
+def test_an_argument_out_of_range_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan("demo", **({"memory_bytes": 10**9} | arguments))
+
+
+def test_a_model_that_is_not_known_is_an_error_that_says_what_is(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no model 'Qwen3\.5-4': expected .* known shape: Qwen3\.5-4B"):
+        plan("Qwen3.5-4", 10**9)
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        plan(tmp_path, 10**9)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(
+        ValueError, match=r"config\.json: model_type must be .*'gpt2'; the shapes known by name are Qwen3"
+    ):
+        plan(tmp_path, 10**9)
+
+
+def test_a_model_without_recurrent_layers_has_nothing_to_plan():
+    config = find_shape("demo").config
+    with pytest.raises(ValueError, match="config has no recurrent layers"):
+        plan(dataclasses.replace(config, layer_types=("full_attention",)), 10**9)

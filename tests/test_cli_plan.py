@@ -1,0 +1,89 @@
+"""`jaxbuf plan`: a table of what `jaxbuf.plan` finds, or its JSON."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import jaxbuf
+from jaxbuf.cli import app
+from jaxbuf.cli.plan import parse_size
+
+NEXT = "Qwen3-Next-80B-A3B"
+
+
+def invoke(*arguments: str, **options):
+    return CliRunner().invoke(app, ["plan", *arguments], **options)
+
+
+def test_json_is_a_plan_for_each_context():
+    options = ("--memory", "320GB", "--draft-tokens", "4", "--accepted", "2.5", "--limit", "32", "--state-dtype")
+    done = invoke(NEXT, "--json", *options, "bfloat16", "--workspace", "8GiB", "--context", "1000", "--context", "9")
+    assert done.exit_code == 0, done.stderr
+    sizes = {"accepted": 2.5, "limit": 32, "state_dtype": "bfloat16", "workspace_bytes": 8 * 2**30}
+    expected = [jaxbuf.plan(NEXT, 320 * 10**9, 4, context, **sizes).to_dict() for context in (1000, 9)]
+    assert json.loads(done.stdout) == json.loads(json.dumps(expected))
+
+
+def test_the_table_fits_a_terminal_and_compares_at_1k_and_8k():
+    done = invoke(NEXT, "--memory", "320GB", "--draft-tokens", "4", env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    rows = [
+        [cell.strip() for cell in line[1:-1].replace("┃", "│").split("│")] for line in lines if line[:1] in ("│", "┃")
+    ]
+    assert all(len(line) <= 80 for line in lines if line[:1] in ("│", "┃"))
+    headings = [row for row in rows if row[0] == "a request"]
+    assert headings == [["a request", "recurrent", "buffered", "kv-only", "snapshots"]] * 2
+    fits = [row[1:] for row in rows if row[0] == "requests that fit"]
+    plans = [jaxbuf.plan(NEXT, 320 * 10**9, 4, context) for context in (1024, 8192)]
+    assert fits == [[str(cost.requests) for cost in found.forms] for found in plans]
+    assert "4.38 times the recurrent memory of the buffered form (ring of 24 entries)" in done.stdout
+    assert "3.51 times all of it at 1024 tokens" in done.stdout
+    assert "2.00 times all of it at 8192 tokens" in done.stdout
+    assert "160.0 GB parameters (bfloat16, the number in its name)" in done.stdout
+    assert "crossover: up to 188 tokens" in done.stdout
+
+
+def test_a_model_that_does_not_fit_is_said_to():
+    done = invoke(NEXT, "--memory", "80GB", "--context", "1024")
+    assert done.exit_code == 0, done.stderr
+    assert "The parameters and the workspace do not fit." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GB", 80e9), ("80 gib", 80 * 2**30), ("94.5GiB", 94.5 * 2**30), ("141e9", 141e9), ("7", 7), ("1.1TB", 1.1e12)],
+)
+def test_sizes_have_units(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "3x", "-1", "1.2.3GB", "80 GB!"])
+def test_what_is_no_size_is_an_error_that_shows_one(text):
+    with pytest.raises(typer.BadParameter, match="80GB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no-such-model",), "no-such-model"),
+        (("demo", "--draft-tokens", "2", "--accepted", "4"), "accepted must be in"),
+        (("demo", "--dtype", "float7"), "float7"),
+    ],
+)
+def test_an_error_is_one_line(arguments, message):
+    done = invoke(*arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_help_teaches_with_examples():
+    text = invoke("--help", env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).stdout
+    options = ("--memory", "--draft-tokens", "--accepted", "--context", "--limit", "--state-dtype", "--json")
+    assert all(option in text for option in options)
+    assert f"jaxbuf plan {NEXT} --memory 320GB --draft-tokens 4" in text
+    assert all(form in text for form in ("recurrent", "buffered", "kv-only", "snapshots"))
