@@ -1,19 +1,33 @@
 """The recurrence chunk by chunk: parallel inside a chunk, for prefill and training.
 
-Inside a chunk that starts from state S, with G_t the sum of log_decay up to t and D_ts = exp(sum over (s, t]):
+Inside a chunk that starts from state S, with G_t the sum of log_decay up to t and D_ts = exp(sum over (s, t]), which
+is a number a head or, with decay="channel", diagonal:
 
-    u_t = beta_t (v_t − e^{G_t} S k_t − Σ_{s<t} D_ts (k_t·k_s) u_s)      one unit triangular system a head
-    o_t = e^{G_t} S q_t + Σ_{s≤t} D_ts (q_t·k_s) u_s
-    S'  = e^{G_C} S + Σ_s D_Cs u_s ⊗ k_s
+    u_t = beta_t (v_t − S e^{G_t} k_t − Σ_{s<t} (k_t · D_ts k_s) u_s)      one unit triangular system a head
+    o_t = S e^{G_t} q_t + Σ_{s≤t} (q_t · D_ts k_s) u_s
+    S'  = S e^{G_C} + Σ_s u_s ⊗ D_Cs k_s
 
-The system's matrix does not contain S, so every chunk's is solved at once and only three products a chunk are serial.
+The system's matrix does not contain S, so that the chunks of a segment are solved at once, by products of matrices,
+and only two products a chunk are serial. Differentiation keeps a segment's inputs and the state it starts from, and
+computes what lies between once more.
 """
+
+from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxbuf.recurrence.recurrent import HIGHEST, real_positions
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs
+
+# Tokens of a row that are worked on at once: enough to fill a device, few enough that memory stays small.
+SEGMENT = 1024
+# Triangular blocks of up to this size are inverted whole; larger ones from halves.
+BLOCK = 16
+
+einsum = partial(jnp.einsum, precision=HIGHEST)
+matmul = partial(jnp.matmul, precision=HIGHEST)
 
 
 def chunked(
@@ -32,10 +46,12 @@ def chunked(
 ) -> tuple[Array, Array] | tuple[Array, Array, Array]:
     """Computes what `recurrent` computes, `chunk_size` tokens at a time. Differentiable; memory is linear in time.
 
+    No decay is too strong: every weight is a product of factors at most 1, -inf included.
+
     Args:
-      spec: The family; decay="channel" is not served by this form yet.
+      spec: The family.
       state, q, k, v, log_decay, beta, lengths: As in `recurrent`.
-      chunk_size: Tokens solved together; the cost inside a chunk grows with its square.
+      chunk_size: Tokens solved together, rounded up to a power of two; the cost inside a chunk grows with its square.
       return_updates: Also return u, what each token adds to the state (zero past `lengths`).
       implementation: "auto" or "xla".
 
@@ -44,9 +60,10 @@ def chunked(
       return_updates u f32 [batch, time, heads, value_dim].
 
     Raises:
-      ValueError: An argument's shape or dtype does not fit `spec`, chunk_size is below 1, or decay="channel".
+      ValueError: An argument's shape or dtype does not fit `spec`, or chunk_size is below 1.
 
-    Source: Yang et al., Gated Delta Networks (2024), section 3.3; KVBuffer, eq. 15.
+    Source: Yang et al., Gated Delta Networks (2024), section 3.3; Kimi Team, Kimi Linear (2025), section 3; KVBuffer,
+    eq. 15.
     """
     check_implementation("chunked", implementation)
     out, state, updates = solve_chunks(spec, state, q, k, v, log_decay, beta, chunk_size=chunk_size, lengths=lengths)
@@ -68,68 +85,159 @@ def solve_chunks(
 ) -> tuple[Array, Array, Array]:
     """`chunked` with its updates; arguments and errors as there."""
     check_inputs(spec, q, k, v, log_decay, beta)
-    if spec.decay == "channel":
-        raise ValueError('decay="channel" is not served by chunked yet, use recurrent; expected "none" or "head"')
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     batch, time = v.shape[:2]
-    size = min(chunk_size, max(time, 1))
-    chunks = -(-time // size)
-    real = real_positions(batch, time, lengths)
-    dtype, groups = v.dtype, (spec.key_heads, spec.group)
+    size = 1 << (min(chunk_size, max(time, 1)) - 1).bit_length()
+    total = -(-time // size)
+    segments = max(1, -(-total // max(1, SEGMENT // size)))
+    chunks = -(-total // segments)
+    padding = segments * chunks * size - time
+    real = real_positions(batch, time, lengths)[..., None, None]
 
-    def split(x, *head):
-        """f32 [batch, time, heads.., d..] -> [chunks, batch, *head, size, d..]; dead positions become zeros."""
-        x = jnp.where(jnp.reshape(real, real.shape + (1,) * (x.ndim - 2)), x.astype(jnp.float32), 0.0)
-        x = jnp.pad(x, [(0, 0), (0, chunks * size - time)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(batch, chunks, size, *head, *x.shape[3:])
-        return jnp.moveaxis(jnp.moveaxis(x, 2, 2 + len(head)), 1, 0)
-
-    zero = jnp.zeros((batch, time, spec.heads), jnp.float32)
-    q, k = split(q, spec.key_heads), split(k, spec.key_heads)  # [n, b, g, c, key_dim]
-    v = split(v, *groups)  # [n, b, g, r, c, value_dim]
-    log_decay = split(zero if log_decay is None else log_decay, *groups)  # [n, b, g, r, c]
-    beta = split(zero + 1.0 if beta is None else beta, *groups)
-
-    pair = segment_decay(log_decay)  # D_ts, zero above the diagonal
-    since_start = jnp.exp(jnp.cumsum(log_decay, axis=-1))  # e^{G_t}
-    to_end = pair[..., -1, :]  # D_Cs
-    if spec.delta:
-        keys = jnp.einsum("nbgtd,nbgsd->nbgts", k, k, precision=HIGHEST)[:, :, :, None]
-        matrix = jnp.where(
-            lower(size, pair.ndim, -1), beta[..., None] * pair * keys, 0.0
-        )  # the solver adds the diagonal
-        recalled = (beta * since_start)[..., None] * k[:, :, :, None]
-        right = jnp.concatenate([beta[..., None] * v, recalled], axis=-1)
-        solved = jax.lax.linalg.triangular_solve(matrix, right, left_side=True, lower=True, unit_diagonal=True)
-        value, recall = jnp.split(solved, [spec.value_dim], axis=-1)
-    else:
-        value, recall = beta[..., None] * v, None
-    weights = pair * jnp.einsum("nbgtd,nbgsd->nbgts", q, k, precision=HIGHEST)[:, :, :, None]
-
-    def chunk(state, inputs):
-        q, k, value, recall, weights, since_start, to_end = inputs
-        update = value
-        if recall is not None:
-            update = value - jnp.einsum("bgrtd,bgrvd->bgrtv", recall, state, precision=HIGHEST)
-        carried = jnp.einsum("bgtd,bgrvd->bgrtv", q, state, precision=HIGHEST)
-        out = since_start[..., None] * carried + jnp.einsum("bgrts,bgrsv->bgrtv", weights, update, precision=HIGHEST)
-        added = jnp.einsum("bgrsv,bgsd->bgrvd", to_end[..., None] * update, k, precision=HIGHEST)
-        return since_start[..., -1][..., None, None] * state + added, (out, update)
-
-    grouped = (batch, *groups, spec.value_dim, spec.key_dim)
-    state = jnp.zeros(grouped, jnp.float32) if state is None else state.astype(jnp.float32).reshape(grouped)
-    state, (out, update) = jax.lax.scan(chunk, state, (q, k, value, recall, weights, since_start, to_end))
+    def split(x, *heads):
+        """[batch, time, heads, d] -> [segments, chunks, batch, *heads, size, d]; dead positions become zeros."""
+        x = jnp.pad(jnp.where(real, x, jnp.zeros_like(x)), [(0, 0), (0, padding), (0, 0), (0, 0)])
+        x = x.reshape(batch, segments, chunks, size, *heads, x.shape[-1])
+        return jnp.moveaxis(x, (1, 2, 0, 3), (0, 1, 2, -2))
 
     def join(x):
-        """[chunks, batch, key_heads, group, size, d] -> [batch, time, heads, d]."""
-        x = jnp.moveaxis(jnp.moveaxis(x, 0, 1), 4, 2)
-        return x.reshape(batch, chunks * size, spec.heads, spec.value_dim)[:, :time]
+        """[segments, chunks, batch, key_heads, group, size, d] -> [batch, time, heads, d]."""
+        x = jnp.moveaxis(x, (2, -2), (0, 3))
+        return x.reshape(batch, time + padding, spec.heads, spec.value_dim)[:, :time]
 
-    return join(out).astype(dtype), state.reshape(batch, *spec.state_shape), join(update)
+    gate = (batch, time, spec.heads, 1)
+    beta = jnp.ones(gate, jnp.float32) if beta is None else beta[..., None]
+    if log_decay is None:
+        log_decay = jnp.zeros(gate, jnp.float32)
+    elif spec.decay == "head":
+        log_decay = log_decay[..., None]
+    groups = (spec.key_heads, spec.group)
+    inputs = *(split(x, spec.key_heads, 1) for x in (q, k)), *(split(x, *groups) for x in (v, log_decay, beta))
+    grouped = (batch, *groups, spec.value_dim, spec.key_dim)
+    state = jnp.zeros(grouped, jnp.float32) if state is None else state.astype(jnp.float32).reshape(grouped)
+    segment = jax.checkpoint(partial(_segment, spec), prevent_cse=False)
+    state, (out, updates) = jax.lax.scan(segment, state, inputs)
+    return join(out).astype(v.dtype), state.reshape(batch, *spec.state_shape), join(updates)
 
 
-def segment_decay(log_decay: Array) -> Array:
+def _segment(spec: RecurrenceSpec, state: Array, inputs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+    """The chunks of one segment.
+
+    Args:
+      state: f32 [batch, key_heads, group, value_dim, key_dim].
+      inputs: q, k [chunks, batch, key_heads, 1, size, key_dim], and with group in place of the 1: v [..., value_dim],
+        log_decay [..., 1 or key_dim], beta [..., 1].
+
+    Returns:
+      The state after it; out and u, in v's shape.
+    """
+    q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in inputs)
+    pairs = _channel_pairs if spec.decay == "channel" else _head_pairs
+    (attend, *overlap), since_start, to_end = pairs((q, k) if spec.delta else (q,), k, log_decay)
+    query, key, total = since_start * q, to_end * k, since_start[..., -1:, :]
+    value, recall = beta * v, None
+    if spec.delta:
+        inverse = unit_lower_inverse(beta * overlap[0])
+        value, recall = matmul(inverse, value), matmul(inverse, beta * since_start * k)
+
+    def chunk(state, inputs):
+        value, recall, key, total = inputs
+        update = value if recall is None else value - einsum("...td,...vd->...tv", recall, state)
+        return total * state + einsum("...sv,...sd->...vd", update, key), (state, update)
+
+    state, (starts, update) = jax.lax.scan(chunk, state, (value, recall, key, total))
+    out = einsum("...td,...vd->...tv", query, starts) + matmul(attend, update)
+    return state, (out, update)
+
+
+def _head_pairs(rows: Sequence[Array], keys: Array, log_decay: Array) -> tuple[list[Array], Array, Array]:
+    """Products of rows and keys across the decay between them, where that is one number a head.
+
+    Args:
+      rows: Arrays like keys.
+      keys: [..., size, d].
+      log_decay: [..., size, 1].
+
+    Returns:
+      For each of the rows, row_t · D_ts key_s [..., size, size], 0 for s > t; then e^{G_t} and D_Cs [..., size, 1].
+    """
+    decay = decay_between(log_decay[..., 0])
+    since_start = jnp.exp(log_decay[..., :1, :]) * decay[..., :1]
+    products = [decay * einsum("...td,...sd->...ts", x, keys) for x in rows]
+    return products, since_start, jnp.swapaxes(decay[..., -1:, :], -1, -2)
+
+
+def _channel_pairs(rows: Sequence[Array], keys: Array, log_decay: Array) -> tuple[list[Array], Array, Array]:
+    """`_head_pairs` where every channel has a decay of its own, log_decay [..., size, d].
+
+    Blocks on the diagonal grow from one token to all of them, by doubling: from s in a left half to t in the right half
+    beside it, the decay is that from s to the boundary times that from the boundary to t. Both factors are at most 1,
+    so one matrix product gives all these pairs, and the sums that they come from only ever add terms of one sign.
+    """
+    to_here, from_here = log_decay, jnp.zeros_like(log_decay)  # sums from the token's block's start, and to its end
+    products = [jnp.broadcast_to(jnp.sum(x * keys, -1), log_decay.shape[:-1])[..., None, None] for x in rows]
+    for width in (1 << level for level in range(keys.shape[-2].bit_length() - 1)):
+        (here_left, here_right), (end_left, end_right) = _halves(to_here, width), _halves(from_here, width)
+        until = jnp.exp(end_left) * _halves(keys, width)[0]
+        for i, x in enumerate(rows):
+            since = jnp.exp(here_right) * _halves(x, width)[1]
+            corner = einsum("...td,...sd->...ts", since, until)
+            products[i] = _joined(products[i][..., ::2, :, :], corner, products[i][..., 1::2, :, :])
+        whole_left, whole_right = here_left[..., -1:, :], here_right[..., -1:, :]
+        to_here = jnp.stack([here_left, whole_left + here_right], -3).reshape(log_decay.shape)
+        from_here = jnp.stack([end_left + whole_right, end_right], -3).reshape(log_decay.shape)
+    return [x[..., 0, :, :] for x in products], jnp.exp(to_here), jnp.exp(from_here)
+
+
+@jax.custom_jvp
+def unit_lower_inverse(matrix: Array) -> Array:
+    """The inverse of a unit lower triangular matrix, by matrix products alone.
+
+    Both halves of the diagonal are inverted first; the corner is then −D⁻¹ C A⁻¹. Every step is an exact elimination,
+    so that the error is that of forward substitution (a series in powers of the matrix would cancel), and unlike a
+    triangular solve it does not go through a library of the CPU, whose threads wait for those of XLA.
+
+    Args:
+      matrix: f32 [..., size, size], size a power of two; only what is below the diagonal is read.
+
+    Returns:
+      [..., size, size].
+    """
+    size, leading = matrix.shape[-1], (1,) * (matrix.ndim - 2)
+    if size > BLOCK:
+        half = size // 2
+        left, right = unit_lower_inverse(jnp.stack([matrix[..., :half, :half], matrix[..., half:, half:]]))
+        return _joined(left, -matmul(right, matmul(matrix[..., half:, :half], left)), right)
+    identity = jnp.eye(size, dtype=matrix.dtype)
+    inverse = jnp.broadcast_to(identity.reshape(*leading, size, size), matrix.shape)
+    for width in (1 << level for level in range(size.bit_length() - 1)):
+        block = jnp.arange(size) // width
+        corners = (block[:, None] == block[None] + 1) & (block[None] % 2 == 0)
+        corners = jnp.where(corners.reshape(*leading, size, size), matrix, 0.0)
+        inverse -= corners if width == 1 else matmul(inverse, matmul(corners, inverse))
+    return inverse
+
+
+@unit_lower_inverse.defjvp
+def _(primals, tangents):
+    inverse = unit_lower_inverse(*primals)
+    return inverse, -matmul(inverse, matmul(jnp.tril(tangents[0], -1), inverse))
+
+
+def _halves(x: Array, width: int) -> tuple[Array, Array]:
+    """[..., size, d] -> left and right halves [..., size / (2 width), width, d] of the blocks of 2 width."""
+    x = x.reshape(*x.shape[:-2], -1, 2, width, x.shape[-1])
+    return x[..., 0, :, :], x[..., 1, :, :]
+
+
+def _joined(left: Array, corner: Array, right: Array) -> Array:
+    """The block lower triangular matrix [[left, 0], [corner, right]]."""
+    top = jnp.concatenate([left, jnp.zeros_like(corner)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([corner, right], axis=-1)], axis=-2)
+
+
+def decay_between(log_decay: Array) -> Array:
     """[..., c] -> [..., c, c]: at (t, s) exp of the sum of log_decay over (s, t], and 0 for s > t.
 
     The sums run from s itself, so that no difference of two long cumulative sums is ever taken; they are masked before

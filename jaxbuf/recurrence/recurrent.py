@@ -45,7 +45,7 @@ def recurrent(
     state = jnp.zeros((batch, *spec.state_shape), jnp.float32) if state is None else state.astype(jnp.float32)
 
     def token(state, inputs):
-        q, k, v, log_decay, beta, real = inputs
+        q, k, v, log_decay, beta = inputs
         decayed = state
         if log_decay is not None:
             per_head = log_decay[..., None, None] if spec.decay == "head" else log_decay[..., None, :]
@@ -55,16 +55,17 @@ def recurrent(
             update = v - jnp.einsum("bhvd,bhd->bhv", decayed, k, precision=HIGHEST)
         if beta is not None:
             update = beta[..., None] * update
-        new = decayed + update[..., :, None] * k[..., None, :]
-        out = jnp.einsum("bhvd,bhd->bhv", new, q, precision=HIGHEST)
-        keep = real[:, None, None]
-        return jnp.where(keep[..., None], new, state), jnp.where(keep, out, jnp.zeros_like(out))
+        state = decayed + update[..., :, None] * k[..., None, :]
+        return state, jnp.einsum("bhvd,bhd->bhv", state, q, precision=HIGHEST)
 
     def by_time(x):
-        return None if x is None else jnp.moveaxis(x, 1, 0)
+        """[batch, time, ...] -> [time, batch, ...]; zeros in dead positions, which leave the state as it is."""
+        if x is None:
+            return None
+        return jnp.moveaxis(jnp.where(real.reshape(batch, time, *(1,) * (x.ndim - 2)), x, jnp.zeros_like(x)), 1, 0)
 
-    wide = [by_time(x) for x in (per_head_keys(spec, q), per_head_keys(spec, k), v.astype(jnp.float32))]
-    state, out = jax.lax.scan(token, state, (*wide, by_time(log_decay), by_time(beta), by_time(real)))
+    inputs = per_head_keys(spec, q), per_head_keys(spec, k), v.astype(jnp.float32), log_decay, beta
+    state, out = jax.lax.scan(token, state, [by_time(x) for x in inputs])
     return jnp.moveaxis(out, 0, 1).astype(v.dtype), state
 
 

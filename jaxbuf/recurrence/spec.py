@@ -24,7 +24,15 @@ class RecurrenceSpec:
       decay: "none", one number a head ("head"), or one a head and key channel ("channel").
       delta: Whether the update subtracts what the state already recalls for k.
 
-    Gated DeltaNet is `decay="head", delta=True`.
+    The families, by what they set (`beta` is the write strength in all of them, None means 1):
+
+        linear attention          decay="none",    delta=False   unnormalised; a normaliser is a column of ones in v
+        retention, lightning      decay="head",    delta=False   log_decay a constant per head
+        Mamba-2                   decay="head",    delta=False   q=C, k=B, v=x, beta=dt, log_decay=A·dt; D·x outside
+        gated linear attention    decay="channel", delta=False
+        DeltaNet                  decay="none",    delta=True
+        Gated DeltaNet            decay="head",    delta=True    the default
+        Kimi Delta Attention      decay="channel", delta=True
 
     Raises:
       ValueError: A size below 1, heads that key_heads does not divide, or an unknown decay.
