@@ -5,9 +5,12 @@ tokens. Nothing here assumes an order of the pages or that a page has one owner:
 
 The committed length of a slot is its caller's integer: rejected drafts are rolled back by a smaller `start`, and rows
 past it are dead. Dead rows are selected away in the scores and in the values, so a NaN left there reaches nobody.
+
+Trees of tokens, shared pages and forks are integers too: see `pages.py`.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ import numpy as np
 
 from jaxbuf.attention.causal import MASKED, split_heads
 from jaxbuf.attention.contraction import contract
+from jaxbuf.attention.pages import places
 
 type Array = jax.Array
 
@@ -61,7 +65,17 @@ def init_kv(*, pages: int, kv_heads: int, head_dim: int, dtype: jnp.dtype, page_
     return PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def append(kv: PagedKV, table: Array, k: Array, v: Array, *, slots: Array, start: Array, lengths: Array) -> PagedKV:
+def append(
+    kv: PagedKV,
+    table: Array,
+    k: Array,
+    v: Array,
+    *,
+    slots: Array,
+    start: Array,
+    lengths: Array,
+    order: Array | None = None,
+) -> PagedKV:
     """Writes the keys and values of positions start .. start + lengths - 1 of each row's slot.
 
     Args:
@@ -71,6 +85,8 @@ def append(kv: PagedKV, table: Array, k: Array, v: Array, *, slots: Array, start
       slots: int32 [rows], physical slots; the null slot 0 writes nothing.
       start: int32 [rows].
       lengths: int32 [rows], how many of the time positions are real.
+      order: int32 [slots + 1, max_pending], the places of each slot's next tokens, from `pages.init_order`; None:
+        position p lies at place p.
 
     Raises:
       ValueError: A shape that does not fit.
@@ -79,7 +95,7 @@ def append(kv: PagedKV, table: Array, k: Array, v: Array, *, slots: Array, start
     _check_rows(kv, rows, k.shape[2:], slots=slots, start=start, lengths=lengths)
     pages, page_size = kv.keys.shape[:2]
     offsets = jnp.arange(time, dtype=jnp.int32)[None]
-    positions = start[:, None] + offsets
+    positions = places(order, slots, start, time)
     index = jnp.minimum(positions // page_size, table.shape[1] - 1)
     page = jnp.where((slots > 0)[:, None], table[slots[:, None], index], 0)
     real = (offsets < lengths[:, None]) & (positions < table.shape[1] * page_size) & (page > 0)
@@ -92,7 +108,24 @@ def append(kv: PagedKV, table: Array, k: Array, v: Array, *, slots: Array, start
     return PagedKV(write(kv.keys, k), write(kv.values, v))
 
 
-def attend(q: Array, kv: PagedKV, table: Array, *, slots: Array, start: Array, lengths: Array | None = None) -> Array:
+def fork(kv: PagedKV, copies: tuple[Array, Array]) -> PagedKV:
+    """One layer's part of a fork: pages copies[0] are copied to copies[1] (past the pool: not), all read before any is
+    written."""
+    read, written = copies
+    return PagedKV(*(x.at[written].set(x[read], mode="drop") for x in (kv.keys, kv.values)))
+
+
+def attend(
+    q: Array,
+    kv: PagedKV,
+    table: Array,
+    *,
+    slots: Array,
+    start: Array,
+    lengths: Array | None = None,
+    order: Array | None = None,
+    ancestors: Array | None = None,
+) -> Array:
     """Softmax attention of each row's queries over its slot's tokens up to and including the query's own.
 
     The pages are read in blocks, as many as the longest row needs, and summed by an online softmax: the work follows
@@ -105,6 +138,9 @@ def attend(q: Array, kv: PagedKV, table: Array, *, slots: Array, start: Array, l
       slots: int32 [rows], physical slots; the null slot 0 gives zeros.
       start: int32 [rows].
       lengths: int32 [rows], how many of the queries are real; None: all. The others give finite values.
+      order: As in `append`.
+      ancestors: bool [rows, time, time], for a tree: at (i, j) whether query i sees the key of query j, its own
+        included; all see what was committed. None: each sees those before.
 
     Returns:
       out [rows, time, heads, head_dim] in q's dtype; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
@@ -120,36 +156,80 @@ def attend(q: Array, kv: PagedKV, table: Array, *, slots: Array, start: Array, l
     grouped = split_heads(q, kv.keys.shape[2])
     end = jnp.minimum(start + lengths, table.shape[1] * kv.keys.shape[1])
     end = jnp.where((slots > 0) & (lengths > 0), end, 0)  # where nothing is asked, nothing is read
-    if time <= BLOCK:
-        return _attend_block(grouped, kv, table[slots], start, end).reshape(q.shape)
+    row = _Row(table[slots], start, end, None if order is None else order[slots], ancestors)
+    if time <= BLOCK or ancestors is not None:
+        return _attend_block(grouped, kv, row, start).reshape(q.shape)
     blocks = -(-time // BLOCK)
     grouped = jnp.pad(grouped, ((0, 0), (0, blocks * BLOCK - time), *((0, 0),) * 3))
     grouped = jnp.moveaxis(grouped.reshape(rows, blocks, BLOCK, *grouped.shape[2:]), 1, 0)
     first = start[None] + BLOCK * jnp.arange(blocks, dtype=jnp.int32)[:, None]
-    out = jax.lax.map(lambda block: _attend_block(block[0], kv, table[slots], block[1], end), (grouped, first))
+    out = jax.lax.map(lambda block: _attend_block(block[0], kv, row, block[1]), (grouped, first))
     return jnp.moveaxis(out, 0, 1).reshape(rows, blocks * BLOCK, *q.shape[2:])[:, :time]
 
 
-def _attend_block(q: Array, kv: PagedKV, table: Array, first: Array, end: Array) -> Array:
+class _Row(NamedTuple):
+    """What each row's queries may see: positions below `end` of the slot whose first new token has position `start`.
+
+    table int32 [rows, max_pages]; start, end int32 [rows]; order int32 [rows, max_pending] or None; ancestors bool
+    [rows, time, time] or None, as in `attend`.
+    """
+
+    table: Array
+    start: Array
+    end: Array
+    order: Array | None
+    ancestors: Array | None
+
+    def positions(self, place: Array) -> Array:
+        """int32 [1 or rows, span]: the position of the token at each place (int32 [span]).
+
+        With an order, all committed tokens give start - 1.
+        """
+        place = place[None]
+        if self.order is None:
+            return place
+        listed = self.order.shape[1]
+        offset = jnp.arange(listed, dtype=jnp.int32)[None, None]
+        found = jnp.max(jnp.where(place[..., None] == self.order[:, None], offset, -1), axis=2)
+        start = self.start[:, None]
+        return jnp.where(found >= 0, start + found, jnp.where(place < start + listed, start - 1, place))
+
+    def reach(self, last: Array) -> Array:
+        """int32 [rows]: places from there on hold nothing that a query at a position below `last` sees."""
+        seen = jnp.minimum(self.end, last)
+        if self.order is None:
+            return seen
+        return jnp.where(self.end > 0, jnp.maximum(seen, self.start + self.order.shape[1]), 0)
+
+    def visible(self, position: Array, query: Array) -> Array:
+        """bool [rows, time, span]: which keys at `position` (int32 [1 or rows, span]) each `query` position sees."""
+        if self.ancestors is None:
+            return position[:, None] <= query[..., None]
+        rows, time = query.shape
+        offset = position - self.start[:, None]
+        on_path = jnp.broadcast_to(jnp.clip(offset, 0, time - 1)[:, None], (rows, time, offset.shape[1]))
+        return (offset < 0)[:, None] | jnp.take_along_axis(self.ancestors, on_path, axis=2)
+
+
+def _attend_block(q: Array, kv: PagedKV, row: _Row, first: Array) -> Array:
     """One block of queries over all keys that any of them sees.
 
-    q [rows, time, kv_heads, group, head_dim], positions from `first` (int32 [rows]) on; table int32 [rows, max_pages];
-    positions from `end` (int32 [rows]) on are dead. The result is like q.
+    q [rows, time, kv_heads, group, head_dim], positions from `first` (int32 [rows]) on. The result is like q.
     """
     rows, time, kv_heads, group, head_dim = q.shape
     page_size = kv.keys.shape[1]
     pages = max(1, BLOCK // page_size)  # of one block
     span = pages * page_size
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)))
+    table = jnp.pad(row.table, ((0, 0), (0, -row.table.shape[1] % pages)))
     query = first[:, None] + jnp.arange(time, dtype=jnp.int32)[None]
 
     def add_block(i, carry):
         highest, total, out = carry
         page = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
         k, v = (x[page].reshape(rows, span, kv_heads, head_dim).astype(q.dtype) for x in (kv.keys, kv.values))
-        position = i * span + jnp.arange(span, dtype=jnp.int32)
-        live = (position[None] < end[:, None]) & (jnp.repeat(page, page_size, axis=1) > 0)
-        visible = (live[:, None] & (position[None, None] <= query[..., None]))[:, None, None]
+        position = row.positions(i * span + jnp.arange(span, dtype=jnp.int32))
+        live = (position < row.end[:, None]) & (jnp.repeat(page, page_size, axis=1) > 0)
+        visible = (live[:, None] & row.visible(position, query))[:, None, None]
         scores = contract("btkgd,bskd->bkgts", q, k)
         scores = jnp.where(visible, scores * head_dim**-0.5, MASKED)
         before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=-1))
@@ -162,7 +242,7 @@ def _attend_block(q: Array, kv: PagedKV, table: Array, first: Array, end: Array)
 
     shape = (rows, kv_heads, group, time)
     empty = (jnp.full(shape, MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
-    reach = jnp.max(jnp.minimum(end, first + time))
+    reach = jnp.minimum(jnp.max(row.reach(first + time)), table.shape[1] * page_size)
     _, total, out = jax.lax.fori_loop(0, (reach + span - 1) // span, add_block, empty)
     out = out / jnp.maximum(total, 1.0)[..., None]  # the best key weighs 1; without any key, 0 / 1
     return jnp.moveaxis(out, 3, 1).astype(q.dtype)

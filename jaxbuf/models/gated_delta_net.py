@@ -1,7 +1,7 @@
 """The Gated DeltaNet layer: one forward, whatever memory it runs on.
 
-Projections, gates, normalisation and the gated output norm stand here once. What differs between training, prefill and
-decoding is where the convolution's past and the recurrent state live: two functions that the caller hands in.
+The order of its parts stands here once. What differs between training, prefill and decoding is where the convolution's
+past and the recurrent state live: two functions that the caller hands in.
 """
 
 import math
@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbuf.models.layers import Initializer, l2_normalise, linear, linear_float32, ones, parameter, rms_norm
+from jaxbuf.models.layers import Initializer, linear, linear_float32, ones, parameter
+from jaxbuf.recurrence.gated_norm import gated_norm
+from jaxbuf.recurrence.prepare import Inputs, Weights
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
 type Array = jax.Array
-type Convolve = Callable[[Array, Array], tuple[Array, Any]]
+type Prepare = Callable[[RecurrenceSpec, Weights, Array, Array, Array], tuple[Inputs, Any]]
 type Recur = Callable[[RecurrenceSpec, Array, Array, Array, Array, Array], tuple[Array, Any]]
 
 
@@ -61,55 +63,32 @@ class GatedDeltaNet(nnx.Module):
 
 
 def gated_delta_net(
-    layer: GatedDeltaNet, x: Array, *, convolve: Convolve, recur: Recur
+    layer: GatedDeltaNet, x: Array, *, prepare: Prepare, recur: Recur, implementation: str = "auto"
 ) -> tuple[Array, tuple[Any, Any]]:
     """Applies the layer.
 
     Args:
       layer: Its parameters.
       x: [batch, time, hidden].
-      convolve: (qkv [batch, time, channels], weight [channels, width]) -> (the same shape before the activation, its
-        memory).
+      prepare: (spec, weights, qkv, a, b) -> (the recurrence's inputs, the convolution's memory), see
+        `jaxbuf.recurrence.prepare`.
       recur: (spec, q, k, v, log_decay, beta) -> (out [batch, time, heads, value_dim], its memory).
+      implementation: Of `gated_norm`; only "xla" has a gradient.
 
     Returns:
       [batch, time, hidden] in x's dtype, and the two memories (convolution's, recurrence's).
 
     Source: Yang et al., Gated Delta Networks (2024), section 3.4, as Qwen3.5 has it.
     """
-    spec = layer.spec
     with jax.named_scope("projections"):
-        mixed = linear(x, layer.in_proj_qkv)
-        z = linear(x, layer.in_proj_z)
-        log_decay, beta = gates(layer, x)
-    with jax.named_scope("convolution"):
-        mixed, ring = convolve(mixed, layer.conv1d[...])
-        q, k, v = _split_heads(spec, jax.nn.silu(mixed))
-        q, k = l2_normalise(q, scale=spec.key_dim**-0.5), l2_normalise(k)
-    out, memory = recur(spec, q, k, v, log_decay, beta)
+        qkv, z = linear(x, layer.in_proj_qkv), linear(x, layer.in_proj_z)
+        a, b = linear_float32(x, layer.in_proj_a), linear_float32(x, layer.in_proj_b)
+    weights = Weights(layer.conv1d[...], layer.A_log[...], layer.dt_bias[...])
+    inputs, ring = prepare(layer.spec, weights, qkv, a, b)
+    out, memory = recur(layer.spec, *inputs)
+    out = gated_norm(out, z, layer.norm[...], eps=layer.eps, implementation=implementation)
     with jax.named_scope("output"):
-        return _gated_output(layer, out, z), (ring, memory)
-
-
-def gates(layer: GatedDeltaNet, x: Array) -> tuple[Array, Array]:
-    """log_decay = -exp(A_log) · softplus(a + dt_bias) and beta = sigmoid(b), f32 [batch, time, heads]."""
-    a, b = linear_float32(x, layer.in_proj_a), linear_float32(x, layer.in_proj_b)
-    rate, bias = jnp.exp(layer.A_log[...]), layer.dt_bias[...]
-    return -rate[None, None] * jax.nn.softplus(a + bias[None, None]), jax.nn.sigmoid(b)
-
-
-def _split_heads(spec: RecurrenceSpec, mixed: Array) -> tuple[Array, Array, Array]:
-    keys = spec.key_heads * spec.key_dim
-    q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
-    head = (*mixed.shape[:2], spec.key_heads, spec.key_dim)
-    return q.reshape(head), k.reshape(head), v.reshape(*mixed.shape[:2], spec.heads, spec.value_dim)
-
-
-def _gated_output(layer: GatedDeltaNet, out: Array, z: Array) -> Array:
-    gate = jax.nn.silu(z.astype(jnp.float32)).reshape(out.shape)
-    out = rms_norm(out, layer.norm, eps=layer.eps, offset=0.0)
-    out = (out.astype(jnp.float32) * gate).astype(z.dtype)
-    return linear(out.reshape(z.shape), layer.out_proj)
+        return linear(out, layer.out_proj), (ring, memory)
 
 
 def _uniform(bound: float) -> Initializer:

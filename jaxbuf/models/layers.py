@@ -78,13 +78,6 @@ def rms_norm(x: Array, weight: nnx.Param, *, eps: float, offset: float = 1.0) ->
     return (wide * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
-def l2_normalise(x: Array, *, scale: float = 1.0, eps: float = 1e-6) -> Array:
-    """x / sqrt(sum x² + eps) * scale over the last axis, in float32; returns x's dtype."""
-    wide = x.astype(jnp.float32)
-    wide = wide * (jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps) * scale)
-    return wide.astype(x.dtype)
-
-
 def rotary_angles(positions: Array, *, dim: int, theta: float) -> tuple[Array, Array]:
     """Cosines and sines f32 [batch, time, 1, dim // 2] of int32 positions [batch, time]; dim is the rotated width."""
     frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)

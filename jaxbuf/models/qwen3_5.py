@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.attention.causal import causal_attention
-from jaxbuf.attention.paged import PagedKV, append, attend, init_kv, init_table
+from jaxbuf.attention.paged import append, attend
+from jaxbuf.attention.pages import advance_order
+from jaxbuf.models.cache import Cache as Cache
+from jaxbuf.models.cache import RecurrentCache, all_slots, take_pages
+from jaxbuf.models.cache import commit as commit
+from jaxbuf.models.cache import fork as fork
+from jaxbuf.models.cache import init_cache as init_cache
+from jaxbuf.models.cache import raise_exhausted as raise_exhausted
+from jaxbuf.models.cache import reset as reset
 from jaxbuf.models.gated_attention import GatedAttention, gated_attention
 from jaxbuf.models.gated_delta_net import GatedDeltaNet, gated_delta_net
 from jaxbuf.models.layers import (
@@ -28,8 +36,8 @@ from jaxbuf.models.layers import (
     zeros,
 )
 from jaxbuf.models.qwen3_5_config import Config, LayerType
-from jaxbuf.recurrence import Cursor, Pool, buffered, chunked
-from jaxbuf.recurrence.convolution import causal_convolution, extend_ring, init_ring
+from jaxbuf.recurrence import buffered, chunked
+from jaxbuf.recurrence.prepare import prepare, prepare_sequence
 
 type Array = jax.Array
 
@@ -140,8 +148,8 @@ def forward(model: Qwen3_5, tokens: Array, *, lengths: Array | None = None, chun
 def _mix_whole(layer: DecoderLayer, angles: tuple[Array, Array], lengths: Array | None, chunk_size: int):
     """The mixer of `layer` over a whole sequence that starts from nothing."""
 
-    def convolve(x, weight):
-        return causal_convolution(x, weight), None
+    def prepare(*inputs):
+        return prepare_sequence(*inputs), None
 
     def recur(spec, *inputs):
         out, state, *_ = chunked(spec, None, *inputs, chunk_size=chunk_size, lengths=lengths)
@@ -151,7 +159,7 @@ def _mix_whole(layer: DecoderLayer, angles: tuple[Array, Array], lengths: Array 
         return causal_attention(q, k, v, lengths=lengths), None
 
     if isinstance(layer.mixer, GatedDeltaNet):
-        return partial(gated_delta_net, layer.mixer, convolve=convolve, recur=recur)
+        return partial(gated_delta_net, layer.mixer, prepare=prepare, recur=recur, implementation="xla")
     return partial(gated_attention, layer.mixer, angles=angles, attend=attend)
 
 
@@ -234,72 +242,6 @@ def _cross_entropy(scores: Array, targets: Array, mask: Array) -> tuple[Array, A
     return jnp.sum(nats * weight) * share, jnp.sum(agree * weight) * share, count
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RecurrentCache:
-    """Memory of one Gated DeltaNet layer: the buffered state's pool, and the ring of the convolution's last inputs."""
-
-    pool: Pool
-    ring: Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
-    """Memory of a whole model: donate it to the jitted function that changes it.
-
-    Attributes:
-      cursor: Shared by all layers; `cursor.position` (int32 [slots + 1]) counts each slot's committed tokens.
-      table: int32 [slots + 1, max_pages], the pages of each slot, shared by all softmax layers.
-      layers: One RecurrentCache or PagedKV a layer.
-    """
-
-    cursor: Cursor
-    table: Array
-    layers: tuple[RecurrentCache | PagedKV, ...]
-
-
-def init_cache(
-    config: Config,
-    *,
-    slots: int,
-    capacity: int,
-    limit: int | Array = 16,
-    max_pending: int = 8,
-    block_size: int = 8,
-    page_size: int = 16,
-    dtype: jnp.dtype = jnp.float32,
-    entry_dtype: jnp.dtype | None = None,
-    state_dtype: jnp.dtype = jnp.float32,
-) -> Cache:
-    """An empty cache. Requests have the physical slots 1 to `slots`; slot 0 is null.
-
-    Args:
-      slots: Requests at once.
-      capacity: Tokens that a softmax layer holds for each, rounded up to whole pages.
-      limit, max_pending, block_size: Of the buffered recurrence, see `buffered.init_cursor`.
-      page_size: Tokens of one page of the softmax layers.
-      dtype: Of keys and values and of the convolution's inputs: the compute dtype.
-      entry_dtype: Of the recurrence's buffered entries; None: dtype.
-      state_dtype: Of the recurrent state.
-    """
-    cursor = buffered.init_cursor(slots=slots, limit=limit, max_pending=max_pending, block_size=block_size)
-    table = init_table(slots=slots, capacity=capacity, page_size=page_size)
-    pages = 1 + slots * table.shape[1]
-    entry_dtype = dtype if entry_dtype is None else entry_dtype
-
-    def init_layer(kind):
-        if kind == "full_attention":
-            heads, head_dim = config.num_key_value_heads, config.head_dim
-            return init_kv(pages=pages, page_size=page_size, kv_heads=heads, head_dim=head_dim, dtype=dtype)
-        channels, width = config.convolution_channels, config.linear_conv_kernel_dim
-        pool = buffered.init_pool(config.spec, cursor, state_dtype=state_dtype, entry_dtype=entry_dtype)
-        ring = init_ring(slots=slots, channels=channels, width=width, max_pending=max_pending, dtype=dtype)
-        return RecurrentCache(pool, ring)
-
-    return Cache(cursor, table, tuple(init_layer(kind) for kind in config.layer_types))
-
-
 def prefill(
     model: Qwen3_5,
     cache: Cache,
@@ -325,13 +267,23 @@ def prefill(
     Raises:
       ValueError: slots is None and there are not as many rows as slots; or keep is out of range.
     """
-    rows, lengths = _rows(cache, tokens, slots, lengths)
+    cache, rows, lengths = _rows(cache, tokens, slots, lengths)
     step, cursor = buffered.begin_prefill(cache.cursor, rows, lengths, keep)
-    return _serve(model, cache, tokens, step, cursor, buffered.prefill_pool)
+    hidden, after = _serve(model, cache, tokens, step, cursor, buffered.prefill_pool)
+    if cache.page_order is None:
+        return hidden, after
+    order = advance_order(cache.page_order, step.slots, step.start, step.lengths)
+    return hidden, dataclasses.replace(after, page_order=order)
 
 
 def extend(
-    model: Qwen3_5, cache: Cache, tokens: Array, *, lengths: Array | None = None, slots: Array | None = None
+    model: Qwen3_5,
+    cache: Cache,
+    tokens: Array,
+    *,
+    lengths: Array | None = None,
+    slots: Array | None = None,
+    parents: Array | None = None,
 ) -> tuple[Array, Cache]:
     """Reads T pending tokens a row; `commit` makes the first of them real. Earlier pending tokens are dropped.
 
@@ -340,59 +292,56 @@ def extend(
       cache: Changed only past each slot's committed position (and by folds, which change no output).
       tokens: int32 [rows, T], T at most the cache's max_pending.
       lengths, slots: As in `prefill`.
+      parents: int32 [rows, T], for a tree of tokens: the one before each, of a lower index; -1 is the committed tail. A
+        token sees what was committed and its ancestors, and its position follows theirs. Needs a cache made with
+        trees=True. None: each token follows the one before.
 
     Returns:
       Hidden states [rows, T, D] after the final norm, and the cache.
 
     Raises:
-      ValueError: T exceeds max_pending, or slots is None and there are not as many rows as slots.
+      ValueError: T exceeds max_pending, slots is None and there are not as many rows as slots, or parents do not fit.
+      PoolExhausted: Shared rows, blocks or pages ran out, where that is known; see `raise_exhausted`.
     """
-    rows, lengths = _rows(cache, tokens, slots, lengths)
-    step, cursor = buffered.begin(cache.cursor, rows, lengths, tokens.shape[1])
+    if parents is not None and cache.page_order is None:
+        raise ValueError("parents need a cache made with trees=True, got one without")
+    cache, rows, lengths = _rows(cache, tokens, slots, lengths)
+    step, cursor = buffered.begin(cache.cursor, rows, lengths, tokens.shape[1], parents)
     return _serve(model, cache, tokens, step, cursor, buffered.extend_pool)
 
 
-def commit(cache: Cache, accepted: Array, *, slots: Array | None = None) -> Cache:
-    """Makes the first `accepted` (int32 [rows]) pending tokens of each slot real; only integers move.
-
-    Softmax layers and convolutions need nothing: rows past the committed position are dead by definition.
-    """
-    slots = _all_slots(cache) if slots is None else slots
-    return dataclasses.replace(cache, cursor=buffered.commit_cursor(cache.cursor, accepted, slots))
-
-
-def _all_slots(cache: Cache) -> Array:
-    return jnp.arange(1, cache.cursor.length.shape[0], dtype=jnp.int32)
-
-
-def _rows(cache: Cache, tokens: Array, slots: Array | None, lengths: Array | None) -> tuple[Array, Array]:
-    """The physical slot and the number of real tokens of each row."""
-    rows = _all_slots(cache) if slots is None else slots
+def _rows(cache: Cache, tokens: Array, slots: Array | None, lengths: Array | None) -> tuple[Cache, Array, Array]:
+    """The physical slot and the number of real tokens of each row, and the cache with pages for them."""
+    rows = all_slots(cache) if slots is None else slots
     if rows.shape[0] != tokens.shape[0]:
         raise ValueError(f"tokens must have one row a slot ({rows.shape[0]}), got shape {tokens.shape}")
-    return rows, jnp.full(rows.shape, tokens.shape[1], jnp.int32) if lengths is None else lengths
+    lengths = jnp.full(rows.shape, tokens.shape[1], jnp.int32) if lengths is None else lengths
+    cache, lengths = take_pages(cache, rows, lengths, tokens.shape[1])
+    return cache, rows, lengths
 
 
 def _serve(model, cache, tokens, step, cursor, recur_pool) -> tuple[Array, Cache]:
     """The layers over a cache; `step` has the integers of the launch, `recur_pool` runs one recurrence on them."""
     config = model.config
-    positions = step.start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    parents, ancestors = (step.parents, step.ancestors) if isinstance(step, buffered.Step) else (None, None)
+    offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if ancestors is None else step.depth
+    positions = step.start[:, None] + offset
     angles = rotary_angles(positions, dim=config.rotary_dim, theta=config.rope_theta)
     where = {"slots": step.slots, "start": step.start, "lengths": step.lengths}
 
     def mix(layer, memory, x):
-        def convolve(x, weight):
-            return extend_ring(memory.ring, weight, x, **where)
+        def prepare_cached(spec, weights, *inputs):
+            return prepare(spec, weights, memory.ring, *inputs, **where, order=cache.ring_order, parents=parents)
 
         def recur(spec, *inputs):
             return recur_pool(spec, memory.pool, step, *inputs)
 
         def attend_cached(q, k, v):
-            kv = append(memory, cache.table, k, v, **where)
-            return attend(q, kv, cache.table, **where), kv
+            kv = append(memory, cache.table, k, v, **where, order=cache.page_order)
+            return attend(q, kv, cache.table, **where, order=cache.page_order, ancestors=ancestors), kv
 
         if isinstance(layer.mixer, GatedDeltaNet):
-            x, (ring, pool) = gated_delta_net(layer.mixer, x, convolve=convolve, recur=recur)
+            x, (ring, pool) = gated_delta_net(layer.mixer, x, prepare=prepare_cached, recur=recur)
             return x, RecurrentCache(pool, ring)
         return gated_attention(layer.mixer, x, angles=angles, attend=attend_cached)
 
@@ -401,4 +350,5 @@ def _serve(model, cache, tokens, step, cursor, recur_pool) -> tuple[Array, Cache
         with jax.named_scope(f"layer_{number}"):
             x, memory = decoder_layer(layer, x, partial(mix, layer, memory))
         memories.append(memory)
-    return rms_norm(x, model.norm, eps=config.rms_norm_eps), Cache(cursor, cache.table, tuple(memories))
+    after = dataclasses.replace(cache, cursor=cursor, layers=tuple(memories))
+    return rms_norm(x, model.norm, eps=config.rms_norm_eps), after

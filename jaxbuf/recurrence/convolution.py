@@ -1,7 +1,8 @@
 """The short causal convolution in front of Gated DeltaNet, and the ring of its last inputs.
 
 The input of absolute position p lies at ring row p % ring. A committed length therefore says everything about the ring:
-rejecting drafts moves that integer elsewhere, and here nothing at all moves.
+rejecting drafts moves that integer elsewhere, and here nothing at all moves. Where trees of tokens are served, an index
+list per slot says at which row the inputs p % ring lie: accepting a path permutes it, and still no input moves.
 """
 
 import jax
@@ -28,6 +29,12 @@ def init_ring(*, slots: int, channels: int, width: int, max_pending: int, dtype:
         if size < least:
             raise ValueError(f"{name} must be at least {least}, got {size}")
     return jnp.zeros((slots + 1, width - 1 + max_pending, channels), dtype)
+
+
+def init_ring_order(*, slots: int, width: int, max_pending: int) -> Array:
+    """Returns the index list int32 [slots + 1, width - 1 + max_pending] of rings that serve trees: the identity."""
+    size = width - 1 + max_pending
+    return jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], (slots + 1, size))
 
 
 def causal_convolution(x: Array, weight: Array, previous: Array | None = None) -> Array:
@@ -63,7 +70,15 @@ def causal_convolution(x: Array, weight: Array, previous: Array | None = None) -
 
 
 def extend_ring(
-    ring: Array, weight: Array, x: Array, *, slots: Array, start: Array, lengths: Array
+    ring: Array,
+    weight: Array,
+    x: Array,
+    *,
+    slots: Array,
+    start: Array,
+    lengths: Array,
+    order: Array | None = None,
+    parents: Array | None = None,
 ) -> tuple[Array, Array]:
     """Convolves the next inputs of each slot with what its ring holds before them, and writes them into the ring.
 
@@ -77,15 +92,28 @@ def extend_ring(
       slots: int32 [rows], the physical slot of each row. Slot 0 is null: nothing is written, zeros come back.
       start: int32 [rows], the committed tokens of each row's slot. Positions below 0 read as zeros.
       lengths: int32 [rows], how many of the inputs are real; the others are not written and give zeros.
+      order: int32 [slots + 1, ring], the ring row of the inputs p % ring, from `init_ring_order`; None: p % ring
+        itself. `tree.permute` with first = start brings an accepted path to the front.
+      parents: int32 [rows, time], the input before each one, of a lower index, -1 for the committed tail; needs `order`
+        and at most max_pending inputs. None: each follows the one before.
 
     Returns:
       y [rows, time, channels] in x's dtype, before the activation, and the ring.
     """
     time, size, history = x.shape[1], ring.shape[1], weight.shape[1] - 1
+    if parents is not None and (order is None or parents.shape != x.shape[:2] or time > size - history):
+        raise ValueError(
+            f"parents must be [rows, time] of x {x.shape}, time at most max_pending ({size - history}), with an order; "
+            f"got {parents.shape} {'without an order' if order is None else 'with one'}"
+        )
+
+    def rows_of(positions):
+        return positions % size if order is None else jnp.take_along_axis(order[slots], positions % size, axis=1)
+
     before = start[:, None] - history + jnp.arange(history, dtype=start.dtype)[None]
     known = (before >= 0) & (slots > 0)[:, None]
-    previous = jnp.where(known[..., None], ring[slots[:, None], before % size], jnp.zeros((), ring.dtype))
-    y = causal_convolution(x, weight, previous)
+    previous = jnp.where(known[..., None], ring[slots[:, None], rows_of(before)], jnp.zeros((), ring.dtype))
+    y = causal_convolution(x, weight, previous) if parents is None else _along_paths(x, weight, previous, parents)
     offsets = jnp.arange(time, dtype=start.dtype)[None]
     real = (offsets < lengths[:, None]) & (slots > 0)[:, None]
     y = jnp.where(real[..., None], y, jnp.zeros((), y.dtype))
@@ -94,5 +122,21 @@ def extend_ring(
         offsets = lengths[:, None] - size + jnp.arange(size, dtype=start.dtype)[None]
         real = (offsets >= 0) & (slots > 0)[:, None]
         x = jnp.take_along_axis(x, jnp.maximum(offsets, 0)[..., None], axis=1)
-    rows = jnp.where(real, (start[:, None] + offsets) % size, size)
+    rows = jnp.where(real, rows_of(start[:, None] + offsets), size)
     return y, ring.at[slots[:, None], rows].set(x.astype(ring.dtype), mode="drop")
+
+
+def _along_paths(x: Array, weight: Array, previous: Array, parents: Array) -> Array:
+    """`causal_convolution` where each input follows its parent, and a root the last of `previous`."""
+    history = previous.shape[1]
+    inputs = jnp.concatenate([previous.astype(x.dtype), x], axis=1).astype(jnp.float32)
+    taps = weight.astype(jnp.float32)
+    node = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], parents.shape)
+    window = [node]  # of each input: itself, the one before, ...; below 0 the previous inputs, the last one at -1
+    for _ in range(history):
+        node = jnp.where(node >= 0, jnp.take_along_axis(parents, jnp.maximum(node, 0), axis=1), node - 1)
+        window.append(node)
+    y = jnp.zeros(x.shape, jnp.float32)
+    for tap, node in enumerate(reversed(window)):
+        y = y + jnp.take_along_axis(inputs, node[..., None] + history, axis=1) * taps[None, None, :, tap]
+    return y.astype(x.dtype)

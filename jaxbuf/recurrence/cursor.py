@@ -10,7 +10,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.recurrence.sharing import Sharing, count_places, init_sharing, raise_exhausted, reserve
 from jaxbuf.recurrence.spec import Array, check_rows
+from jaxbuf.recurrence.traffic import ring_entries
+from jaxbuf.recurrence.tree import ancestors, check_parents, check_path, path_first, permute
+from jaxbuf.sharing import NOWHERE
 
 
 @jax.tree_util.register_dataclass
@@ -22,13 +26,15 @@ class Cursor:
     (logical) lies at ring position order[(origin + i) % ring], which block_table maps to a block.
 
     Attributes:
-      checkpoint_of, fold_to: int32 [slots + 1], rows of the checkpoint pool: the one read, and where a fold writes.
-      block_table: int32 [slots + 1, max_blocks].
+      checkpoint_of, fold_to: int32 [slots + 1], rows of the checkpoint pool: the one read, and where a fold writes
+        (with `sharing`, where the last one wrote).
+      block_table: int32 [slots + 1, max_blocks]; 0 where there is no block.
       order: int32 [slots + 1, ring], logical to ring position.
       origin, length, pending: int32 [slots + 1].
       limit: int32 [slots + 1], entries from which the slot folds.
       folded: int32 [slots + 1], tokens in the checkpoint; 0: it holds nothing and is not read.
       max_pending: The most tokens of one launch (static).
+      sharing: Who owns the rows and blocks that slots take when they need them; None: every slot has its own for good.
     """
 
     checkpoint_of: Array
@@ -41,6 +47,7 @@ class Cursor:
     limit: Array
     folded: Array
     max_pending: int = dataclasses.field(metadata={"static": True})
+    sharing: Sharing | None = None
 
     @property
     def ring(self) -> int:
@@ -60,14 +67,12 @@ class Held:
 
     Attributes:
       checkpoint: int32 [rows], its row of the pool; read only where has_checkpoint (bool [rows]).
-      place: int32 [rows, ring], ring positions of the entries in logical order.
       entries: int32 [rows, ring], their flat positions in the pool (block · block_size + offset).
       live: int32 [rows], how many of them are committed.
     """
 
     checkpoint: Array
     has_checkpoint: Array
-    place: Array
     entries: Array
     live: Array
 
@@ -84,6 +89,8 @@ class Step:
       fold_to: int32 [rows], the checkpoint row that a folding row writes; past the pool for the others.
       any_fold: bool, whether any row folds: decided here, once for all layers.
       append: int32 [rows, T], flat position of each new entry; past the pool for those that are not real.
+      parents: int32 [rows, T], the node before each new token, -1 for the committed tail; None: each follows the last.
+      ancestors: bool [rows, T, T], at (i, j) whether new token j is on i's path, i itself included; None likewise.
     """
 
     slots: Array
@@ -94,11 +101,20 @@ class Step:
     fold_to: Array
     any_fold: Array
     append: Array
+    parents: Array | None = None
+    ancestors: Array | None = None
 
     @property
     def folds(self) -> Array:
         """bool [rows]: which rows fold in this launch."""
         return self.fold_to < NOWHERE
+
+    @property
+    def depth(self) -> Array:
+        """int32 [rows, T] or [1, T]: how many of the new tokens precede each one."""
+        if self.ancestors is None:
+            return jnp.arange(self.append.shape[1], dtype=jnp.int32)[None]
+        return jnp.sum(self.ancestors, axis=2, dtype=jnp.int32) - 1
 
 
 @jax.tree_util.register_dataclass
@@ -122,11 +138,16 @@ class PrefillStep:
     append: Array
 
 
-NOWHERE = np.iinfo(np.int32).max  # an index past every array: scatters with mode="drop" skip it
-
-
-def init_cursor(*, slots: int, limit: int | Array = 16, max_pending: int = 8, block_size: int = 8) -> Cursor:
-    """A cursor for `slots` empty requests (physical slots 1 to `slots`) that each own a checkpoint row and a ring.
+def init_cursor(
+    *,
+    slots: int,
+    limit: int | Array = 16,
+    max_pending: int = 8,
+    block_size: int = 8,
+    states: int | None = None,
+    blocks: int | None = None,
+) -> Cursor:
+    """A cursor for `slots` empty requests: physical slots 1 to `slots`.
 
     Args: as in `buffered.init`; limits for each may also start with the null slot's. A ring holds
     max(limit, max_pending) + max_pending entries, in whole blocks.
@@ -141,11 +162,15 @@ def init_cursor(*, slots: int, limit: int | Array = 16, max_pending: int = 8, bl
         raise ValueError(f"limit must be one number or int32 [{slots}], one a slot, got shape {limits.shape}")
     if limits.min() < 1:
         raise ValueError(f"limit must be at least 1, got {limits.min()}")
-    blocks = -(-(max(int(limits.max()), max_pending) + max_pending) // block_size)
+    width = ring_entries(int(limits.max()), max_pending, block_size) // block_size
     owned = np.arange(slots + 1, dtype=np.int32)
-    table = 1 + (owned[:, None] - 1) * blocks + np.arange(blocks, dtype=np.int32)[None]
+    table = 1 + (owned[:, None] - 1) * width + np.arange(width, dtype=np.int32)[None]
     table[0] = 0
-    order = np.broadcast_to(np.arange(blocks * block_size, dtype=np.int32), (slots + 1, blocks * block_size))
+    sharing = None
+    if states is not None or blocks is not None:
+        sharing = init_sharing(slots if states is None else states, slots * width if blocks is None else blocks)
+        owned, table = np.zeros_like(owned), np.zeros_like(table)
+    order = np.broadcast_to(np.arange(width * block_size, dtype=np.int32), (slots + 1, width * block_size))
     full = np.concatenate([[1], np.broadcast_to(limits, (slots,))]).astype(np.int32)
 
     def zero():
@@ -162,32 +187,42 @@ def init_cursor(*, slots: int, limit: int | Array = 16, max_pending: int = 8, bl
         limit=jnp.array(full),
         folded=zero(),
         max_pending=max_pending,
+        sharing=sharing,
     )
 
 
-def begin(cursor: Cursor, slots: Array, lengths: Array, time: int) -> tuple[Step, Cursor]:
+def begin(cursor: Cursor, slots: Array, lengths: Array, time: int, parents: Array | None = None) -> tuple[Step, Cursor]:
     """Decides one `extend` of `time` tokens: which rows fold, what is read, where entries go.
 
     Args:
       slots: int32 [rows].
       lengths: int32 [rows], real tokens of each row, in [0, time].
       time: T, at most max_pending.
+      parents: int32 [rows, T], the node before each token, below its own index; -1: the committed tail. None: each
+        token follows the one before.
 
     Returns:
-      The launch's integers, and the cursor with the folds done and the new tokens pending.
+      The launch's integers, and the cursor with the folds done and the new tokens pending. Where shared rows or blocks
+      run out, all rows rest (lengths 0) and the cursor's `sharing` is flagged.
 
     Raises:
-      ValueError: time exceeds max_pending, or slots and lengths do not fit.
+      ValueError: time exceeds max_pending, or slots, lengths and parents do not fit.
+      PoolExhausted: Rows or blocks ran out, where that is known (outside jit).
     """
     if time > cursor.max_pending:
         raise ValueError(f"time ({time} tokens at once) must be at most max_pending ({cursor.max_pending})")
     slots, lengths = _rows(cursor, slots, lengths, time)
     before = held(cursor, slots)
     full = (lengths > 0) & (before.live > 0) & (before.live + lengths > cursor.limit[slots])
+    first = jnp.where(full, 0, before.live)
+    cursor, full, lengths = _reserve(cursor, slots, full, lengths, first, first + lengths)
     after, fold_to = _fold_rows(cursor, slots, full)
     now = held(after, slots)
     time_index = jnp.arange(time, dtype=jnp.int32)[None]
     append = _append_positions(now.entries, now.live[:, None] + time_index, time_index < lengths[:, None])
+    if parents is not None:
+        parents = check_parents(parents, slots.shape[0], time)
+        parents = None if time == 1 else parents  # one token makes no tree
     step = Step(
         slots=slots,
         lengths=lengths,
@@ -197,8 +232,10 @@ def begin(cursor: Cursor, slots: Array, lengths: Array, time: int) -> tuple[Step
         fold_to=fold_to,
         any_fold=jnp.any(fold_to < NOWHERE),
         append=append,
+        parents=parents,
+        ancestors=None if parents is None else ancestors(parents),
     )
-    return step, dataclasses.replace(after, pending=_put(after.pending, slots, lengths))
+    return step, dataclasses.replace(after, pending=put(after.pending, slots, lengths))
 
 
 def begin_prefill(cursor: Cursor, slots: Array, lengths: Array, keep: int | Array = 0) -> tuple[PrefillStep, Cursor]:
@@ -206,6 +243,7 @@ def begin_prefill(cursor: Cursor, slots: Array, lengths: Array, keep: int | Arra
 
     Raises:
       ValueError: keep is negative or leaves no room for max_pending entries, or slots and lengths do not fit.
+      PoolExhausted: As in `begin`.
     """
     room = cursor.ring - cursor.max_pending
     slots, lengths = _rows(cursor, slots, lengths, None)
@@ -220,22 +258,24 @@ def begin_prefill(cursor: Cursor, slots: Array, lengths: Array, keep: int | Arra
         kept_at_most = room
     before = held(cursor, slots)
     kept = jnp.minimum(jnp.clip(keep.astype(jnp.int32), 0, room), lengths)
-    head = lengths - kept
     # A checkpoint is written if anything goes into it: part of the prompt, or entries that were live.
-    touched = (lengths > 0) & (head + before.live > 0)
+    touched = (lengths > 0) & (lengths - kept + before.live > 0)
+    start = cursor.position[slots]
+    cursor, touched, lengths = _reserve(cursor, slots, touched, lengths, jnp.zeros_like(kept), kept)
+    kept = jnp.minimum(kept, lengths)
+    head = lengths - kept
     moved, write = _fold_rows(cursor, slots, touched)
     after = dataclasses.replace(
         moved,
-        folded=_put(moved.folded, slots, moved.folded[slots] + head),
-        length=_put(moved.length, slots, jnp.where(lengths > 0, kept, moved.length[slots])),
-        pending=_put(moved.pending, slots, jnp.zeros_like(slots)),
+        folded=put(moved.folded, slots, moved.folded[slots] + head),
+        length=put(moved.length, slots, jnp.where(lengths > 0, kept, moved.length[slots])),
+        pending=put(moved.pending, slots, jnp.zeros_like(slots)),
     )
     index = jnp.arange(kept_at_most, dtype=jnp.int32)[None]
     now = held(after, slots)
     append = _append_positions(
         now.entries, jnp.broadcast_to(index, (slots.shape[0], kept_at_most)), index < kept[:, None]
     )
-    start = cursor.position[slots]
     return PrefillStep(slots, lengths, start, before, head, write, append), after
 
 
@@ -244,47 +284,38 @@ def begin_fold(cursor: Cursor, slots: Array) -> tuple[Held, Array, Cursor]:
 
     Pending entries stay pending.
     """
-    slots = _slots(cursor, slots)
+    slots = checked_slots(cursor, slots)
     before = held(cursor, slots)
-    after, fold_to = _fold_rows(cursor, slots, before.live > 0)
+    pending = jnp.where(slots > 0, cursor.pending[slots], 0)
+    cursor, which, _ = _reserve(cursor, slots, before.live > 0, pending, pending, pending)
+    after, fold_to = _fold_rows(cursor, slots, which)
     return before, fold_to, after
 
 
-def commit_cursor(cursor: Cursor, accepted: Array, slots: Array) -> Cursor:
-    """Makes the first `accepted` (int32 [rows]) pending tokens of each slot real; the rest cease to exist."""
-    slots = _slots(cursor, slots)
+def commit_cursor(cursor: Cursor, accepted: Array, slots: Array, path: Array | None = None) -> Cursor:
+    """Makes the first `accepted` (int32 [rows]) pending tokens of each slot real; the rest cease to exist.
+
+    With `path` (int32 [rows, n]) they are the first `accepted` nodes of it, root to leaf, and `order` is permuted so
+    that they come first.
+    """
+    slots = checked_slots(cursor, slots)
+    raise_exhausted(cursor.sharing)
     accepted = jnp.asarray(accepted)
     check_rows("accepted", accepted, slots.shape[0])
     pending = cursor.pending[slots]
     _check_range("accepted", accepted, 0, pending)
     accepted = jnp.clip(accepted.astype(jnp.int32), 0, pending)
+    order = cursor.order
+    if path is not None:
+        path = check_path(path, accepted, pending, cursor.max_pending)
+        moved = path_first(path, accepted, cursor.max_pending)
+        order = permute(order, slots, cursor.origin[slots] + cursor.length[slots], moved)
     return dataclasses.replace(
         cursor,
-        length=_put(cursor.length, slots, cursor.length[slots] + accepted),
-        pending=_put(cursor.pending, slots, jnp.zeros_like(slots)),
+        order=order,
+        length=put(cursor.length, slots, cursor.length[slots] + accepted),
+        pending=put(cursor.pending, slots, jnp.zeros_like(slots)),
     )
-
-
-def reset_cursor(cursor: Cursor, slots: Array) -> Cursor:
-    """Empties slots; they keep their rows, blocks and limit."""
-    slots = _slots(cursor, slots)
-    zero = jnp.zeros_like(slots)
-    identity = jnp.broadcast_to(jnp.arange(cursor.ring, dtype=jnp.int32)[None], (slots.shape[0], cursor.ring))
-    emptied = {name: _put(getattr(cursor, name), slots, zero) for name in ("origin", "length", "pending", "folded")}
-    return dataclasses.replace(cursor, order=_put(cursor.order, slots, identity), **emptied)
-
-
-def load_cursor(cursor: Cursor, tokens: Array, slots: Array) -> tuple[Array, Cursor]:
-    """The checkpoint rows to write (past the pool where tokens is 0), and the cursor of slots that hold just that."""
-    slots = _slots(cursor, slots)
-    tokens = jnp.asarray(tokens)
-    check_rows("tokens", tokens, slots.shape[0])
-    empty = reset_cursor(cursor, slots)
-    loaded = (tokens > 0) & (slots > 0) & (cursor.fold_to[slots] > 0)
-    rows = jnp.where(loaded, cursor.fold_to[slots], NOWHERE)
-    checkpoint_of = _put(empty.checkpoint_of, slots, jnp.where(loaded, rows, empty.checkpoint_of[slots]))
-    folded = _put(empty.folded, slots, jnp.where(loaded, tokens.astype(jnp.int32), 0))
-    return rows, dataclasses.replace(empty, checkpoint_of=checkpoint_of, folded=folded)
 
 
 def held(cursor: Cursor, slots: Array) -> Held:
@@ -296,7 +327,34 @@ def held(cursor: Cursor, slots: Array) -> Held:
     block = jnp.take_along_axis(cursor.block_table[slots], ring // block_size, axis=1)
     has_checkpoint = (cursor.folded[slots] > 0) & (slots > 0)
     live = jnp.where(slots > 0, cursor.length[slots], 0)
-    return Held(cursor.checkpoint_of[slots], has_checkpoint, ring, block * block_size + ring % block_size, live)
+    return Held(cursor.checkpoint_of[slots], has_checkpoint, block * block_size + ring % block_size, live)
+
+
+def _reserve(
+    cursor: Cursor, slots: Array, folds: Array, lengths: Array, first: Array, end: Array
+) -> tuple[Cursor, Array, Array]:
+    """The cursor with what a launch will write, which rows fold, and how many tokens each has: none if rows ran out.
+
+    New entries go to the logical places [first, end) after the fold; all before `end` are alive then.
+    """
+    if cursor.sharing is None:
+        return cursor, folds, lengths
+    blocks = cursor.block_table.shape[1]
+    folds = folds & (slots > 0)
+    origin = cursor.origin[slots] + jnp.where(folds, cursor.length[slots], 0)
+    appends = count_places(cursor.order[slots], origin, first, end, blocks) > 0
+    keeps = count_places(cursor.order[slots], origin, jnp.zeros_like(end), end, blocks) > 0
+    table, checkpoint = cursor.block_table[slots], cursor.checkpoint_of[slots]
+    served, target, table, sharing = reserve(cursor.sharing, table, checkpoint, folds, appends, keeps)
+    raise_exhausted(sharing)
+    folds = folds & served
+    cursor = dataclasses.replace(
+        cursor,
+        fold_to=put(cursor.fold_to, slots, jnp.where(folds, target, cursor.fold_to[slots])),
+        block_table=put(cursor.block_table, slots, table),
+        sharing=sharing,
+    )
+    return cursor, folds, jnp.where(served, lengths, 0)
 
 
 def _fold_rows(cursor: Cursor, slots: Array, which: Array) -> tuple[Cursor, Array]:
@@ -307,10 +365,10 @@ def _fold_rows(cursor: Cursor, slots: Array, which: Array) -> tuple[Cursor, Arra
     gone = jnp.where(which, length, 0)
     after = dataclasses.replace(
         cursor,
-        checkpoint_of=_put(cursor.checkpoint_of, slots, jnp.where(which, target, cursor.checkpoint_of[slots])),
-        origin=_put(cursor.origin, slots, (cursor.origin[slots] + gone) % cursor.ring),
-        length=_put(cursor.length, slots, length - gone),
-        folded=_put(cursor.folded, slots, cursor.folded[slots] + gone),
+        checkpoint_of=put(cursor.checkpoint_of, slots, jnp.where(which, target, cursor.checkpoint_of[slots])),
+        origin=put(cursor.origin, slots, (cursor.origin[slots] + gone) % cursor.ring),
+        length=put(cursor.length, slots, length - gone),
+        folded=put(cursor.folded, slots, cursor.folded[slots] + gone),
     )
     return after, jnp.where(which, target, NOWHERE)
 
@@ -321,12 +379,12 @@ def _append_positions(entries: Array, logical: Array, real: Array) -> Array:
     return jnp.where(real, place, NOWHERE)
 
 
-def _put(array: Array, slots: Array, new: Array) -> Array:
+def put(array: Array, slots: Array, new: Array) -> Array:
     """Writes per-row values to their slots; the null slot's are dropped."""
     return array.at[jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")
 
 
-def _slots(cursor: Cursor, slots: Array) -> Array:
+def checked_slots(cursor: Cursor, slots: Array) -> Array:
     slots = jnp.asarray(slots)
     if slots.ndim != 1 or not jnp.issubdtype(slots.dtype, jnp.integer):
         raise ValueError(f"slots must be int32 [rows], got {slots.dtype} {slots.shape}")
@@ -335,7 +393,7 @@ def _slots(cursor: Cursor, slots: Array) -> Array:
 
 
 def _rows(cursor: Cursor, slots: Array, lengths: Array, time: int | None) -> tuple[Array, Array]:
-    slots, lengths = _slots(cursor, slots), jnp.asarray(lengths)
+    slots, lengths = checked_slots(cursor, slots), jnp.asarray(lengths)
     check_rows("lengths", lengths, slots.shape[0])
     _check_range("lengths", lengths, 0, np.iinfo(np.int32).max if time is None else time)
     return slots, jnp.where(slots > 0, lengths.astype(jnp.int32), 0)

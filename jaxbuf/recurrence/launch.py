@@ -1,12 +1,14 @@
 """One layer of a launch, by a kernel where the platform has one, else as XLA compiles `pool.py`."""
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.pallas.platform import has_hopper
 from jaxbuf.recurrence import pool as xla
-from jaxbuf.recurrence.cursor import NOWHERE, Step
+from jaxbuf.recurrence.cursor import NOWHERE, Held, Step
 from jaxbuf.recurrence.pool import Pool
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs
 
@@ -45,64 +47,120 @@ def extend_pool(
     """
     check_inputs(spec, q, k, v, log_decay, beta)
     check_implementation("extend", implementation, ("gpu",))
-    if implementation == "gpu" or (implementation == "auto" and _has_hopper()):
-        # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
-        from jaxbuf.pallas.extend import gpu, supports
-
-        shape = gpu.Shape(
-            rows=v.shape[0],
-            time=v.shape[1],
-            heads=spec.heads,
-            key_heads=spec.key_heads,
-            key_dim=spec.key_dim,
-            ring=step.before.entries.shape[1],
-            block_size=pool.keys.shape[1],
-            state=pool.checkpoints.dtype,
-            entry=pool.keys.dtype,
-            pair=jnp.dtype(jnp.bfloat16 if q.dtype == pool.keys.dtype == jnp.bfloat16 else jnp.float32),
-            out=v.dtype,
-        )
-        reason = supports(shape, value_dim=spec.value_dim, decay=spec.decay, delta=spec.delta)
+    if implementation == "gpu" or (implementation == "auto" and has_hopper()):
+        reason = _gpu_reason(spec, pool, step.before, q, v)
+        if step.ancestors is not None:
+            reason = "it needs each token to follow the one before, trees are not served yet"
         if reason is None:
-            assert log_decay is not None  # check_inputs: the kernel's family has one
-            arrays = pool.checkpoints, pool.keys, pool.updates, pool.gates
-            k = xla.rounded(k, pool.keys.dtype)
-            beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
-            inputs = q.astype(shape.pair), k.astype(shape.pair), v, log_decay, beta
-            integers = gpu.Integers(*_integers(step, shape.block_size))
-            out, arrays = gpu.extend(shape, integers, arrays, *inputs, interpret=interpret)
-            return out, Pool(*arrays)
+            inputs = q, xla.rounded(k, pool.keys.dtype), v, log_decay, beta
+            return _extend_on_gpu(spec, pool, step.before, step.lengths, step.fold_to, step.append, inputs, interpret)
         if implementation == "gpu":
             raise ValueError(f'implementation="gpu" can not serve this extend: {reason}')
     return xla.extend_pool(spec, pool, step, q, k, v, log_decay, beta)
 
 
-def _has_hopper() -> bool:
-    return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+@partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
+@jax.named_scope("recurrence")
+def fold_pool(
+    spec: RecurrenceSpec,
+    pool: Pool,
+    before: Held,
+    fold_to: Array,
+    *,
+    implementation: str = "auto",
+    interpret: bool = False,
+) -> Pool:
+    """`fold` for one layer: the state that `before` describes is written to the rows `fold_to` (int32 [rows]).
+
+    Args:
+      spec, pool, implementation, interpret: As in `extend_pool`.
+      before, fold_to: From `begin_fold`; rows past the pool are not written.
+
+    Raises:
+      ValueError: The implementation asked for can't serve the call; it says why.
+    """
+    check_implementation("fold", implementation, ("gpu",))
+    if implementation == "gpu" or (implementation == "auto" and has_hopper()):
+        # The kernel of `extend`, with a token that is not there.
+        rows = fold_to.shape[0]
+        q, v = (jnp.zeros((rows, 1, *x.shape[2:]), pool.keys.dtype) for x in (pool.keys, pool.updates))
+        reason = _gpu_reason(spec, pool, before, q, v)
+        if reason is None:
+            gate = jnp.zeros(v.shape[:3], jnp.float32)
+            append, lengths = jnp.full((rows, 1), NOWHERE), (fold_to < NOWHERE).astype(jnp.int32)
+            return _extend_on_gpu(spec, pool, before, lengths, fold_to, append, (q, q, v, gate, gate), interpret)[1]
+        if implementation == "gpu":
+            raise ValueError(f'implementation="gpu" can not serve this fold: {reason}')
+    return dataclasses.replace(pool, checkpoints=xla.fold_pool(spec, pool, before, fold_to))
 
 
-def _integers(step: Step, block_size: int) -> tuple[Array, ...]:
+def _gpu_shape(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array):
+    # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
+    from jaxbuf.pallas.extend import gpu
+
+    return gpu.Shape(
+        rows=v.shape[0],
+        time=v.shape[1],
+        heads=spec.heads,
+        key_heads=spec.key_heads,
+        key_dim=spec.key_dim,
+        value_dim=spec.value_dim,
+        ring=before.entries.shape[1],
+        state=pool.checkpoints.dtype,
+        entry=pool.keys.dtype,
+        pair=jnp.dtype(jnp.bfloat16 if q.dtype == pool.keys.dtype == jnp.bfloat16 else jnp.float32),
+        out=v.dtype,
+    )
+
+
+def _gpu_reason(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array) -> str | None:
+    from jaxbuf.pallas.extend import supports
+
+    return supports(_gpu_shape(spec, pool, before, q, v), decay=spec.decay, delta=spec.delta)
+
+
+def _extend_on_gpu(
+    spec: RecurrenceSpec,
+    pool: Pool,
+    before: Held,
+    lengths: Array,
+    fold_to: Array,
+    append: Array,
+    inputs: tuple[Array, Array, Array, Array | None, Array | None],
+    interpret: bool,
+) -> tuple[Array, Pool]:
+    """The kernel on the fields of a `Step`, and on q, k (rounded), v, log_decay and beta."""
+    from jaxbuf.pallas.extend import gpu
+
+    q, k, v, log_decay, beta = inputs
+    assert log_decay is not None  # check_inputs: the kernel's family has one
+    shape = _gpu_shape(spec, pool, before, q, v)
+    beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
+    integers = gpu.Integers(*_integers(before, lengths, fold_to, append, pool.keys.shape[1]))
+    arrays = pool.checkpoints, pool.keys, pool.updates, pool.gates
+    tokens = q.astype(shape.pair), k.astype(shape.pair), v, log_decay, beta
+    out, arrays = gpu.extend(shape, integers, arrays, *tokens, interpret=interpret)
+    return out, Pool(*arrays)
+
+
+def _integers(before: Held, lengths: Array, fold_to: Array, append: Array, block_size: int) -> tuple[Array, ...]:
     """The fields of `pallas.extend.gpu.Integers`.
 
     Entries in the null block are left out, and so is everything of a row with no token.
     """
-    before, ring = step.before, step.before.entries.shape[1]
-    works = step.lengths > 0
+    works = lengths > 0
+    rows, ring = before.entries.shape
     logical = jnp.arange(ring, dtype=jnp.int32)
     valid = (logical[None] < before.live[:, None]) & (before.entries >= block_size) & works[:, None]
-    order = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, ring)
-    there = order[:, :, None] == logical[None, None]
-    here = valid[:, :, None] & (before.place[:, :, None] == logical[None, None])
-    block = jnp.max(jnp.where(here, before.entries[:, :, None] // block_size, 0), axis=1)
+    order = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, NOWHERE)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    entries = jnp.zeros_like(before.entries).at[row, order].set(before.entries, mode="drop")
     numbers = [
-        step.lengths,
+        lengths,
         jnp.sum(valid, axis=1, dtype=jnp.int32),
         before.checkpoint,
         (before.has_checkpoint & works).astype(jnp.int32),
-        jnp.where(step.folds & works, step.fold_to, -1),
+        jnp.where((fold_to < NOWHERE) & works, fold_to, -1),
     ]
-    rank = jnp.min(jnp.where(here, order[:, :, None], NOWHERE), axis=1)
-    table = jnp.max(block.reshape(-1, ring // block_size, block_size), axis=2)
-    place = jnp.sum(jnp.where(there, before.place[:, :, None], 0), axis=1, dtype=jnp.int32)
-    writes = (step.append >= block_size) & (step.append < NOWHERE)
-    return jnp.stack(numbers, axis=1), rank, table, place, jnp.where(writes, step.append, -1)
+    writes = (append >= block_size) & (append < NOWHERE)
+    return jnp.stack(numbers, axis=1), entries, jnp.where(writes, append, -1)

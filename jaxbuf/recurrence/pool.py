@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxbuf.recurrence.chunked import solve_chunks
 from jaxbuf.recurrence.cursor import NOWHERE, Cursor, Held, PrefillStep, Step
 from jaxbuf.recurrence.recurrent import HIGHEST
+from jaxbuf.recurrence.slots import Copies
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs
 
 
@@ -34,7 +35,7 @@ class Pool:
 
 
 def init_pool(spec: RecurrenceSpec, cursor: Cursor, *, state_dtype=jnp.float32, entry_dtype=jnp.bfloat16) -> Pool:
-    """Zeroed memory of one layer, as large as `cursor` needs when no slot shares anything.
+    """Zeroed memory of one layer, as large as `cursor` says.
 
     Args:
       spec: The layer's family and sizes.
@@ -43,10 +44,13 @@ def init_pool(spec: RecurrenceSpec, cursor: Cursor, *, state_dtype=jnp.float32, 
       entry_dtype: Of keys and updates. bfloat16 entries do not accumulate error under an fp32 checkpoint.
     """
     slots, max_blocks = cursor.block_table.shape
-    entries = (1 + (slots - 1) * max_blocks, cursor.ring // max_blocks)
+    states, blocks = slots, 1 + (slots - 1) * max_blocks
+    if cursor.sharing is not None:
+        states, blocks = (owned.owners.shape[0] for owned in (cursor.sharing.states, cursor.sharing.blocks))
+    entries = blocks, cursor.ring // max_blocks
     gates = spec.decay_width + (0 if spec.delta else 1)
     return Pool(
-        checkpoints=jnp.zeros((slots, *spec.state_shape), state_dtype),
+        checkpoints=jnp.zeros((states, *spec.state_shape), state_dtype),
         keys=jnp.zeros((*entries, spec.key_heads, spec.key_dim), entry_dtype),
         updates=jnp.zeros((*entries, spec.heads, spec.value_dim), entry_dtype),
         gates=jnp.zeros((*entries, spec.heads, gates), jnp.float32),
@@ -72,8 +76,12 @@ def extend_pool(
         lambda pool: pool.checkpoints,
         pool,
     )
+    # Entries are appended after the fold has read them; without the barrier XLA keeps a copy of them for the fold.
+    pool = jax.lax.optimization_barrier(dataclasses.replace(pool, checkpoints=checkpoints))
+    checkpoints = pool.checkpoints
     beta = jnp.ones((rows, time, spec.heads), jnp.float32) if beta is None else beta
     new_gates = _pack_gates(spec, log_decay, beta)
+    k = rounded(k, pool.keys.dtype)  # what will be stored is what is used
     keys, gates = _append(pool.keys, k, step.append), _append(pool.gates, new_gates, step.append)
 
     index = jnp.arange(step.now.entries.shape[1], dtype=jnp.int32)[None]
@@ -81,7 +89,7 @@ def extend_pool(
     ring_keys = _per_head(spec, _take(keys, step.now.entries, index < end))
     ring_decay, ring_beta = _unpack_gates(spec, _take(gates, step.now.entries, index < end))
     ring_updates = _take(pool.updates, step.now.entries, index < step.now.live[:, None])
-    query, key = _per_head(spec, q.astype(jnp.float32)), _per_head(spec, rounded(k, keys.dtype))
+    query, key = _per_head(spec, q.astype(jnp.float32)), _per_head(spec, k)
     value = v.astype(jnp.float32)
 
     def token(t, checkpoint, updates):
@@ -91,10 +99,15 @@ def extend_pool(
         by one store the same bits.
         """
         current = step.now.live[:, None] + t
-        decay = jnp.where((index <= current)[..., None, None], ring_decay, 0.0)
+        on_path = index <= current
+        if step.ancestors is not None:
+            node = index - step.now.live[:, None]
+            ancestor = jnp.take_along_axis(_at(step.ancestors, t), jnp.clip(node, 0, time - 1), axis=1)
+            on_path = on_path & ((node < 0) | ancestor)
+        decay = jnp.where(on_path[..., None, None], ring_decay, 0.0)
         to_now = jax.lax.cumsum(decay, axis=1, reverse=True)  # of entry i: decay from i on, its own included
         after = jnp.concatenate([to_now[:, 1:], jnp.zeros_like(to_now[:, :1])], axis=1)
-        weighted = jnp.where((index <= current)[..., None, None], jnp.exp(after), 0.0) * ring_keys
+        weighted = jnp.where(on_path[..., None, None], jnp.exp(after), 0.0) * ring_keys
         key_t, query_t = _at(key, t), _at(query, t)
         since = jnp.exp(to_now[:, 0])
         recalled, out = _read(checkpoints, checkpoint, step.now.has_checkpoint, since * key_t, since * query_t)
@@ -184,6 +197,16 @@ def fold_pool(spec: RecurrenceSpec, pool: Pool, before: Held, rows: Array) -> Ar
     return pool.checkpoints.at[rows].set(state.astype(pool.checkpoints.dtype), mode="drop")
 
 
+def fork_pool(pool: Pool, copies: Copies) -> Pool:
+    """One layer's part of a fork: what `copies` says, all read before anything is written."""
+    states = pool.checkpoints
+    if copies.states is not None:
+        states = states.at[copies.states[1]].set(states[copies.states[0]], mode="drop")
+    read, written = copies.blocks
+    entries = (x.at[written].set(x[read], mode="drop") for x in (pool.keys, pool.updates, pool.gates))
+    return Pool(states, *entries)
+
+
 def read_pool(spec: RecurrenceSpec, pool: Pool, held: Held) -> Array:
     """f32 [rows, heads, value_dim, key_dim]: checkpoint and live entries summed into the state. KVBuffer, eq. 16."""
     index = jnp.arange(held.entries.shape[1], dtype=jnp.int32)[None]
@@ -221,15 +244,20 @@ def rounded(x: Array, dtype: jnp.dtype) -> Array:
 def _append(array: Array, new: Array, positions: Array) -> Array:
     """Writes new [rows, time, ...] to flat entry positions int32 [rows, time], but none in block 0 or past the end."""
     positions = jnp.where(positions < array.shape[1], NOWHERE, positions)
-    flat = array.reshape(-1, *array.shape[2:])
+    flat = _flat(array)
     return flat.at[positions].set(new.astype(array.dtype), mode="drop").reshape(array.shape)
 
 
 def _take(array: Array, positions: Array, alive: Array) -> Array:
     """f32 [rows, ring, ...] of entries. Dead ones and block 0 are selected away: they may hold another owner's NaN."""
     alive = alive & (positions >= array.shape[1])
-    taken = array.reshape(-1, *array.shape[2:])[positions].astype(jnp.float32)
+    taken = _flat(array)[positions].astype(jnp.float32)
     return jnp.where(alive.reshape(*alive.shape, *(1,) * (taken.ndim - 2)), taken, 0.0)
+
+
+def _flat(array: Array) -> Array:
+    """[blocks, block_size, ...] as [entries, ...]; the last axis may be empty (a DeltaNet's gates)."""
+    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
 def _per_head(spec: RecurrenceSpec, x: Array) -> Array:

@@ -9,6 +9,7 @@ import pytest
 
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from tests.recurrence import definition
+from tests.serving.program import made_in_loops, written_in_loops
 
 GDN = RecurrenceSpec(heads=6, key_heads=2, key_dim=32, value_dim=24)
 MAX_PENDING = 8
@@ -259,6 +260,25 @@ def test_slots_outside_a_call_keep_every_bit(rng):
         _, cache = extend(GDN, cache, *window(inputs, t, t + 1), slots=ints(1, 3, 4, 0, 0))
         cache = commit(cache, ints(1, 1, 1, 0, 0), slots=ints(1, 3, 4, 0, 0))
     assert (bits(2), bits(5)) == before
+
+
+@pytest.mark.parametrize("sizes", [{}, {"states": 40, "blocks": 150}], ids=["own rows", "shared rows"])
+def test_a_decoding_loop_copies_no_pool(sizes):
+    """Asserted from the HLO: what the carried arrays change by is written where they lie."""
+    spec, slots, one = RecurrenceSpec(8, 4, key_dim=32, value_dim=64), jnp.arange(1, 9), jnp.ones(8, jnp.int32)
+    cache = jax.eval_shape(lambda: buffered.init(spec, slots=32, entry_dtype=jnp.float32, **sizes))
+    inputs = [jnp.asarray(x) for x in definition.inputs(np.random.default_rng(0), spec, 8, 1)]
+
+    def run(cache, inputs):
+        def step(_, carry):
+            out, cache = buffered.extend(spec, carry[1], *inputs, slots=slots)
+            return carry[0] + out, buffered.commit(cache, one, slots=slots)
+
+        return jax.lax.fori_loop(0, 9, step, (jnp.zeros_like(inputs[2]), cache))
+
+    hlo = jax.jit(run, donate_argnums=0).lower(cache, inputs).compile().as_text()
+    assert written_in_loops(hlo, spec.state_shape) == []
+    assert made_in_loops(hlo, cache.pool.keys.size) == []
 
 
 def test_errors_name_the_argument(rng):

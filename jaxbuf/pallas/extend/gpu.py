@@ -1,16 +1,17 @@
 """`extend` on NVIDIA GPUs (Hopper), in one launch: Pallas Mosaic GPU.
 
-A multiprocessor runs one block, which serves two heads (each of some row) at a time, over and over; one where two do
-not fit in its shared memory, or there are few. Two warpgroups of 128 threads share the work on a head; a thread owns a
-row of its state. One turns the gates of the live entries into decay weights, multiplies their keys with the T new keys
-and queries, sums the entries' part of every output, and at the end substitutes forward over the T tokens and appends
-their entries. The other waits for the checkpoint [128, key_dim], multiplies it once with all new keys and queries, and
-lets the next head's checkpoint stream in. For a row that folds it first adds the entries to the checkpoint in shared
+A multiprocessor runs one block of up to three warpgroups, each of which serves one head of a row after the other, on
+its own: while one computes, the checkpoints of the others stream in.
+
+A warpgroup multiplies the keys of the live entries, sixteen at a time, with the T new keys and queries and sums the
+entries' part of every output, a thread a row of the state [value_dim, key_dim]; asks for the next item's entries;
+multiplies the checkpoint once with all new keys and queries, and lets the next one stream in; substitutes forward over
+the T tokens and appends their entries. For a row that folds it first adds the entries to the checkpoint in shared
 memory, which goes back to the pool meanwhile.
 
 Floor: (checkpoint · (1 + folds per step) + live entries + appends + inputs and outputs) / read bandwidth.
 
-Precision: operands in float32 enter products on the tensor cores as two bfloat16 halves (2^-17 relative); all sums are
+Precision: operands in float32 enter products on the tensor cores as two bfloat16 halves (2^-16 relative); all sums are
 float32. No sum's order depends on whether an entry is committed or pending, which is why T tokens at once and one by
 one store the same bits.
 """
@@ -27,19 +28,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 type Array = jax.Array
 
-ROWS = 128  # rows of the state that a warpgroup holds: one a thread
+THREADS = 128  # of a warpgroup
 TILE = 64  # rows of the state that a product takes
-PART = 64  # columns of the state that come and go together
-GATES = 4  # heads whose gates are copied together: 16 bytes, the least that can be
-UNROLL = 4  # entries that a loop takes at once
+CHUNK = 16  # entries, or pairs of a new key and a new query, that a product takes
 PROCESSORS = 132  # of an H100 or H200
 MEMORY = 227 * 1024  # bytes of shared memory that a block may have
+ALIGNMENT = 1024  # of each array in it
 LENGTH, LIVE, CHECKPOINT, HAS_CHECKPOINT, FOLD_TO, FIELDS = range(6)  # of `Integers.numbers`
 
-VECTOR = plgpu.Layout.TCGEN05_TMEM_NATIVE(4).reduce(1)  # one number a thread: a row of the state
-LEFT, RIGHT, PRODUCT = plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC
-TALL_LEFT, TALL_RIGHT, TALL = (layout(jnp.bfloat16, m_warps=4) for layout in (LEFT, RIGHT, PRODUCT))
-BROAD = PRODUCT(jnp.bfloat16, m_warps=1)
+LEFT, RIGHT, PRODUCT = (
+    layout(jnp.bfloat16, m_warps=1) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
+)
+TALL_LEFT, TALL_RIGHT, TALL = (
+    layout(jnp.bfloat16, m_warps=4) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
+)
+# A row or column of the state, by its length: one number a thread, or two in four threads each.
+VECTORS = {128: plgpu.Layout.TCGEN05_TMEM_NATIVE(4).reduce(1), 64: TALL.reduce(1)}
 
 
 class Integers(NamedTuple):
@@ -48,16 +52,12 @@ class Integers(NamedTuple):
     Attributes:
       numbers: int32 [rows, FIELDS]: tokens, live entries, the checkpoint read, whether there is one, the one a fold
         writes or -1.
-      rank: int32 [rows, ring], the logical index of each ring position; the largest int32 where it is dead.
-      table: int32 [rows, ring / block_size], the pool's block of each block of the ring; 0 where none of it is live.
-      place: int32 [rows, ring], the ring position of each logical index.
+      entries: int32 [rows, ring], the flat positions of the live entries in logical order; 0 for the others.
       append: int32 [rows, T], the flat position of each new entry; -1 where nothing goes.
     """
 
     numbers: Array
-    rank: Array
-    table: Array
-    place: Array
+    entries: Array
     append: Array
 
 
@@ -67,8 +67,8 @@ class Shape:
 
     Attributes:
       rows, time: Of the launch.
-      heads, key_heads, key_dim: Of the recurrence; value_dim is 128.
-      ring, block_size: Entries of a slot's ring, and of a block.
+      heads, key_heads, key_dim, value_dim: Of the recurrence.
+      ring: Entries of a slot's ring.
       state, entry, pair, out: Dtypes of checkpoints, entries, new keys and queries, and outputs.
     """
 
@@ -77,92 +77,74 @@ class Shape:
     heads: int
     key_heads: int
     key_dim: int
+    value_dim: int
     ring: int
-    block_size: int
     state: np.dtype
     entry: np.dtype
     pair: np.dtype
     out: np.dtype
 
     @property
-    def height(self) -> int:
-        """Rows of a product with new keys and queries: T of each, rounded up to the tensor cores' 16."""
-        return -(-2 * self.time // 16) * 16
+    def tiles(self) -> int:
+        """Products of CHUNK rows for all pairs: keys and queries in one where they fit."""
+        return -(-2 * self.time // CHUNK)
 
     @property
     def width(self) -> int:
-        """Columns of their product with the state, rounded up to 8."""
+        """Columns of the product of the state with all pairs, rounded up to 8."""
         return -(-2 * self.time // 8) * 8
 
     @property
-    def warps(self) -> int:
-        """How many of a warpgroup's four warps share out those rows."""
-        return self.height // 16
-
-    @property
-    def piece(self) -> int:
-        """Columns of such a product: entries, or new tokens."""
-        return 32 // self.warps
-
-    @property
     def columns(self) -> int:
-        """Entries of a ring, rounded up to what a product takes."""
-        return max(-(-self.ring // 16) * 16, self.piece)
+        """Entries of a ring, rounded up to whole chunks."""
+        return -(-self.ring // CHUNK) * CHUNK
 
     @property
-    def pieces(self) -> list[int]:
-        """Where each product with entries starts; the last may overlap the one before."""
-        return sorted({min(start, self.columns - self.piece) for start in range(0, self.columns, self.piece)})
+    def planes(self) -> int:
+        """bfloat16 arrays that an entry, key or query is split into."""
+        return 1 if self.pair == jnp.bfloat16 else 2
 
     @property
-    def parts(self) -> int:
-        """How many parts of PART columns come and go together."""
-        return self.key_dim // PART
+    def frugal(self) -> bool:
+        """Whether products are kept without the rows and columns that no token needs: three slots then fit."""
+        return self.time == 1
 
     @property
-    def places(self) -> int:
-        """Entries of a ring, rounded up to whole 128 bytes of integers: copies are that long."""
-        return -(-self.ring // 32) * 32
+    def items(self) -> int:
+        return self.rows * self.heads
+
+    @property
+    def slots(self) -> int:
+        """Warpgroups of a block: as many as there is work and shared memory for."""
+        wanted = min(3, pl.cdiv(self.items, PROCESSORS))
+        return next((slots for slots in range(wanted, 0, -1) if self.bytes(slots) <= MEMORY), 0)
 
     def scratch(self, slots: int) -> dict:
-        """Shared memory for `slots` heads at a time."""
+        """Shared memory for `slots` warpgroups."""
+        tiling = plgpu.TilingTransform((8, 128 // self.state.itemsize))  # pyright: ignore[reportAbstractUsage]
+        swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 
-        def tiled(dtype):
-            tiling = plgpu.TilingTransform((8, 128 // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
-            return tiling, plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+        longest = max(self.key_dim, self.value_dim)
 
         def memory(*dims, dtype=jnp.float32, transforms=()):
             return plgpu.SMEM((slots, *dims), dtype, transforms=transforms)
 
-        planes = {} if self.entry == jnp.bfloat16 else {"planes": memory(4, self.columns, ROWS, dtype=jnp.bfloat16)}
-        return planes | {
-            "state": memory(self.parts, ROWS, PART, dtype=self.state, transforms=tiled(self.state)),
-            "ring_keys": memory(self.columns, self.key_dim, dtype=self.entry, transforms=tiled(self.entry)),
-            "ring_updates": memory(self.columns, ROWS, dtype=self.entry),
-            "ring_gates": memory(self.ring, GATES),
-            "places": memory(self.places, dtype=jnp.int32),
-            # Rows a little longer than they need be: their columns then lie in different banks.
-            "pairs": memory(32, self.key_dim + 8, dtype=self.pair),
-            "results": memory(ROWS, self.width + 2),
-            "products": memory(self.height, self.columns),
-            "pendings": memory(self.height, self.piece),
-            "weights": memory(self.columns + 32),
-            "state_barriers": plgpu.Barrier(num_barriers=(slots, self.parts)),
-            "place_barriers": plgpu.Barrier(num_barriers=slots),
-            "ring_barriers": plgpu.Barrier(num_arrivals=3, num_barriers=(slots, self.ring // self.block_size)),
-            "ready_barriers": plgpu.Barrier(num_barriers=slots),
-            "read_barriers": plgpu.Barrier(num_barriers=slots),
-            "free_barriers": plgpu.Barrier(num_barriers=slots),
+        return {
+            "state": memory(self.value_dim, self.key_dim, dtype=self.state, transforms=(tiling, swizzle)),
+            # A chunk of keys, then the pairs, or of a fold the updates. Rows are a little longer than they need be:
+            # their columns then lie in different banks.
+            "rows": memory(self.planes, CHUNK * (1 + self.tiles), longest + 8, dtype=jnp.bfloat16),
+            "sums": memory(-(-self.columns // THREADS) * THREADS + CHUNK),
+            "products": memory(2 * self.time if self.frugal else CHUNK * self.tiles, 2 * CHUNK),
+            "reads": memory(*((2 * self.time, self.value_dim) if self.frugal else (self.value_dim, self.width + 2))),
+            "barriers": plgpu.Barrier(num_barriers=slots),
         }
 
-    @property
-    def bytes(self) -> int:
-        """Shared memory for one head at a time."""
-        return sum(
-            int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize
-            for x in self.scratch(1).values()
-            if not isinstance(x, plgpu.Barrier)
-        )
+    def bytes(self, slots: int) -> int:
+        """Shared memory for `slots` warpgroups."""
+        arrays = [x for x in self.scratch(slots).values() if not isinstance(x, plgpu.Barrier)]
+        sizes = [int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in arrays]
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes) + ALIGNMENT
 
 
 def extend(
@@ -184,33 +166,35 @@ def extend(
       integers: Of the launch.
       arrays: Checkpoints, keys, updates and gates as in `Pool`; what is returned takes their place in memory.
       q, k: [rows, T, key_heads, key_dim] in shape.pair, k rounded to what the entries hold.
-      v: [rows, T, heads, 128]. log_decay, beta: f32 [rows, T, heads].
+      v: [rows, T, heads, value_dim]. log_decay, beta: f32 [rows, T, heads].
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
-      out [rows, T, heads, 128] in shape.out, and the arrays.
+      out [rows, T, heads, value_dim] in shape.out, and the arrays.
     """
     checkpoints, *entries = arrays
     flat = [x.reshape(-1, *x.shape[2:4]) for x in entries]
     flat[2] = flat[2].reshape(-1, shape.heads)
-    place = jnp.pad(integers.place, ((0, 0), (0, shape.places - shape.ring)))
-    rank = jnp.pad(integers.rank, ((0, 0), (0, shape.columns - shape.ring)), constant_values=np.iinfo(np.int32).max)
+    padding = shape.columns - shape.ring
+    positions = jnp.pad(integers.entries, ((0, 0), (0, padding)))
     refs = [jax.new_ref(x) for x in (checkpoints, *flat)]
-    launch = integers._replace(place=place, rank=rank)
+    launch = integers._replace(entries=positions)
     out = _kernel(shape, interpret)(*launch, q, k, v, log_decay, beta, *refs)
     checkpoints, *flat = (jax.freeze(ref) for ref in refs)
     return out, (checkpoints, *(x.reshape(old.shape) for x, old in zip(flat, entries, strict=True)))
 
 
 def _kernel(shape: Shape, interpret: bool):
-    time, piece, heads, key_dim = shape.time, shape.piece, shape.heads, shape.key_dim
-    height, width = shape.height, shape.width
-    group, block_size, blocks = heads // shape.key_heads, shape.block_size, shape.ring // shape.block_size
-    items = shape.rows * heads
-    slots = 2 if items > PROCESSORS and 2 * shape.bytes <= MEMORY else 1
+    time, heads, width, items = shape.time, shape.heads, shape.width, shape.items
+    key_dim, value_dim = shape.key_dim, shape.value_dim
+    key_vector, value_vector, every = VECTORS[key_dim], VECTORS[value_dim], VECTORS[THREADS]
+    group, slots = heads // shape.key_heads, shape.slots
     grid = min(PROCESSORS, pl.cdiv(items, slots))
     stride = grid * slots
-    left, right, wide = (layout(jnp.bfloat16, m_warps=shape.warps) for layout in (LEFT, RIGHT, PRODUCT))
+    tops = range(0, value_dim, TILE)
+    part = 128 // shape.state.itemsize  # columns of the state that a product takes: a tile of its memory
+    parts = [pl.ds(start, part) for start in range(0, key_dim, part)]
+    whole, chunk, both = pl.ds(0, key_dim), pl.ds(0, CHUNK), pl.ds(0, 2 * CHUNK)
     zero = np.float32(0)
 
     def zeros(dims, layout):
@@ -219,292 +203,255 @@ def _kernel(shape: Shape, interpret: bool):
     def spread(x, dims, axis, layout):
         return plgpu.layout_cast(lax.broadcast_in_dim(x, dims, [axis]), layout)
 
+    def count(dims, axis, layout):
+        return plgpu.broadcasted_iota(jnp.int32, dims, axis, layout=layout)
+
     def multiply(total, a, b):
-        """total + a b over halves; the product of two low halves is left out."""
-        for i, x in enumerate(a):
-            for j, y in enumerate(b):
-                if i + j < 2:
-                    if interpret:  # the interpreter knows no mma
-                        total += jnp.dot(x.astype(jnp.float32), y.astype(jnp.float32), precision="highest")
-                    else:
-                        total = plgpu.mma(total, x, y)
+        """total + a b, over all halves."""
+        for x in a:
+            for y in b:
+                if interpret:  # the interpreter knows no mma
+                    total += jnp.dot(x.astype(jnp.float32), y.astype(jnp.float32), precision="highest")
+                else:
+                    total = plgpu.mma(total, x, y)
         return total
 
-    def at_token(t, sums, decays):
-        """decays with exp(sums) in the rows of token t."""
-        decay = spread(jnp.exp(sums), decays.shape, 1, wide)
-        if time == 1:
-            return decay
-        token = plgpu.broadcasted_iota(jnp.int32, decays.shape, 0, layout=wide)
-        return jnp.where((token == t) | (token == time + t), decay, decays)
+    def pick(x, index, axis, layout):
+        """The row (axis 0) or column (axis 1) of a product: a sum of it and zeros."""
+        return jnp.sum(jnp.where(count(x.shape, axis, layout) == index, x, zero), axis=axis)
 
-    def body(
-        numbers, rank, table, place_ref, append, q_ref, k_ref, v_ref, decay_ref, beta_ref,
+    def extend_heads(
+        numbers, entries, append, q_ref, k_ref, v_ref, decay_ref, beta_ref,
         checkpoints, keys, updates, gates, out_ref, scratch,
     ):  # fmt: skip
-        group_index = lax.axis_index("warpgroup")
-        slot = group_index // 2
+        slot = lax.axis_index("warpgroup")
         first = slot * grid + lax.axis_index("block")
-        turns = pl.cdiv(items - first, stride)
-        state, ring_keys, ring_updates, ring_gates, place, pair, result, products, pending, weights = (
-            scratch[name].at[slot]
-            for name in (
-                "state", "ring_keys", "ring_updates", "ring_gates", "places", "pairs", "results", "products",
-                "pendings", "weights",
-            )
-        )  # fmt: skip
-        planes = [scratch["planes"].at[slot, i] for i in range(4)] if "planes" in scratch else []
-        names = ("place", "ready", "read", "free")
-        place_barrier, ready, read_out, free = (scratch[f"{x}_barriers"].at[slot] for x in names)
-        parts = [pl.ds(i * PART, PART) for i in range(shape.parts)]
-        state_barriers = [scratch["state_barriers"].at[slot, i] for i in range(shape.parts)]
-        ring_barriers = [scratch["ring_barriers"].at[slot, j] for j in range(blocks)]
+        state, rows, sums_ref, products, reads, barrier = (
+            scratch[name].at[slot] for name in ("state", "rows", "sums", "products", "reads", "barriers")
+        )
 
         def locate(item):
-            """Row and head of an item, and what the row's cursor says."""
+            """Row and head of an item, what the row's cursor says, and where its first entries lie."""
             row = jnp.minimum(item, items - 1) // heads
-            return row, lax.rem(item, heads), [numbers[row, i] for i in range(FIELDS)]
+            positions = [entries[row, i] for i in range(CHUNK)]
+            return row, lax.rem(item, heads), [numbers[row, i] for i in range(FIELDS)], positions
 
-        def entries_warpgroup():
-            def fetch(row, head, present):
-                plgpu.copy_gmem_to_smem(place_ref.at[row], place, place_barrier)
-                for j, source in enumerate(present):
+        def fetch(head, fields):
+            @pl.when(fields[HAS_CHECKPOINT] > 0)
+            def _():
+                plgpu.copy_gmem_to_smem(checkpoints.at[fields[CHECKPOINT], head], state, barrier)
 
-                    @pl.when(source > 0)
-                    def _(j=j, source=source):
-                        there, to = pl.ds(source * block_size, block_size), pl.ds(j * block_size, block_size)
-                        four = pl.ds(head // GATES * GATES, GATES)
-                        plgpu.copy_gmem_to_smem(keys.at[there, head // group], ring_keys.at[to], ring_barriers[j])
-                        plgpu.copy_gmem_to_smem(updates.at[there, head], ring_updates.at[to], ring_barriers[j])
-                        plgpu.copy_gmem_to_smem(gates.at[there, four], ring_gates.at[to], ring_barriers[j])
+        def gather(head, positions):
+            """Keys and updates at the positions. What is dead is selected away where they are used, or the selection
+            would wait for them here."""
+            refs = [(keys.at[i, head // group], updates.at[i, head]) for i in positions]
+            return [(_load(key, key_vector), _load(update, value_vector)) for key, update in refs]
 
-            def inputs(item):
-                """What an item needs early, straight from global memory."""
-                row, head, fields = locate(item)
-                present = [table[row, j] for j in range(blocks)]
-                new = [_load(ref.at[row, t, head // group], VECTOR) for ref in (k_ref, q_ref) for t in range(time)]
-                new_gates = [decay_ref[row, t, head] for t in range(time)]
-                ranks = [_load(rank.at[row, pl.ds(start, piece)], wide.reduce(0)) for start in shape.pieces]
-                return row, head, fields, present, new, new_gates, ranks
+        def gather_next(row, head, c, chunks, found):
+            """What the chunk after c holds, if there is one."""
 
-            def serve(turn, item_inputs):
-                item = first + turn * stride
-                row, head, (length, live, _, has_checkpoint, fold_to), present, new, new_gates, ranks = item_inputs
-                holds, folds = (has_checkpoint > 0) | (fold_to >= 0), fold_to >= 0
-                values = [_load(v_ref.at[row, t, head], VECTOR) for t in range(time)]
-                betas = [beta_ref[row, t, head] for t in range(time)]
-                to = [append[row, t] for t in range(time)]
-                following = inputs(item + stride)
-                for i, x in enumerate(new):
-                    pair[i, pl.ds(0, key_dim)] = x
-                plgpu.barrier_wait(place_barrier)
-                for j, source in enumerate(present):
+            def load():
+                return gather(head, [entries[row, (c + 1) * CHUNK + i] for i in range(CHUNK)])
 
-                    @pl.when(source > 0)
-                    def _(j=j):
-                        plgpu.barrier_wait(ring_barriers[j])
+            return lax.cond(c + 1 < chunks, load, lambda: found)
 
-                # Decay from each entry to the last committed token, summed from old to new.
-                def add_gate(j, carry):
-                    sums, total = carry
-                    for i in range(UNROLL):
-                        i = UNROLL * j + i
-                        gate = jnp.where(i < live, ring_gates[place[i], lax.rem(head, GATES)], zero)
-                        sums = [x + jnp.where(mine < i, gate, zero) for x, mine in zip(sums, ranks, strict=True)]
-                        total = total + gate
-                    return sums, total
+        def load_inputs(row, head, positions):
+            """All that an item needs of global memory besides its checkpoint: asked for one item ahead."""
+            new = [_load(ref.at[row, t, head // group], key_vector) for ref in (k_ref, q_ref) for t in range(time)]
+            values = [_load(v_ref.at[row, t, head], value_vector) for t in range(time)]
+            tokens = [(decay_ref[row, t, head], beta_ref[row, t, head], append[row, t]) for t in range(time)]
+            return gather(head, positions), [gates[i, head] for i in positions], new, values, tokens
 
-                sums, total = [zeros((piece,), wide.reduce(0))] * len(ranks), zero
-                sums, total = lax.fori_loop(0, pl.cdiv(live, UNROLL), add_gate, (sums, total))
+        def stage(start, vectors):
+            """Writes vectors into `rows`, as halves."""
+            for i, x in enumerate(vectors):
+                for plane, half in enumerate(_halves(x.astype(jnp.float32)) if shape.planes == 2 else [x]):
+                    rows[plane, start + i, pl.ds(0, x.shape[0])] = half
 
-                @pl.when(folds)
-                def _():
-                    for start, x, mine in zip(shape.pieces, sums, ranks, strict=True):
-                        weights[pl.ds(start, piece)] = jnp.where(mine < live, jnp.exp(x), -1.0)
-                    weights[shape.columns] = jnp.exp(total)
+        def living(c, live, vectors):
+            return [_where(c * CHUNK + i < live, x) for i, x in enumerate(vectors)]
 
+        def fold(row, head, live, holds, total, found):
+            """state · decay + Σ weight · u ⊗ k, in shared memory, a chunk of entries at a time."""
+
+            def add(c, found):
+                stage(0, living(c, live, [key for key, _ in found]))
+                stage(CHUNK, living(c, live, [update for _, update in found]))
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(ready)
+                found = gather_next(row, head, c, chunks, found)
+                weight = jnp.exp(_load(sums_ref.at[pl.ds(c * CHUNK, CHUNK)], TALL_LEFT.reduce(0)))
+                decay = jnp.where(c == 0, jnp.exp(total), np.float32(1))
+                for top in tops:
+                    update = zeros((TILE, CHUNK), TALL_LEFT)
+                    for i in range(1 if shape.entry == jnp.bfloat16 else 2):
+                        these = rows.at[i, pl.ds(CHUNK, CHUNK), pl.ds(top, TILE)].transpose((1, 0))
+                        update = update + _load(these, TALL_LEFT).astype(jnp.float32)
+                    update = _halves(update * spread(weight, update.shape, 1, TALL_LEFT))
+                    for columns in parts:
+                        these = [_load(rows.at[i, chunk, columns], TALL_RIGHT) for i in range(shape.planes)]
+                        there = state.at[pl.ds(top, TILE), columns]
+                        old = _where(holds | (c > 0), _load(there, TALL).astype(jnp.float32) * decay)
+                        there[...] = multiply(old, update, these).astype(shape.state)
+                plgpu.commit_smem()
+                return found
 
-                # Products of the new keys and queries with entries, and among each other, decayed up to each token.
-                rows = pair.at[:, pl.ds(0, key_dim)]
-                new_pairs = _halves(_load(rows.at[pl.ds(0, height)], left))
-                total = jnp.where(folds, zero, total)
-                totals = []
-                for gate in new_gates:
+            chunks = pl.cdiv(live, CHUNK)
+            lax.fori_loop(0, chunks, add, found)
+
+        def serve(turn, carry):
+            here, following, (found, old_gates, new, values, tokens) = carry
+            row, head, (length, live, _, has_checkpoint, fold_to), _ = here
+            item = first + turn * stride
+            has_checkpoint, folds = has_checkpoint > 0, fold_to >= 0
+            new_gates = [gate for gate, _, _ in tokens]
+
+            # Decay from each entry to the last committed token, summed from old to new.
+            def add_gates(c, gates_of_chunk, sums, total):
+                for i, gate in enumerate(gates_of_chunk):
+                    gate = jnp.where(c * CHUNK + i < live, gate, zero)
+                    sums = [x + jnp.where(n < c * CHUNK + i, gate, zero) for x, n in zip(sums, index, strict=True)]
                     total = total + gate
-                    totals.append(jnp.exp(total))
-                for start, x in zip(shape.pieces, sums, strict=True):
-                    these = _load(ring_keys.at[pl.ds(start, piece)].transpose((1, 0)), right)
-                    matches = multiply(zeros((height, piece), wide), new_pairs, _halves(these))
-                    decays = jnp.ones_like(matches)
-                    for t, gate in enumerate(new_gates):
-                        x = x + gate
-                        decays = at_token(t, x, decays)
-                    products[:, pl.ds(start, piece)] = matches * decays
-                these = _load(rows.at[pl.ds(0, piece)].transpose((1, 0)), right)
-                matches = multiply(zeros((height, piece), wide), new_pairs, _halves(these))
-                decays, x = jnp.ones_like(matches), zeros((piece,), wide.reduce(0))
-                column = plgpu.broadcasted_iota(jnp.int32, (piece,), 0, layout=wide.reduce(0))
-                for t, gate in enumerate(new_gates):
-                    x = x + jnp.where(column < t, gate, zero)
-                    decays = at_token(t, x, decays)
-                pending[...] = matches * decays
-                plgpu.commit_smem()
+                return sums, total
 
-                def add_updates(j, sums):
-                    for i in range(UNROLL):
-                        i = UNROLL * j + i
-                        p, alive = place[i], i < entries
-                        update = _where(alive, _load(ring_updates.at[p], VECTOR).astype(jnp.float32))
-                        factors = [jnp.where(alive, products[i, p], zero) for i in range(2 * time)]
-                        sums = [total + factor * update for factor, total in zip(factors, sums, strict=True)]
-                    return sums
+            def add_more_gates(c, carry):
+                return add_gates(c, [gates[entries[row, c * CHUNK + i], head] for i in range(CHUNK)], *carry)
 
-                entries = jnp.where(folds, 0, live)
-                sums = lax.fori_loop(0, pl.cdiv(entries, UNROLL), add_updates, [zeros((ROWS,), VECTOR)] * (2 * time))
-                plgpu.commit_smem()  # all have read the entries
+            index = [count((THREADS,), 0, every) + start for start in range(0, shape.columns, THREADS)]
+            sums = add_gates(0, old_gates, [zeros((THREADS,), every)] * len(index), zero)
+            sums, total = lax.fori_loop(1, pl.cdiv(live, CHUNK), add_more_gates, sums)
+            for i, x in enumerate(sums):
+                sums_ref[pl.ds(THREADS * i, THREADS)] = x
 
-                @pl.when((item + stride < items) & ~folds)
-                def _():
-                    fetch(following[0], following[1], following[3])
+            @pl.when(has_checkpoint & folds)
+            def _():
+                plgpu.barrier_wait(barrier)
 
-                plgpu.barrier_wait(read_out)
+            @pl.when(folds)
+            def _():
+                fold(row, head, live, has_checkpoint, total, found)
+                plgpu.copy_smem_to_gmem(state, checkpoints.at[fold_to, head])
 
-                @pl.when((item + stride < items) & folds)
-                def _():  # the fold read them, too
-                    fetch(following[0], following[1], following[3])
+            total = jnp.where(folds, zero, total)
+            stage(CHUNK, new)
+            for (gate, _, to), key in zip(tokens, new[:time], strict=True):
 
-                reads = [
-                    _where(holds, _load(result.at[:, i], VECTOR)) for i in range(2 * time)
-                ]  # else from what lay there
-                plgpu.barrier_arrive(free)
-                new_updates = []
-                for t in range(time):
-                    recalled, out = sums[t], sums[time + t]
-                    for s, update in enumerate(new_updates):
-                        recalled = recalled + pending[t, s] * update
-                    recalled = recalled + totals[t] * reads[t]
-                    stored = (betas[t] * (values[t].astype(jnp.float32) - recalled)).astype(shape.entry)
-                    new_updates.append(stored.astype(jnp.float32))
-                    for s, update in enumerate(new_updates):
-                        out = out + pending[time + t, s] * update
-                    out = out + totals[t] * reads[time + t]
-                    out_ref[row, t, head] = _where(t < length, out).astype(shape.out)
+                @pl.when(to >= 0)
+                def _(to=to, gate=gate, key=key):
+                    gates[to, head] = gate
 
-                    @pl.when(to[t] >= 0)
-                    def _(t=t, stored=stored):
-                        updates[to[t], head] = stored
-                        gates[to[t], head] = new_gates[t]
-
-                        @pl.when(lax.rem(head, group) == 0)
-                        def _():
-                            keys[to[t], head // group] = new[t].astype(shape.entry)
-
-                plgpu.commit_smem()  # all have read what the next item overwrites
-                return following
-
-            start = inputs(first)
-            fetch(start[0], start[1], start[3])
-            plgpu.barrier_arrive(free)
-            lax.fori_loop(0, turns, serve, start)
-
-        def state_warpgroup():
-            def fetch(i, head, fields):
-                @pl.when(fields[HAS_CHECKPOINT] > 0)
-                def _():
-                    source = checkpoints.at[fields[CHECKPOINT], head, :, parts[i]]
-                    plgpu.copy_gmem_to_smem(source, state.at[i], state_barriers[i])
-
-            def fold(i, has_checkpoint):
-                """state · decay + Σ weight · u ⊗ k. What is dead is selected away on both sides of the product."""
-                entries = pl.ds(0, shape.columns)
-                key_planes, update_planes = (planes[:2], planes[2:]) if planes else ([ring_keys], [ring_updates])
-                alive = _load(weights.at[entries], TALL_RIGHT.reduce(1)) >= 0
-                key = [_load(ref.at[:, parts[i]], TALL_RIGHT) for ref in key_planes]
-                key = [jnp.where(spread(alive, x.shape, 0, TALL_RIGHT), x, jnp.zeros_like(x)) for x in key]
-                factor, decay = _load(weights.at[entries], TALL_LEFT.reduce(0)), weights[shape.columns]
-                for top in range(0, ROWS, TILE):
-                    rows = pl.ds(top, TILE)
-                    update = zeros((TILE, shape.columns), TALL_LEFT)
-                    for ref in update_planes:
-                        update = update + _load(ref.at[:, rows].transpose((1, 0)), TALL_LEFT).astype(jnp.float32)
-                    scale = spread(factor, update.shape, 1, TALL_LEFT)
-                    update = jnp.where(scale >= 0, scale * update, zero)
-                    old = _where(has_checkpoint, _load(state.at[i, rows], TALL).astype(jnp.float32) * decay)
-                    state[i, rows] = multiply(old, _halves(update), key).astype(shape.state)
-
-            def serve(turn, here):
-                item = first + turn * stride
-                _, head, (_, _, _, has_checkpoint, fold_to) = here
-                has_checkpoint, folds = has_checkpoint > 0, fold_to >= 0
-                goes_on = item + stride < items
-                following = locate(item + stride)
-                plgpu.barrier_wait(ready)
-                if planes:  # only numbers of two bytes can be read transposed
-
-                    @pl.when(folds)
+                    @pl.when(lax.rem(head, group) == 0)
                     def _():
-                        for ref, halves in ((ring_keys, planes[:2]), (ring_updates, planes[2:])):
-                            for plane, x in zip(halves, _halves(_load(ref, BROAD)), strict=True):
-                                plane[...] = x
-                        plgpu.commit_smem()
+                        keys[to, head // group] = key.astype(shape.entry)
 
-                tiles = [zeros((TILE, width), TALL) for _ in range(0, ROWS, TILE)]
-                for i, part in enumerate(parts):
-
-                    @pl.when(has_checkpoint)
-                    def _(i=i):
-                        plgpu.barrier_wait(state_barriers[i])
-
-                    @pl.when(folds)
-                    def _(i=i, part=part):
-                        fold(i, has_checkpoint)
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(state.at[i], checkpoints.at[fold_to, head, :, part])
-
-                    new = _halves(_load(pair.at[pl.ds(0, width), part].transpose((1, 0)), TALL_RIGHT))
-                    for j, top in enumerate(range(0, ROWS, TILE)):
-                        tiles[j] = multiply(tiles[j], _halves(_load(state.at[i, pl.ds(top, TILE)], TALL_LEFT)), new)
-                    plgpu.commit_smem()  # all have read this part of the state
-
-                    @pl.when(goes_on & ~folds)
-                    def _(i=i):
-                        fetch(i, *following[1:])
-
-                @pl.when(folds)
-                def _():
-                    for i in range(shape.parts):
-                        plgpu.wait_smem_to_gmem(shape.parts - 1 - i, wait_read_only=True)
-                        plgpu.commit_smem()
-
-                        @pl.when(goes_on)
-                        def _(i=i):
-                            fetch(i, *following[1:])
-
-                plgpu.barrier_wait(free)
-                for top, total in zip(range(0, ROWS, TILE), tiles, strict=True):
-                    result[pl.ds(top, TILE), pl.ds(0, width)] = total
+            # What the entries of a chunk add to every output, and the products of the tokens among each other.
+            def add_entries(c, carry):
+                found, added = carry
+                stage(0, living(c, live, [key for key, _ in found]))
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(read_out)
-                return following
+                new_updates = living(c, live, [update for _, update in found])
+                found = gather_next(row, head, c, chunks, found)
+                right = [_load(rows.at[i, both, whole].transpose((1, 0)), RIGHT) for i in range(shape.planes)]
+                token = count((2 * CHUNK,), 0, PRODUCT.reduce(0)) - CHUNK
+                # The last CHUNK of the sums that are read belong to no entry of the chunk, and count from 0.
+                since = _load(sums_ref.at[pl.ds(c * CHUNK, 2 * CHUNK)], PRODUCT.reduce(0))
+                since = jnp.where(token < 0, since, zero)
+                decays = []
+                for t, gate in enumerate(new_gates):
+                    since = since + jnp.where(token < t, gate, zero)
+                    decays.append(jnp.exp(since))
+                for start in range(0, 2 * time, CHUNK):
+                    left = [_load(rows.at[i, pl.ds(CHUNK + start, CHUNK), whole], LEFT) for i in range(shape.planes)]
+                    matches = multiply(zeros((CHUNK, 2 * CHUNK), PRODUCT), left, right)
+                    here = range(start, min(start + CHUNK, 2 * time))
+                    if shape.frugal:
+                        for i in here:
+                            products[i] = pick(matches, i - start, 0, PRODUCT) * decays[i % time]
+                        continue
+                    decay, line = jnp.ones_like(matches), count(matches.shape, 0, PRODUCT)
+                    for i in here:
+                        decay = jnp.where(line == i - start, spread(decays[i % time], decay.shape, 1, PRODUCT), decay)
+                    products[pl.ds(start, CHUNK), both] = matches * decay
+                plgpu.commit_smem()
+                for i, update in enumerate(new_updates):
+                    update = update.astype(jnp.float32)
+                    added = [x + products[j, i] * update for j, x in enumerate(added)]
+                return found, added
 
+            chunks = jnp.where(folds, 1, jnp.maximum(pl.cdiv(live, CHUNK), 1))
+            _, added = lax.fori_loop(0, chunks, add_entries, (found, [zeros((value_dim,), value_vector)] * (2 * time)))
+            added = [_where(~folds, x) for x in added]
+            loaded = load_inputs(following[0], following[1], following[3])
+
+            @pl.when(has_checkpoint & ~folds)
+            def _():
+                plgpu.barrier_wait(barrier)
+
+            for top in tops:
+                tile = zeros((TILE, width), TALL)
+                for columns in parts:
+                    pairs = [rows.at[i, pl.ds(CHUNK, width), columns].transpose((1, 0)) for i in range(shape.planes)]
+                    these = _load(state.at[pl.ds(top, TILE), columns], TALL_LEFT)
+                    tile = multiply(tile, _halves(these), [_load(pair, TALL_RIGHT) for pair in pairs])
+                if shape.frugal:
+                    for i in range(2 * time):
+                        reads[i, pl.ds(top, TILE)] = pick(tile, i, 1, TALL)
+                else:
+                    reads[pl.ds(top, TILE), pl.ds(0, width)] = tile
+
+            @pl.when(folds)
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            plgpu.commit_smem()
+
+            @pl.when(item + stride < items)
+            def _():
+                fetch(following[1], following[2])
+
+            # Two items ahead, for the next one's entries are asked for before this point of the next turn.
+            then = locate(item + 2 * stride)
+
+            def read(i):
+                return _where(holds, _load(reads.at[i] if shape.frugal else reads.at[:, i], value_vector))
+
+            totals = []
+            for gate in new_gates:
+                total = total + gate
+                totals.append(jnp.exp(total))
+            holds, new_updates = has_checkpoint | folds, []
+            for t, (_, beta, to) in enumerate(tokens):
+                recalled, out = added[t], added[time + t]
+                for s, update in enumerate(new_updates):
+                    recalled = recalled + products[t, CHUNK + s] * update
+                recalled = recalled + totals[t] * read(t)
+                stored = (beta * (values[t].astype(jnp.float32) - recalled)).astype(shape.entry)
+                new_updates.append(stored.astype(jnp.float32))
+                for s, update in enumerate(new_updates):
+                    out = out + products[time + t, CHUNK + s] * update
+                out = out + totals[t] * read(time + t)
+                out_ref[row, t, head] = _where(t < length, out).astype(shape.out)
+
+                @pl.when(to >= 0)
+                def _(to=to, stored=stored):
+                    updates[to, head] = stored
+
+            plgpu.commit_smem()  # all have read what the next item overwrites
+            return following, then, loaded
+
+        @pl.when(first < items)
+        def _():
             start = locate(first)
-            for i in range(shape.parts):
-                fetch(i, *start[1:])
-            lax.fori_loop(0, turns, serve, start)
-            plgpu.barrier_wait(free)
+            fetch(start[1], start[2])
+            start = start, locate(first + stride), load_inputs(start[0], start[1], start[3])
+            lax.fori_loop(0, pl.cdiv(items - first, stride), serve, start)
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when((turns > 0) & (lax.rem(group_index, 2) == 0))(entries_warpgroup)
-        pl.when((turns > 0) & (lax.rem(group_index, 2) == 1))(state_warpgroup)
-
     return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((shape.rows, time, heads, ROWS), shape.out),
+        extend_heads,
+        out_type=jax.ShapeDtypeStruct((shape.rows, time, heads, value_dim), shape.out),
         grid=(grid,),
         grid_names=("block",),
-        num_threads=2 * slots,
+        num_threads=slots,
         thread_name="warpgroup",
         scratch_types=[shape.scratch(slots)],
         compiler_params=plgpu.CompilerParams(
@@ -519,12 +466,13 @@ def _load(ref, layout):
 
 
 def _halves(x: Array) -> list[Array]:
-    """bfloat16 arrays that sum to x: itself, or two halves with 2^-17 left out."""
+    """bfloat16 arrays that sum to x: itself, or two halves with 2^-16 left out."""
     if x.dtype == jnp.bfloat16:
         return [x]
-    x = x.astype(jnp.float32)
-    high = x.astype(jnp.bfloat16)
-    return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
+    # Cut off by its bits: a conversion there and back takes the slow units.
+    bits = lax.bitcast_convert_type(x, jnp.int32) & np.int32(-(2**16))
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
 
 
 def _where(flag: Array, x: Array) -> Array:

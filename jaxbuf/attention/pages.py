@@ -1,0 +1,167 @@
+"""The integers of the softmax layers' pages: where the next tokens go, who owns which page, what a fork copies.
+
+A committed token may lie at any place of its slot: attention does not depend on the order of its keys. So a tree whose
+accepted path has gaps needs no move: the gaps are the next places to fill. The list of the next max_pending places is
+all that has to be kept; every place before the list's end that is not in it holds a committed token.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.sharing import (
+    NOWHERE,
+    Ownership,
+    flag_missing,
+    is_shared,
+    raise_missing,
+    release_rows,
+    share_rows,
+    short_of,
+    take_rows,
+)
+
+type Array = jax.Array
+
+
+def init_order(*, slots: int, max_pending: int) -> Array:
+    """Returns the lists int32 [slots + 1, max_pending] of empty slots: entry i is the place of the i-th next token.
+
+    They rise; a slot with `start` committed tokens has the place start + i in entry i, unless a tree left gaps.
+    """
+    return jnp.broadcast_to(jnp.arange(max_pending, dtype=jnp.int32)[None], (slots + 1, max_pending))
+
+
+def places(order: Array | None, slots: Array, start: Array, time: int) -> Array:
+    """int32 [rows, time]: where the next tokens of each slot lie in its pages.
+
+    Args:
+      order: int32 [slots + 1, max_pending] from `init_order`; None: token p lies at place p.
+      slots, start: int32 [rows], the physical slot of each row and its committed tokens.
+      time: How many tokens.
+    """
+    offset = jnp.arange(time, dtype=jnp.int32)[None]
+    ahead = start[:, None] + offset
+    if order is None:
+        return ahead
+    listed = order.shape[1]
+    inside = jnp.broadcast_to(jnp.minimum(offset, listed - 1), ahead.shape)
+    return jnp.where(offset < listed, jnp.take_along_axis(order[slots], inside, axis=1), ahead)
+
+
+def advance_order(order: Array, slots: Array, start: Array, accepted: Array, permutation: Array | None = None) -> Array:
+    """The lists after the first `accepted` of the next tokens were committed.
+
+    Args:
+      order: int32 [slots + 1, max_pending].
+      slots, start, accepted: int32 [rows]; start counts what was committed before.
+      permutation: int32 [rows, max_pending], the accepted tokens first and the others in their order; None: they are.
+    """
+    rows, index = order[slots], jnp.arange(order.shape[1], dtype=jnp.int32)[None]
+    if permutation is not None:
+        rows = jnp.take_along_axis(rows, permutation, axis=1)
+    ahead = index + accepted[:, None]
+    kept = jnp.take_along_axis(rows, jnp.minimum(ahead, order.shape[1] - 1), axis=1)
+    new = jnp.where(ahead < order.shape[1], kept, start[:, None] + ahead)
+    return order.at[jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")
+
+
+def reserve_pages(
+    pages: Ownership, table: Array, place: Array, *, slots: Array, lengths: Array, page_size: int
+) -> tuple[Array, Array, Ownership]:
+    """Gives each row the pages that its next tokens lie on, where it has none of its own; all of them, or nothing.
+
+    Args:
+      pages: Who owns them.
+      table: int32 [slots + 1, max_pages].
+      place: int32 [rows, time], from `places`.
+      slots, lengths: int32 [rows], the slot of each row, and how many of its tokens are real.
+      page_size: Tokens of a page.
+
+    Returns:
+      served: bool scalar; False where pages do not suffice, or did not before. Then only the flag is new.
+      table, pages: As they are now.
+    """
+    rows, time = place.shape
+    real = (jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]) & (slots > 0)[:, None]
+    page = jnp.where(real, place // page_size, NOWHERE)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    old = table[slots]
+    touched = jnp.zeros(old.shape, bool).at[row, page].set(True, mode="drop")
+    wanted = touched & ((old == 0) | is_shared(pages, old))
+    pages = flag_missing(pages, short_of(pages, wanted))
+    raise_missing(pages=pages)
+    served = pages.lacking == 0
+    wanted = wanted & served
+    taken, pages = take_rows(pages, wanted)
+    pages = release_rows(pages, jnp.where(wanted, old, 0))
+    return served, _put(table, slots, jnp.where(wanted, taken, old)), pages
+
+
+def release_pages(pages: Ownership, table: Array, slots: Array) -> tuple[Array, Ownership]:
+    """The table and the pages after `slots` gave back all of theirs."""
+    old = jnp.where((slots > 0)[:, None], table[slots], 0)
+    return _put(table, slots, jnp.zeros_like(old)), release_rows(pages, old)
+
+
+def fork_pages(
+    pages: Ownership | None,
+    table: Array,
+    order: Array | None,
+    *,
+    source: Array,
+    target: Array,
+    length: Array,
+    page_size: int,
+) -> tuple[Array, tuple[Array, Array], Array, Ownership | None]:
+    """Makes the tables of the target slots hold what the sources committed, and decides which pages are copied for it.
+
+    Full pages are shared; the others, to which both will append, are copied to free ones, so that no launch has to copy
+    later. Without `pages` every slot has its own, and all are copied to the target's.
+
+    Args:
+      pages: Who owns them; None: every slot has its own for good.
+      table: int32 [slots + 1, max_pages].
+      order: int32 [slots + 1, max_pending] from `init_order`, or None.
+      source, target: int32 [rows]; a row whose target is 0 is left out.
+      length: int32 [rows], the tokens that the source committed.
+      page_size: Tokens of a page.
+
+    Returns:
+      served: bool scalar; False where pages do not suffice, or did not before. Then only the flag is new.
+      copies: int32 [rows, n] each, pages read and written (past the pool where nothing is copied).
+      table, pages: As they are now.
+    """
+    real = (target > 0)[:, None]
+    index = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    listed = length[:, None] if order is None else order[source]
+    end = listed if order is None else length[:, None] + order.shape[1]
+    free = jnp.zeros((source.shape[0], table.shape[1]), jnp.int32)  # places of each page that hold nothing committed
+    row = jnp.arange(source.shape[0], dtype=jnp.int32)[:, None]
+    if order is not None:
+        free = free.at[row, listed // page_size].add(1, mode="drop")
+    alive = jnp.clip(end - index * page_size, 0, page_size) - free
+    theirs = table[source]
+    alive = jnp.where(real & (theirs > 0), alive, 0)
+    if pages is None:
+        mine = table[target]
+        written = jnp.where((alive > 0) & (mine > 0), mine, NOWHERE)
+        return jnp.asarray(True), (theirs, written), table, None
+    partial = (alive > 0) & (alive < page_size)
+    whole = jnp.where(alive == page_size, theirs, 0)
+    pages = flag_missing(pages, short_of(pages, partial))
+    raise_missing(pages=pages)
+    served = pages.lacking == 0
+    partial = partial & served
+    pages = share_rows(pages, jnp.where(served, whole, 0))
+    taken, pages = take_rows(pages, partial)
+    pages = release_rows(pages, jnp.where(real & served, table[target], 0))
+    new = jnp.where(served, jnp.where(partial, taken, whole), table[target])
+    # At most one page for each place that is not taken yet, and the one that the committed tokens end in.
+    count = min(table.shape[1], 1 + (0 if order is None else order.shape[1]))
+    first = jnp.argsort(~partial, axis=1)[:, :count]
+    written = jnp.where(jnp.take_along_axis(partial, first, axis=1), jnp.take_along_axis(new, first, axis=1), NOWHERE)
+    return served, (jnp.take_along_axis(theirs, first, axis=1), written), _put(table, target, new), pages
+
+
+def _put(table: Array, slots: Array, new: Array) -> Array:
+    return table.at[jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")

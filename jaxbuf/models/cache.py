@@ -1,0 +1,253 @@
+"""The memory of a whole model: one cursor and one table of pages, and the arrays of every layer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.attention import paged
+from jaxbuf.attention.paged import PagedKV, init_kv, init_table
+from jaxbuf.attention.pages import (
+    advance_order,
+    fork_pages,
+    init_order,
+    places,
+    release_pages,
+    reserve_pages,
+)
+from jaxbuf.models.qwen3_5_config import Config
+from jaxbuf.recurrence import Cursor, Pool, buffered
+from jaxbuf.recurrence.convolution import init_ring, init_ring_order
+from jaxbuf.recurrence.sharing import raise_exhausted as raise_exhausted_states
+from jaxbuf.recurrence.tree import path_first, permute
+from jaxbuf.sharing import NOWHERE, Ownership, clear_flag, init_ownership, raise_missing
+
+type Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecurrentCache:
+    """Memory of one Gated DeltaNet layer: the buffered state's pool, and the ring of the convolution's last inputs."""
+
+    pool: Pool
+    ring: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Memory of a whole model: donate it to the jitted function that changes it.
+
+    Attributes:
+      cursor: Shared by all layers; `cursor.position` (int32 [slots + 1]) counts each slot's committed tokens.
+      table: int32 [slots + 1, max_pages], the pages of each slot, shared by all softmax layers; 0 where there is none.
+      layers: One RecurrentCache or PagedKV a layer.
+      page_order: int32 [slots + 1, max_pending], where the next tokens of each slot lie in its pages; None without
+        trees.
+      ring_order: int32 [slots + 1, ring], the rows of the convolutions' rings; None without trees.
+      pages: Who owns the pages that slots take when they need them; None: every slot has its own for good.
+    """
+
+    cursor: Cursor
+    table: Array
+    layers: tuple[RecurrentCache | PagedKV, ...]
+    page_order: Array | None = None
+    ring_order: Array | None = None
+    pages: Ownership | None = None
+
+
+def init_cache(
+    config: Config,
+    *,
+    slots: int,
+    capacity: int,
+    limit: int | Array = 16,
+    max_pending: int = 8,
+    block_size: int = 8,
+    page_size: int = 16,
+    trees: bool = False,
+    states: int | None = None,
+    blocks: int | None = None,
+    pages: int | None = None,
+    dtype: jnp.dtype = jnp.float32,
+    entry_dtype: jnp.dtype | None = None,
+    state_dtype: jnp.dtype = jnp.float32,
+) -> Cache:
+    """An empty cache. Requests have the physical slots 1 to `slots`; slot 0 is null.
+
+    Args:
+      slots: Requests at once.
+      capacity: Tokens that a softmax layer holds for each, rounded up to whole pages (with trees, after adding the
+        max_pending - 1 places that a tree may leave open).
+      limit, max_pending, block_size: Of the buffered recurrence, see `buffered.init_cursor`.
+      page_size: Tokens of one page of the softmax layers.
+      trees: Whether `extend` takes `parents`: keeps the index lists that trees need in the softmax layers and the
+        convolutions.
+      states, blocks, pages: How many checkpoint rows, blocks and pages the slots take from when they need one, and
+        share after a `fork`. With one of them given, the others' defaults are what all slots could use. None for all:
+        every slot has its own for good, nothing can run out, and a fork copies.
+      dtype: Of keys and values and of the convolution's inputs: the compute dtype.
+      entry_dtype: Of the recurrence's buffered entries; None: dtype.
+      state_dtype: Of the recurrent state.
+
+    Raises:
+      ValueError: A size below 1.
+    """
+    table = init_table(slots=slots, capacity=capacity + (max_pending - 1 if trees else 0), page_size=page_size)
+    own, ownership = slots * table.shape[1], None
+    if any(count is not None for count in (states, blocks, pages)):
+        states = slots if states is None else states
+        ownership = init_ownership(1 + (own if pages is None else pages))
+        own, table = ownership.owners.shape[0] - 1, jnp.zeros_like(table)
+    sizes = {"limit": limit, "max_pending": max_pending, "block_size": block_size}
+    cursor = buffered.init_cursor(slots=slots, **sizes, states=states, blocks=blocks)
+    entry_dtype = dtype if entry_dtype is None else entry_dtype
+    channels, width = config.convolution_channels, config.linear_conv_kernel_dim
+
+    def init_layer(kind):
+        if kind == "full_attention":
+            heads, head_dim = config.num_key_value_heads, config.head_dim
+            return init_kv(pages=1 + own, page_size=page_size, kv_heads=heads, head_dim=head_dim, dtype=dtype)
+        pool = buffered.init_pool(config.spec, cursor, state_dtype=state_dtype, entry_dtype=entry_dtype)
+        ring = init_ring(slots=slots, channels=channels, width=width, max_pending=max_pending, dtype=dtype)
+        return RecurrentCache(pool, ring)
+
+    return Cache(
+        cursor=cursor,
+        table=table,
+        layers=tuple(init_layer(kind) for kind in config.layer_types),
+        page_order=init_order(slots=slots, max_pending=max_pending) if trees else None,
+        ring_order=init_ring_order(slots=slots, width=width, max_pending=max_pending) if trees else None,
+        pages=ownership,
+    )
+
+
+def commit(cache: Cache, accepted: Array, *, slots: Array | None = None, path: Array | None = None) -> Cache:
+    """Makes the first `accepted` (int32 [rows]) pending tokens of each slot real; only integers move.
+
+    Args:
+      cache: After `extend`.
+      accepted: int32 [rows], how many, in [0, pending].
+      slots: int32 [rows], physical slots; None: all in order.
+      path: int32 [rows, n], for a tree: the accepted nodes from the root to a leaf, of which the first `accepted`
+        count.
+
+    Raises:
+      ValueError: `accepted` or `path` is out of range, where that is known; or a path, and the cache has no trees.
+    """
+    slots = all_slots(cache) if slots is None else slots
+    if cache.page_order is None or cache.ring_order is None:
+        if path is not None:
+            raise ValueError("path needs a cache made with trees=True, got one without")
+        return dataclasses.replace(cache, cursor=buffered.commit_cursor(cache.cursor, accepted, slots))
+    start = cache.cursor.position[slots]
+    cursor = buffered.commit_cursor(cache.cursor, accepted, slots, path)
+    accepted, ring_order, permutation = cursor.position[slots] - start, cache.ring_order, None
+    if path is not None:
+        permutation = path_first(jnp.asarray(path), accepted, cursor.max_pending)
+        ring_order = permute(ring_order, slots, start, permutation)
+    page_order = advance_order(cache.page_order, slots, start, accepted, permutation)
+    return dataclasses.replace(cache, cursor=cursor, ring_order=ring_order, page_order=page_order)
+
+
+def fork(cache: Cache, source: Array, target: Array) -> Cache:
+    """Makes each target slot hold what its source committed (beams, several samples of one prompt).
+
+    Checkpoints, full blocks and full pages are shared, if the cache was made for it (see `init_cache`); what both slots
+    will write to is copied: partly filled blocks and pages, and the convolutions' rings.
+
+    Args:
+      cache: Without pending tokens in the targets that are still wanted: they are dropped.
+      source, target: int32 [rows], or one number, as in `buffered.fork`.
+
+    Raises:
+      ValueError: A slot is out of range, or the two do not fit.
+      PoolExhausted: Blocks or pages ran out, where that is known; inside jit nothing is changed but a flag that
+        `raise_exhausted` finds.
+    """
+    source, target = jnp.atleast_1d(jnp.asarray(source)), jnp.atleast_1d(jnp.asarray(target))
+    if source.shape == (1,):
+        source = jnp.broadcast_to(source, target.shape)
+    real = (source > 0) & (source != target)
+    kv = next((layer for layer in cache.layers if isinstance(layer, PagedKV)), None)
+    table, pages, served = cache.table, cache.pages, jnp.asarray(True)
+    nothing = jnp.zeros((source.shape[0], 0), jnp.int32)
+    copied = nothing, nothing
+    if kv is not None:
+        served, copied, table, pages = fork_pages(
+            cache.pages,
+            cache.table,
+            cache.page_order,
+            source=source,
+            target=jnp.where(real, target, 0),
+            length=cache.cursor.position[source],
+            page_size=kv.keys.shape[1],
+        )
+    copies, cursor = buffered.fork_cursor(cache.cursor, source, jnp.where(served, target, 0))
+    if cursor.sharing is not None:
+        there = (cursor.sharing.states.lacking == 0) & (cursor.sharing.blocks.lacking == 0)
+        served = served & there
+        if pages is not None and cache.pages is not None:
+            table = jnp.where(there, table, cache.table)
+            pages = jax.tree.map(lambda new, old: jnp.where(there, new, old), pages, cache.pages)
+            copied = copied[0], jnp.where(there, copied[1], NOWHERE)
+    target = jnp.where(real & served & (target > 0), target, NOWHERE)
+
+    def fork_slots(x):
+        return x.at[target].set(x[source], mode="drop")
+
+    def fork_layer(layer):
+        if isinstance(layer, PagedKV):
+            return paged.fork(layer, copied)
+        return RecurrentCache(buffered.fork_pool(layer.pool, copies), fork_slots(layer.ring))
+
+    return Cache(
+        cursor=cursor,
+        table=table,
+        layers=tuple(fork_layer(layer) for layer in cache.layers),
+        page_order=None if cache.page_order is None else fork_slots(cache.page_order),
+        ring_order=None if cache.ring_order is None else fork_slots(cache.ring_order),
+        pages=pages,
+    )
+
+
+def reset(cache: Cache, slots: Array) -> Cache:
+    """Empties slots (int32 [rows]) for their next owner; only integers move. Shared rows, blocks and pages are given
+    back, and launches that rested because some were lacking are served again."""
+    slots, table, pages, order = jnp.asarray(slots), cache.table, cache.pages, cache.page_order
+    cursor = buffered.reset_cursor(cache.cursor, slots)
+    if pages is not None:
+        table, pages = release_pages(pages, table, slots)
+        pages = clear_flag(pages)
+    if order is not None:
+        fresh = jnp.broadcast_to(jnp.arange(order.shape[1], dtype=jnp.int32)[None], (slots.shape[0], order.shape[1]))
+        order = order.at[jnp.where(slots > 0, slots, NOWHERE)].set(fresh, mode="drop")
+    return dataclasses.replace(cache, cursor=cursor, table=table, pages=pages, page_order=order)
+
+
+def raise_exhausted(cache: Cache) -> None:
+    """Raises if checkpoint rows, blocks or pages ran out in an earlier launch; see `buffered.raise_exhausted`.
+
+    Raises:
+      PoolExhausted: Says which, how many there are, how many were missing, and what to raise.
+    """
+    raise_exhausted_states(cache.cursor.sharing)
+    raise_missing(pages=cache.pages)
+
+
+def take_pages(cache: Cache, slots: Array, lengths: Array, time: int) -> tuple[Cache, Array]:
+    """The cache with pages for the next tokens of each row, and the rows' lengths: zeros if pages ran out."""
+    kv = next((layer for layer in cache.layers if isinstance(layer, PagedKV)), None)
+    if cache.pages is None or kv is None:
+        return cache, lengths
+    place = places(cache.page_order, slots, cache.cursor.position[slots], time)
+    served, table, pages = reserve_pages(
+        cache.pages, cache.table, place, slots=slots, lengths=lengths, page_size=kv.keys.shape[1]
+    )
+    return dataclasses.replace(cache, table=table, pages=pages), jnp.where(served, lengths, 0)
+
+
+def all_slots(cache: Cache) -> Array:
+    """int32 [slots]: every physical slot but the null one, in order."""
+    return jnp.arange(1, cache.cursor.length.shape[0], dtype=jnp.int32)

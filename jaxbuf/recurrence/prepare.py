@@ -1,0 +1,171 @@
+"""From a Gated DeltaNet layer's projections to what `extend` and `chunked` take.
+
+The short convolution, SiLU, normalised queries and keys, and the gates: `prepare_sequence` for sequences that start
+from nothing, `prepare` for what follows on the inputs in a ring.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.pallas.platform import has_hopper
+from jaxbuf.recurrence.convolution import causal_convolution, extend_ring
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_rows
+
+EPS = 1e-6  # of the norms of q and k
+
+
+class Weights(NamedTuple):
+    """The parameters of a layer that stand between its projections and the recurrence.
+
+    Attributes:
+      convolution: [channels, width], the channels ordered q | k | v.
+      A_log: f32 [heads], the logarithm of the rate of decay.
+      dt_bias: f32 [heads], is added to a.
+    """
+
+    convolution: Array
+    A_log: Array
+    dt_bias: Array
+
+
+class Inputs(NamedTuple):
+    """What the recurrence takes: q, k [batch, time, key_heads, key_dim] with q scaled by key_dim^-1/2, v [batch, time,
+    heads, value_dim], log_decay and beta f32 [batch, time, heads]."""
+
+    q: Array
+    k: Array
+    v: Array
+    log_decay: Array
+    beta: Array
+
+
+@jax.named_scope("convolution")
+def prepare_sequence(spec: RecurrenceSpec, weights: Weights, qkv: Array, a: Array, b: Array) -> Inputs:
+    """The inputs of the recurrence over sequences that start from nothing. Differentiable.
+
+    Args:
+      spec: A family with decay="head".
+      weights: Of the layer.
+      qkv: [batch, time, channels], channels = 2 · key_heads · key_dim + heads · value_dim, ordered q | k | v.
+      a, b: f32 [batch, time, heads], the projections behind decay and write strength.
+
+    Returns:
+      q, k and v in qkv's dtype; log_decay = -exp(A_log) · softplus(a + dt_bias) and beta = sigmoid(b).
+
+    Raises:
+      ValueError: A shape or dtype does not fit.
+
+    Source: Yang et al., Gated Delta Networks (2024), section 3.4, with the gates of Mamba-2, as Qwen3.5 has it.
+    """
+    _check(spec, weights, qkv, a, b)
+    return _inputs(spec, weights, causal_convolution(qkv, weights.convolution), a, b)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
+@jax.named_scope("convolution")
+def prepare(
+    spec: RecurrenceSpec,
+    weights: Weights,
+    ring: Array,
+    qkv: Array,
+    a: Array,
+    b: Array,
+    *,
+    slots: Array,
+    start: Array,
+    lengths: Array,
+    order: Array | None = None,
+    parents: Array | None = None,
+    implementation: str = "auto",
+    interpret: bool = False,
+) -> tuple[Inputs, Array]:
+    """The inputs of the recurrence for the next tokens of each slot, which its ring of the last inputs takes in.
+
+    Args:
+      spec, weights, qkv, a, b: As in `prepare_sequence`, with [rows, T, ...].
+      ring: [slots + 1, ring, channels], from `init_ring`.
+      slots, start, lengths, order, parents: As in `extend_ring`. Past its length, and for slot 0, a row's q, k and v
+        are zeros and nothing is written.
+      implementation: "xla", "gpu" (an NVIDIA Hopper GPU), or "auto": the kernel of the platform where it serves the
+        call, else "xla".
+      interpret: Run the kernel in Pallas' interpreter, on any platform: slow, for tests.
+
+    Returns:
+      The inputs, and the ring.
+
+    Raises:
+      ValueError: A shape or dtype does not fit, or the implementation asked for can't serve the call; it says why.
+    """
+    _check(spec, weights, qkv, a, b)
+    if ring.ndim != 3 or ring.shape[2] != qkv.shape[2]:
+        raise ValueError(f"ring must be [slots + 1, ring, {qkv.shape[2]}], got shape {ring.shape}")
+    for name, integers in (("slots", slots), ("start", start), ("lengths", lengths)):
+        check_rows(name, integers, qkv.shape[0])
+    check_implementation("prepare", implementation, ("gpu",))
+    if implementation == "gpu" or (implementation == "auto" and has_hopper()):
+        # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
+        from jaxbuf.pallas.prepare import gpu, supports
+
+        shape = gpu.Shape(
+            rows=qkv.shape[0],
+            time=qkv.shape[1],
+            heads=spec.heads,
+            key_heads=spec.key_heads,
+            ring=ring.shape[1],
+            eps=EPS,
+            dtype=qkv.dtype,
+            stored=ring.dtype,
+        )
+        width = weights.convolution.shape[1]
+        tree = order is not None or parents is not None
+        reason = supports(shape, key_dim=spec.key_dim, value_dim=spec.value_dim, width=width, tree=tree)
+        if reason is None:
+            integers = slots, start, lengths
+            inputs, ring = gpu.prepare(shape, ring, weights, (qkv, a, b), integers, interpret=interpret)
+            return Inputs(*inputs), ring
+        if implementation == "gpu":
+            raise ValueError(f'implementation="gpu" can not serve this prepare: {reason}')
+    where = {"slots": slots, "start": start, "lengths": lengths, "order": order, "parents": parents}
+    mixed, ring = extend_ring(ring, weights.convolution, qkv, **where)
+    return _inputs(spec, weights, mixed, a, b), ring
+
+
+def l2_normalise(x: Array, *, scale: float = 1.0) -> Array:
+    """x / sqrt(sum x² + EPS) · scale over the last axis, in float32; returns x's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * (jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPS) * scale)
+    return wide.astype(x.dtype)
+
+
+def _inputs(spec: RecurrenceSpec, weights: Weights, mixed: Array, a: Array, b: Array) -> Inputs:
+    """Everything after the convolution, whose output is `mixed`."""
+    keys, rows = spec.key_heads * spec.key_dim, mixed.shape[:2]
+    q, k, v = jnp.split(jax.nn.silu(mixed), [keys, 2 * keys], axis=-1)
+    q, k = (x.reshape(*rows, spec.key_heads, spec.key_dim) for x in (q, k))
+    log_decay = -jnp.exp(weights.A_log)[None, None] * jax.nn.softplus(a + weights.dt_bias[None, None])
+    return Inputs(
+        q=l2_normalise(q, scale=spec.key_dim**-0.5),
+        k=l2_normalise(k),
+        v=v.reshape(*rows, spec.heads, spec.value_dim),
+        log_decay=log_decay,
+        beta=jax.nn.sigmoid(b),
+    )
+
+
+def _check(spec: RecurrenceSpec, weights: Weights, qkv: Array, a: Array, b: Array) -> None:
+    if spec.decay != "head":
+        raise ValueError(f'spec.decay must be "head", got {spec.decay!r}')
+    channels = 2 * spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
+    if qkv.ndim != 3 or qkv.shape[2] != channels:
+        raise ValueError(f"qkv must be [batch, time, {channels}], got shape {qkv.shape}")
+    if weights.convolution.ndim != 2 or weights.convolution.shape[0] != channels:
+        raise ValueError(f"convolution must be [{channels}, width], got shape {weights.convolution.shape}")
+    heads = (spec.heads,)
+    gates = {"a": (a, (*qkv.shape[:2], *heads)), "b": (b, (*qkv.shape[:2], *heads))}
+    gates |= {"A_log": (weights.A_log, heads), "dt_bias": (weights.dt_bias, heads)}
+    for name, (array, shape) in gates.items():
+        if array.shape != shape or array.dtype != jnp.float32:
+            raise ValueError(f"{name} must be float32 {shape}, got {array.dtype} {array.shape}")

@@ -1,0 +1,102 @@
+"""Checkpoint rows and blocks that slots take when they need them, and may share: copy on write.
+
+A slot has a checkpoint row from its first fold on, and blocks where its entries lie. A fork shares them, but for the
+blocks that are partly filled: those it copies at once. So a block that a slot appends to is its own, or has nothing of
+the slot's in it any more, and a launch never copies: it takes fresh rows where the old ones have other owners.
+
+Rows are taken before any are given back, so that nothing read in a launch is written in it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.recurrence.spec import Array
+from jaxbuf.sharing import (
+    Ownership,
+    flag_missing,
+    init_ownership,
+    is_shared,
+    raise_missing,
+    release_rows,
+    short_of,
+    take_rows,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """Who owns the checkpoint rows (`states`) and the blocks of all layers' pools."""
+
+    states: Ownership
+    blocks: Ownership
+
+
+def init_sharing(states: int, blocks: int) -> Sharing:
+    """`states` checkpoint rows and `blocks` blocks beside the null ones, all free."""
+    for name, count in (("states", states), ("blocks", blocks)):
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    return Sharing(init_ownership(1 + states), init_ownership(1 + blocks))
+
+
+def reserve(
+    pools: Sharing, table: Array, checkpoint: Array, folds: Array, appends: Array, keeps: Array
+) -> tuple[Array, Array, Array, Sharing]:
+    """Gives the rows of a launch what they will write; all of them, or nothing to any.
+
+    Args:
+      pools: Who owns what.
+      table: int32 [rows, max_blocks], the blocks of each row's slot; 0 where there is none.
+      checkpoint: int32 [rows], its checkpoint row; 0: none.
+      folds: bool [rows], which write their checkpoint.
+      appends, keeps: bool [rows, max_blocks], where new entries go, and where those lie that are alive after the
+        launch. A row that folds gives back its other blocks.
+
+    Returns:
+      served: bool scalar. False where rows do not suffice, or did not before: nothing else has changed then.
+      target: int32 [rows], the checkpoint row that each folding row writes; its own, if nobody else has it.
+      table: As it is now.
+      pools: As they are now, flagged if there were too few.
+    """
+    new_state = folds & ((checkpoint == 0) | is_shared(pools.states, checkpoint))
+    new_block = appends & ((table == 0) | is_shared(pools.blocks, table))
+    missing = short_of(pools.states, new_state), short_of(pools.blocks, new_block)
+    flagged = Sharing(flag_missing(pools.states, missing[0]), flag_missing(pools.blocks, missing[1]))
+    served = (flagged.states.lacking == 0) & (flagged.blocks.lacking == 0)
+
+    taken, states = take_rows(pools.states, new_state & served)
+    target = jnp.where(new_state, taken, checkpoint)
+    states = release_rows(states, jnp.where(new_state & served, checkpoint, 0))
+
+    taken, blocks = take_rows(pools.blocks, new_block & served)
+    now = jnp.where(new_block, taken, jnp.where(folds[:, None] & ~keeps & ~appends, 0, table))
+    now = jnp.where(served, now, table)
+    blocks = release_rows(blocks, jnp.where(now != table, table, 0))
+    lacking = flagged.states.lacking, flagged.blocks.lacking
+    states = dataclasses.replace(states, lacking=lacking[0])
+    return served, target, now, Sharing(states, dataclasses.replace(blocks, lacking=lacking[1]))
+
+
+def count_places(order: Array, origin: Array, first: Array, end: Array, blocks: int) -> Array:
+    """int32 [rows, blocks]: how many of the logical places [first, end) each block of a ring holds.
+
+    Args:
+      order: int32 [rows, ring].
+      origin, first, end: int32 [rows].
+      blocks: Blocks of one ring.
+    """
+    rows, ring = order.shape
+    logical = jnp.arange(ring, dtype=jnp.int32)[None]
+    place = jnp.take_along_axis(order, (origin[:, None] + logical) % ring, axis=1)
+    block = jnp.where((logical >= first[:, None]) & (logical < end[:, None]), place // (ring // blocks), blocks)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    return jnp.zeros((rows, blocks), jnp.int32).at[row, block].add(1, mode="drop")
+
+
+def raise_exhausted(pools: Sharing | None) -> None:
+    """Raises `PoolExhausted` where a flag is set and known; see `jaxbuf.sharing.raise_missing`."""
+    if pools is not None:
+        raise_missing(states=pools.states, blocks=pools.blocks)

@@ -1,0 +1,141 @@
+"""What happens to whole slots: they are emptied, loaded with a state, or forked."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.recurrence.cursor import Cursor, checked_slots, put
+from jaxbuf.recurrence.sharing import Sharing, count_places, raise_exhausted
+from jaxbuf.recurrence.spec import Array, check_rows
+from jaxbuf.sharing import NOWHERE, clear_flag, flag_missing, release_rows, share_rows, short_of, take_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """What a fork copies in every layer's pool; the targets are past the pool where nothing is copied.
+
+    Attributes:
+      states: int32 [rows] each, checkpoint rows read and written; None: checkpoints are shared, and none is copied.
+      blocks: int32 [rows, max_blocks] each, blocks read and written.
+    """
+
+    states: tuple[Array, Array] | None
+    blocks: tuple[Array, Array]
+
+
+def reset_cursor(cursor: Cursor, slots: Array) -> Cursor:
+    """Empties slots. They keep their limit, and the rows and blocks that are theirs; shared ones are given back."""
+    cursor = _empty(cursor, checked_slots(cursor, slots))
+    pools = cursor.sharing
+    if pools is None:
+        return cursor
+    return dataclasses.replace(cursor, sharing=Sharing(clear_flag(pools.states), clear_flag(pools.blocks)))
+
+
+def load_cursor(cursor: Cursor, tokens: Array, slots: Array) -> tuple[Array, Cursor]:
+    """The checkpoint rows to write (past the pool where tokens is 0), and the cursor of slots that hold just that.
+
+    Raises:
+      PoolExhausted: Shared rows ran out, where that is known; inside jit the cursor is flagged and nothing written.
+    """
+    slots = checked_slots(cursor, slots)
+    tokens = jnp.asarray(tokens)
+    check_rows("tokens", tokens, slots.shape[0])
+    empty = _empty(cursor, slots)
+    target = empty.fold_to[slots]
+    loaded, served = (tokens > 0) & (slots > 0), jnp.asarray(True)
+    if cursor.sharing is not None and empty.sharing is not None:
+        missing = short_of(empty.sharing.states, loaded)
+        flagged = Sharing(flag_missing(cursor.sharing.states, missing), cursor.sharing.blocks)
+        raise_exhausted(flagged)
+        served = (flagged.states.lacking == 0) & (flagged.blocks.lacking == 0)
+        target, states = take_rows(empty.sharing.states, loaded & served)
+        empty = dataclasses.replace(empty, sharing=dataclasses.replace(empty.sharing, states=states))
+        cursor = dataclasses.replace(cursor, sharing=flagged)
+    loaded = loaded & (target > 0)
+    done = dataclasses.replace(
+        empty,
+        checkpoint_of=put(empty.checkpoint_of, slots, jnp.where(loaded, target, empty.checkpoint_of[slots])),
+        fold_to=put(empty.fold_to, slots, jnp.where(loaded, target, empty.fold_to[slots])),
+        folded=put(empty.folded, slots, jnp.where(loaded, tokens.astype(jnp.int32), 0)),
+    )
+    if cursor.sharing is not None:
+        done = jax.tree.map(lambda new, old: jnp.where(served, new, old), done, cursor)
+    return jnp.where(loaded, target, NOWHERE), done
+
+
+def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, Cursor]:
+    """Makes each target slot hold what its source committed, and decides what has to be copied for that.
+
+    All sources are read as they were before: slots may trade places. Targets forget what they held.
+
+    Args:
+      source, target: int32 [rows]; a row with a 0, or with twice the same slot, is left out. No target twice.
+
+    Raises:
+      PoolExhausted: Blocks ran out, where that is known; inside jit the cursor is flagged and nothing else changes.
+    """
+    source, target = checked_slots(cursor, source), checked_slots(cursor, target)
+    check_rows("target", target, source.shape[0])
+    real = (source > 0) & (source != target)
+    target = jnp.where(real, target, 0)
+    real = real & (target > 0)
+    blocks = cursor.block_table.shape[1]
+    size = cursor.ring // blocks
+    held, zero = cursor.length[source], jnp.zeros_like(source)
+    alive = count_places(cursor.order[source], cursor.origin[source], zero, held, blocks)
+    alive = jnp.where(real[:, None], alive, 0)
+    table, has_checkpoint = cursor.block_table[source], real & (cursor.folded[source] > 0)
+    checkpoint, old = cursor.checkpoint_of[source], cursor
+    if cursor.sharing is None:
+        row, mine = cursor.fold_to[target], cursor.block_table[target]
+        states = checkpoint, jnp.where(has_checkpoint & (row > 0), row, NOWHERE)
+        copied, served = alive > 0, jnp.asarray(True)
+    else:
+        states, pools = None, cursor.sharing
+        copied = (alive > 0) & (alive < size)
+        flagged = Sharing(pools.states, flag_missing(pools.blocks, short_of(pools.blocks, copied)))
+        raise_exhausted(flagged)
+        served = (flagged.states.lacking == 0) & (flagged.blocks.lacking == 0)
+        old = dataclasses.replace(cursor, sharing=flagged)
+        row, whole = jnp.where(has_checkpoint, checkpoint, 0), jnp.where(alive == size, table, 0)
+        shared = Sharing(share_rows(pools.states, row), share_rows(pools.blocks, whole))
+        taken, fresh = take_rows(shared.blocks, copied & served)
+        mine = jnp.where(copied, taken, whole)
+        # Only now, so that no block is copied to and from in one call.
+        cursor = _empty(dataclasses.replace(cursor, sharing=Sharing(shared.states, fresh)), target)
+    after = dataclasses.replace(
+        cursor,
+        checkpoint_of=put(cursor.checkpoint_of, target, row),
+        fold_to=put(cursor.fold_to, target, row),
+        block_table=put(cursor.block_table, target, mine),
+        pending=put(cursor.pending, target, zero),
+        **{
+            name: put(getattr(cursor, name), target, getattr(old, name)[source])
+            for name in ("order", "origin", "length", "limit", "folded")
+        },
+    )
+    if cursor.sharing is not None:
+        after = jax.tree.map(lambda new, was: jnp.where(served, new, was), after, old)
+    copied = copied & served & (mine > 0)
+    return Copies(states, (table, jnp.where(copied, mine, NOWHERE))), after
+
+
+def _empty(cursor: Cursor, slots: Array) -> Cursor:
+    zero = jnp.zeros_like(slots)
+    identity = jnp.broadcast_to(jnp.arange(cursor.ring, dtype=jnp.int32)[None], (slots.shape[0], cursor.ring))
+    if cursor.sharing is not None:
+        real = slots > 0
+        states = release_rows(cursor.sharing.states, jnp.where(real, cursor.checkpoint_of[slots], 0))
+        table = jnp.where(real[:, None], cursor.block_table[slots], 0)
+        cursor = dataclasses.replace(
+            cursor,
+            checkpoint_of=put(cursor.checkpoint_of, slots, zero),
+            fold_to=put(cursor.fold_to, slots, zero),
+            block_table=put(cursor.block_table, slots, jnp.zeros_like(table)),
+            sharing=Sharing(states, release_rows(cursor.sharing.blocks, table)),
+        )
+    emptied = {name: put(getattr(cursor, name), slots, zero) for name in ("origin", "length", "pending", "folded")}
+    return dataclasses.replace(cursor, order=put(cursor.order, slots, identity), **emptied)

@@ -1,0 +1,142 @@
+"""Trees and forks through every memory of a model: always the plain forward over what each slot committed."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxbuf.models import qwen3_5
+from jaxbuf.models.layers import replace_parameters
+from jaxbuf.models.qwen3_5 import Config
+from jaxbuf.sharing import PoolExhausted
+
+CONFIG = Config(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    layer_types=("linear_attention", "full_attention"),
+    mtp_num_hidden_layers=0,
+    initializer_range=0.3,
+)
+SLOTS, PENDING, TIME = 3, 5, 64
+ALL = np.arange(1, SLOTS + 1, dtype=np.int32)
+_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+forward, prefill, extend = _jit(qwen3_5.forward), _jit(qwen3_5.prefill), _jit(qwen3_5.extend)
+commit, fork, reset = _jit(qwen3_5.commit), _jit(qwen3_5.fork), _jit(qwen3_5.reset)
+
+
+@pytest.fixture(scope="module")
+def model():
+    rng = np.random.default_rng()
+    shapes = jax.eval_shape(lambda: qwen3_5.Qwen3_5(CONFIG, rngs=nnx.Rngs(0)))
+    values = [0.3 * rng.standard_normal(leaf.shape) for leaf in jax.tree.leaves(shapes)]
+    return replace_parameters(shapes, [jnp.asarray(value, jnp.float32) for value in values])
+
+
+def new_cache(**sizes):
+    return qwen3_5.init_cache(
+        CONFIG, slots=SLOTS, capacity=TIME, limit=np.array([1, 8, 16]), max_pending=PENDING, page_size=4, **sizes
+    )
+
+
+def last_hidden(model, sequences):
+    """The plain forward's last hidden state of every sequence."""
+    padded, lengths = np.zeros((SLOTS * PENDING, TIME), np.int32), np.zeros(SLOTS * PENDING, np.int32)
+    for row, sequence in enumerate(sequences):
+        padded[row, : len(sequence)], lengths[row] = sequence, len(sequence)
+    hidden = np.asarray(forward(model, padded, lengths=lengths))
+    return hidden[np.arange(len(sequences)), lengths[: len(sequences)] - 1]
+
+
+def path_to(parents, node):
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, int(parents[path[0]]))
+    return path
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"states": 3, "blocks": 9, "pages": 16}, pytest.param({}, marks=pytest.mark.slow)], ids=["shared", "own"]
+)
+def test_trees_and_forks_equal_their_branches_alone(model, rng, sizes):
+    cache = new_cache(trees=True, **sizes)
+    history = [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in (0, 3, 9, 6)]
+    prompts, lengths = np.zeros((SLOTS, 12), np.int32), np.array([3, 9, 6], np.int32)
+    for row, tokens in enumerate(history[1:]):
+        prompts[row, : len(tokens)] = tokens
+    _, cache = prefill(model, cache, prompts, lengths=lengths)
+    history[0] = []
+    for step in range(16):
+        tokens = rng.integers(0, CONFIG.vocab_size, (SLOTS, PENDING), dtype=np.int32)
+        parents = np.array([[rng.integers(-1, max(i, 0)) if i else -1 for i in range(PENDING)] for _ in ALL], np.int32)
+        paths = [[path_to(parents[row], node) for node in range(PENDING)] for row in range(SLOTS)]
+        hidden, cache = extend(model, cache, tokens, parents=parents)
+        if is_exhausted(cache):
+            with pytest.raises(PoolExhausted):
+                qwen3_5.raise_exhausted(cache)
+            slot = int(np.argmax([len(tokens) for tokens in history]))
+            cache, history[slot] = reset(cache, np.array([slot], np.int32)), []
+            continue
+        alone = [history[row + 1] + tokens[row, path].tolist() for row in range(SLOTS) for path in paths[row]]
+        np.testing.assert_allclose(np.reshape(hidden, (len(alone), -1)), last_hidden(model, alone), atol=2e-4)
+        chosen = [
+            path[: rng.integers(0, len(path) + 1)] for path in (paths[row][rng.integers(0, 5)] for row in range(3))
+        ]
+        padded = np.array([path + [0] * (PENDING - len(path)) for path in chosen], np.int32)
+        cache = commit(cache, np.array([len(path) for path in chosen], np.int32), path=padded)
+        for row, path in enumerate(chosen):
+            history[row + 1] += tokens[row, path].tolist()
+        if step % 4 == 2:
+            source, target = rng.permutation(ALL)[:2]
+            cache = fork(cache, source[None], target[None])
+            if not is_exhausted(cache):
+                history[target] = list(history[source])
+        np.testing.assert_array_equal(cache.cursor.position, [len(tokens) for tokens in history])
+    cache = reset(cache, ALL)
+    if sizes:
+        for owned in (cache.cursor.sharing.states, cache.cursor.sharing.blocks, cache.pages):
+            assert int(owned.left) == owned.owners.shape[0] - 1
+
+
+def is_exhausted(cache):
+    if cache.pages is None:
+        return False
+    pools = cache.cursor.sharing.states, cache.cursor.sharing.blocks, cache.pages
+    return any(int(owned.lacking) for owned in pools)
+
+
+def test_no_call_changes_the_shape_of_a_cache():
+    """Whatever comes out goes in again: loops on the device carry it."""
+    model = jax.eval_shape(lambda: qwen3_5.Qwen3_5(CONFIG, rngs=nnx.Rngs(0)))
+    tokens, rows = jax.ShapeDtypeStruct((SLOTS, PENDING), jnp.int32), jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
+    for sizes in ({}, {"trees": True}, {"trees": True, "pages": 9}):
+        cache = jax.eval_shape(partial(new_cache, **sizes))
+        parents = tokens if sizes else None
+        after = [
+            jax.eval_shape(qwen3_5.prefill, model, cache, tokens)[1],
+            jax.eval_shape(lambda *x: qwen3_5.extend(*x[:3], parents=x[3]), model, cache, tokens, parents)[1],
+            jax.eval_shape(lambda *x: qwen3_5.commit(*x[:2], path=x[2]), cache, rows, parents),
+            jax.eval_shape(qwen3_5.fork, cache, rows, rows),
+            jax.eval_shape(qwen3_5.reset, cache, rows),
+        ]
+        for each in after:
+            assert jax.tree.structure(each) == jax.tree.structure(cache)
+            assert jax.tree.leaves(each) == jax.tree.leaves(cache)
+
+
+def test_a_cache_without_trees_says_so(model):
+    cache, tokens = new_cache(), np.zeros((SLOTS, 2), np.int32)
+    with pytest.raises(ValueError, match="parents need a cache made with trees=True"):
+        qwen3_5.extend(model, cache, tokens, parents=np.full((SLOTS, 2), -1, np.int32))
+    with pytest.raises(ValueError, match="path needs a cache made with trees=True"):
+        qwen3_5.commit(cache, np.zeros(SLOTS, np.int32), path=tokens)

@@ -1,0 +1,39 @@
+"""The kernels of `gated_norm`: they lower for their platform at the real sizes, and compute what XLA computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.recurrence.gated_norm import gated_norm
+
+
+def new_arrays(rng, rows, time, heads, dtype, dim=128):
+    shapes = (rows, time, heads, dim), (rows, time, heads * dim), (dim,)
+    return [jnp.asarray(scale * rng.standard_normal(x), dtype) for scale, x in zip((0.1, 4, 1), shapes, strict=True)]
+
+
+@pytest.mark.parametrize("rows, time, dtype", [(1, 1, "bfloat16"), (256, 5, "float32")])
+def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(rows, time, dtype):
+    arrays = jax.eval_shape(lambda: new_arrays(np.random.default_rng(0), rows, time, 32, jnp.dtype(dtype)))
+    traced = gated_norm.trace(*arrays, eps=1e-6, implementation="gpu")
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-5), (jnp.bfloat16, 2**-7)])
+def test_the_gpu_kernel_is_the_xla_path(rng, dtype, bound):
+    arrays = new_arrays(rng, 3, 2, 4, dtype)
+    found = gated_norm(*arrays, eps=1e-6, implementation="gpu", interpret=True)
+    expected = gated_norm(*arrays, eps=1e-6, implementation="xla")
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), rtol=bound, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "heads, dim, reason",
+    [(4, 64, "value_dim 128, got 64"), (3, 128, "rows · time · heads in fours, got 3")],
+)
+def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, heads, dim, reason):
+    arrays = new_arrays(rng, 1, 1, heads, jnp.float32, dim)
+    with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this gated_norm: it needs {reason}'):
+        gated_norm(*arrays, eps=1e-6, implementation="gpu")

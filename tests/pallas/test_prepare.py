@@ -1,0 +1,116 @@
+"""The kernels of `prepare`: they lower for their platform at the real sizes, and compute what the XLA path computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.recurrence import RecurrenceSpec
+from jaxbuf.recurrence.convolution import init_ring, init_ring_order
+from jaxbuf.recurrence.prepare import Weights, prepare
+
+SMALL = RecurrenceSpec(heads=4, key_heads=4, key_dim=128, value_dim=128)
+QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
+ROWS, TIME, MAX_PENDING = 3, 3, 4
+
+
+def channels(spec):
+    return 2 * spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
+
+
+def new_weights(rng, spec, dtype):
+    taps = jnp.asarray(rng.standard_normal((channels(spec), 4)), dtype)
+    A_log, dt_bias = np.log(rng.uniform(1, 16, spec.heads)), rng.standard_normal(spec.heads)
+    return Weights(taps, jnp.asarray(A_log, jnp.float32), jnp.asarray(dt_bias, jnp.float32))
+
+
+def new_raw(rng, spec, rows, time, dtype):
+    """qkv, a and b; the gates of two heads are far out."""
+    gates = 5 * rng.standard_normal((2, rows, time, spec.heads))
+    gates[..., :2] = 200, -200
+    qkv = rng.standard_normal((rows, time, channels(spec)))
+    return jnp.asarray(qkv, dtype), *(jnp.asarray(x, jnp.float32) for x in gates)
+
+
+def new_ring(spec, rows, dtype, max_pending=MAX_PENDING):
+    ring = init_ring(slots=rows, channels=channels(spec), width=4, max_pending=max_pending, dtype=dtype)
+    return jnp.full_like(ring, jnp.nan)  # what no slot has written reaches nothing
+
+
+def prepare_on_gpu(*arguments, **integers):
+    return prepare(*arguments, **integers, implementation="gpu", interpret=True)
+
+
+@pytest.mark.parametrize("time, rows, dtype", [(1, 256, "bfloat16"), (5, 1, "float32"), (16, 128, "bfloat16")])
+def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, rows, dtype):
+    rng, dtype = np.random.default_rng(0), jnp.dtype(dtype)
+    weights = jax.eval_shape(lambda: new_weights(rng, QWEN, dtype))
+    raw = jax.eval_shape(lambda: new_raw(rng, QWEN, rows, time, dtype))
+    ring = jax.eval_shape(lambda: new_ring(QWEN, rows, dtype, max_pending=max(8, time)))
+    integers = [jax.ShapeDtypeStruct((rows,), jnp.int32)] * 3
+
+    def step(ring, weights, raw, slots, start, lengths):
+        where = {"slots": slots, "start": start, "lengths": lengths}
+        return prepare(QWEN, weights, ring, *raw, **where, implementation="gpu")
+
+    traced = jax.jit(step, donate_argnums=0).trace(ring, weights, raw, *integers)
+    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("@mosaic_gpu") == 1
+    assert "output_operand_alias<output_tuple_indices = [5]" in lowered  # the ring, in place
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps(rng, dtype):
+    weights, ring, slots = new_weights(rng, SMALL, dtype), new_ring(SMALL, ROWS, dtype), jnp.array([2, 0, 3])
+    start = np.zeros(ROWS, np.int32)
+    # A null slot, no token, fewer than all; in the later steps the ring has come round.
+    for lengths, accepted in (
+        ([3, 3, 1], [3, 0, 1]),
+        ([2, 3, 0], [1, 0, 0]),
+        ([3, 1, 3], [3, 0, 3]),
+        ([3, 0, 3], [0] * 3),
+    ):
+        raw = new_raw(rng, SMALL, ROWS, TIME, dtype)
+        raw = (jnp.where(np.arange(TIME)[None, :, None] < np.array(lengths)[:, None, None], raw[0], jnp.nan), *raw[1:])
+        where = {"slots": slots, "start": jnp.asarray(start), "lengths": jnp.array(lengths)}
+        expected, ring_expected = prepare(SMALL, weights, ring, *raw, **where, implementation="xla")
+        found, ring = prepare_on_gpu(SMALL, weights, ring, *raw, **where)
+        np.testing.assert_array_equal(np.asarray(ring, np.float32), np.asarray(ring_expected, np.float32))
+        for x, y in zip(found, expected, strict=True):
+            assert x.dtype == y.dtype
+            # bfloat16: XLA rounds the sigmoid, too, and what comes of it is rounded twice more.
+            bounds = {"rtol": 1e-5, "atol": 1e-6} if x.dtype == jnp.float32 else {"rtol": 2**-6, "atol": 1e-6}
+            np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), **bounds)
+        start = start + np.array(accepted, np.int32)
+
+
+def test_tokens_at_once_and_one_by_one_are_the_same_bits(rng):
+    weights, ring = new_weights(rng, SMALL, jnp.bfloat16), jnp.zeros_like(new_ring(SMALL, 1, jnp.bfloat16))
+    raw, one = new_raw(rng, SMALL, 1, TIME, jnp.bfloat16), jnp.ones(1, jnp.int32)
+    at_once, ring_at_once = prepare_on_gpu(SMALL, weights, ring, *raw, slots=one, start=5 * one, lengths=TIME * one)
+    for t in range(TIME):
+        token, (slots, start, lengths) = [x[:, t : t + 1] for x in raw], (one, (5 + t) * one, one)
+        found, ring = prepare_on_gpu(SMALL, weights, ring, *token, slots=slots, start=start, lengths=lengths)
+        for x, y in zip(found, at_once, strict=True):
+            np.testing.assert_array_equal(x[:, 0], y[:, t])
+    np.testing.assert_array_equal(ring, ring_at_once)
+
+
+@pytest.mark.parametrize(
+    "spec, time, change, reason",
+    [
+        (RecurrenceSpec(4, 4, 64, 64), 1, {}, "key_dim and value_dim 128, got 64, 64"),
+        (RecurrenceSpec(4, 2, 128, 128), 1, {}, "key heads in fours, got 2"),
+        (SMALL, MAX_PENDING + 1, {}, "1 to 4 tokens at once, got 5"),
+        (SMALL, 1, {"ring": jnp.bfloat16}, "a ring of the inputs' dtype float32, got bfloat16"),
+        (SMALL, 1, {"order": jnp.int32}, "tokens in sequence, got order or parents"),
+    ],
+)
+def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, time, change, reason):
+    weights, raw = new_weights(rng, spec, jnp.float32), new_raw(rng, spec, 1, time, jnp.float32)
+    where = {name: jnp.ones(1, jnp.int32) for name in ("slots", "start", "lengths")}
+    if "order" in change:
+        where["order"] = init_ring_order(slots=1, width=4, max_pending=MAX_PENDING)
+    ring = new_ring(spec, 1, change.get("ring", jnp.float32))
+    with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this prepare: it needs {reason}'):
+        prepare(spec, weights, ring, *raw, **where, implementation="gpu")

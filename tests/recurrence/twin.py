@@ -1,0 +1,196 @@
+"""A buffered memory beside the float64 states that it should hold, and what must be true of it after every call."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.recurrence import buffered
+from jaxbuf.sharing import NOWHERE, PoolExhausted
+from tests.recurrence import definition
+from tests.recurrence.families import FAMILIES, worst_row
+from tests.recurrence.families import inputs as inputs_of
+
+SLOTS, ROWS, TIME, PROMPT = 6, 4, 6, 26  # every launch has these shapes: compiling is what costs
+LIMITS = (1, 5, 16, 16, 40, 40)  # recurrent, buffered, and two that stay KV-only for a while
+SHARED = {"states": 5, "blocks": 20}  # fewer than six slots could use: they run out now and then
+
+_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+prefill = _jit(buffered.prefill, static_argnums=0)
+extend = _jit(buffered.extend, static_argnums=0)
+begin = _jit(buffered.begin, static_argnums=3)
+commit, fork, reset = _jit(buffered.commit), _jit(buffered.fork), _jit(buffered.reset)
+fold, read = (_jit(function, static_argnums=0) for function in (buffered.fold, buffered.read))
+
+
+def grow(spec, state, inputs, parents):
+    """Outputs and states of every node of one row's tree: each continues from its parent's state alone."""
+    outs, states = [], []
+    for node, parent in enumerate(parents):
+        token = [None if x is None else x[node : node + 1] for x in inputs]
+        out, after, _ = definition.run(spec, state if parent < 0 else states[parent], *token)
+        outs.append(out[0])
+        states.append(after)
+    return np.stack(outs), states
+
+
+def path_to(parents, leaf):
+    """Nodes from the root to the leaf."""
+    path = [leaf]
+    while parents[path[0]] >= 0:
+        path.insert(0, int(parents[path[0]]))
+    return path
+
+
+def random_parents(rng, rows=ROWS, time=TIME):
+    return np.stack([[rng.integers(-1, max(i, 0)) if i else -1 for i in range(time)] for _ in range(rows)]).astype("i4")
+
+
+class Twin:
+    """Memory and truth. Every method makes one call of the memory and checks all there is to check about it."""
+
+    def __init__(self, family, rng, *, limits=LIMITS, **sizes):
+        self.family, self.spec, self.rng = family, FAMILIES[family], rng
+        options = {"limit": np.array(limits), "max_pending": TIME, "entry_dtype": jnp.float32}
+        self.cache = buffered.init(self.spec, slots=SLOTS, **options, **sizes)
+        self.states, self.tokens = np.zeros((SLOTS + 1, *self.spec.state_shape)), np.zeros(SLOTS + 1, int)
+
+    def rows(self):
+        """Four different slots; one row may be null."""
+        rows = self.rng.permutation(np.arange(1, SLOTS + 1, dtype=np.int32))[:ROWS]
+        rows[self.rng.integers(0, ROWS)] *= self.rng.integers(0, 2)
+        return rows
+
+    def prefill(self, slots, lengths, keep):
+        inputs = inputs_of(self.rng, self.family, ROWS, PROMPT)
+        lengths, keep = np.asarray(lengths, np.int32), np.asarray(keep, np.int32)
+
+        def call(cache):
+            return prefill(self.spec, cache, *inputs, slots=slots, lengths=lengths, keep=keep)
+
+        out, served = self._run(call, slots)
+        real = np.where(slots > 0, lengths, 0) if served else np.zeros_like(lengths)
+        expected, after, _ = definition.run_batch(self.spec, self.states[slots], *inputs, real)
+        self._take(out, expected)
+        self.states[slots], self.tokens[slots] = after, self.tokens[slots] + real
+        return self._verify()
+
+    def extend(self, slots, lengths, parents=None):
+        """A launch of a tree (None: a chain), and a random one of its paths committed, cut anywhere."""
+        inputs = inputs_of(self.rng, self.family, ROWS, TIME)
+        lengths = np.where(slots > 0, lengths, 0).astype(np.int32)
+        chain = np.broadcast_to(np.arange(-1, TIME - 1, dtype=np.int32), (ROWS, TIME))
+
+        def call(cache):
+            return extend(self.spec, cache, *inputs, slots=slots, lengths=lengths, parents=parents)
+
+        step, _ = begin(self.cache.cursor, slots, lengths, TIME)
+        assert_apart(step, self.cache.pool.keys.shape[1])
+        out, served = self._run(call, slots)
+        lengths = lengths if served else np.zeros_like(lengths)
+        expected, accepted, paths = np.zeros(out.shape), np.zeros(ROWS, np.int32), np.zeros((ROWS, TIME), np.int32)
+        for row, slot in enumerate(slots):
+            of_row = [None if x is None else x[row] for x in inputs]
+            nodes = (chain if parents is None else parents)[row]
+            found, states = grow(self.spec, self.states[slot], of_row, nodes)
+            expected[row, : lengths[row]] = found[: lengths[row]]
+            if not lengths[row]:
+                continue
+            path = path_to(nodes, int(self.rng.integers(0, lengths[row])))
+            accepted[row] = self.rng.integers(0, len(path) + 1)
+            paths[row, : len(path)] = path
+            if accepted[row]:
+                self.states[slot] = states[path[accepted[row] - 1]]
+        self._take(out, expected)
+        self.tokens[slots] += accepted
+        self.cache = commit(self.cache, accepted, slots=slots, path=None if parents is None else paths)
+        return self._verify()
+
+    def fold(self, slots):
+        self._run(lambda cache: (None, fold(self.spec, cache, slots=slots)), slots)
+        return self._verify()
+
+    def reset(self, slots):
+        self._run(lambda cache: (None, reset(cache, slots)), slots)
+        self.states[slots], self.tokens[slots] = 0, 0
+        return self._verify()
+
+    def fork(self, source, target):
+        source, target = np.asarray(source, np.int32), np.asarray(target, np.int32)
+        _, served = self._run(lambda cache: (None, fork(cache, source, target)), target)
+        real = (source > 0) & (target > 0) & served
+        self.states[target[real]], self.tokens[target[real]] = self.states[source[real]], self.tokens[source[real]]
+        return self._verify()
+
+    def contents(self, slot):
+        """The bits of everything that a slot has committed."""
+        cursor, pool = self.cache.cursor, self.cache.pool
+        at = np.asarray(buffered.held(cursor, jnp.array([slot])).entries)[0, : int(cursor.length[slot])]
+        size = pool.keys.shape[1]
+        flat = [np.asarray(x)[at // size, at % size] for x in (pool.keys, pool.updates, pool.gates)]
+        row = [np.asarray(pool.checkpoints[cursor.checkpoint_of[slot]])] if cursor.folded[slot] else []
+        return [x.tobytes() for x in (*row, *flat)]
+
+    def _run(self, call, slots):
+        """One call: other slots keep every bit, and so does whatever has several owners. Whether it was served."""
+        before, others = self.cache, sorted({*range(SLOTS + 1)} - {*slots.tolist()})
+        contents = {slot: self.contents(slot) for slot in range(1, SLOTS + 1)}
+        out, self.cache = call(self.cache)
+        sharing = before.cursor.sharing
+        served = True
+        if sharing is not None:
+            for owned, names in ((sharing.states, ["checkpoints"]), (sharing.blocks, ["keys", "updates", "gates"])):
+                several = np.flatnonzero(np.asarray(owned.owners) > 1)
+                for name in names:
+                    old, new = (np.asarray(getattr(c.pool, name))[several] for c in (before, self.cache))
+                    assert old.tobytes() == new.tobytes(), f"{name} with several owners were written"
+            after = self.cache.cursor.sharing
+            served = not (int(after.states.lacking) or int(after.blocks.lacking))
+        for slot in others if served else range(SLOTS + 1):
+            assert slot == 0 or self.contents(slot) == contents[slot], f"slot {slot} changed"
+        return out, served
+
+    def _take(self, out, expected):
+        assert worst_row(out, expected) < 1e-4
+
+    def _verify(self):
+        """States, positions, owners and free rows are what they should be. Frees a slot where rows ran out."""
+        cursor, everyone = self.cache.cursor, np.arange(SLOTS + 1, dtype=np.int32)
+        self.states[0], self.tokens[0] = 0, 0
+        np.testing.assert_array_equal(cursor.position, self.tokens)
+        self._take(read(self.spec, self.cache, everyone), self.states)
+        order = np.sort(np.asarray(cursor.order), axis=1)
+        np.testing.assert_array_equal(order, np.broadcast_to(np.arange(cursor.ring), order.shape))
+        if cursor.sharing is None:
+            return self
+        for owned, held in ((cursor.sharing.states, cursor.checkpoint_of), (cursor.sharing.blocks, cursor.block_table)):
+            assert_owned(owned, np.asarray(held)[1:])
+        if int(cursor.sharing.states.lacking) or int(cursor.sharing.blocks.lacking):
+            with pytest.raises(PoolExhausted, match=r"ran out: .* more needed, it has"):
+                buffered.raise_exhausted(self.cache)
+            self.reset(np.array([self.rng.choice(np.flatnonzero(self.tokens))], np.int32))
+            buffered.raise_exhausted(self.cache)
+        return self
+
+
+def assert_owned(owned, held):
+    """The counts are those of the tables, and the free stack has every other row once."""
+    count = owned.owners.shape[0]
+    expected = np.bincount(held[held > 0].ravel(), minlength=count)
+    np.testing.assert_array_equal(owned.owners, expected)
+    free = np.sort(np.asarray(owned.free)[: int(owned.left)])
+    np.testing.assert_array_equal(free, np.flatnonzero(expected == 0)[1:])
+
+
+def assert_apart(step, block_size):
+    """No row writes what another reads in the same launch, or what it reads itself and does not fold in place."""
+    before = step.before
+    live = np.arange(before.entries.shape[1])[None] < np.asarray(before.live)[:, None]
+    written = np.asarray(step.append)[np.asarray(step.append) < NOWHERE]
+    assert (written >= block_size).all() and np.unique(written).size == written.size
+    assert not np.isin(written, np.asarray(before.entries)[live]).any()
+    for row in np.flatnonzero(np.asarray(step.folds)):
+        others = np.asarray(before.has_checkpoint) & (np.arange(live.shape[0]) != row)
+        assert step.fold_to[row] > 0 and step.fold_to[row] not in np.asarray(before.checkpoint)[others]
