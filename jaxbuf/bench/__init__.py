@@ -10,12 +10,12 @@ class Program:
     Attributes:
       name: `jaxbuf bench NAME` and scripts/bench_NAME run `main` of jaxbuf.bench.NAME.
       measures: One line.
-      figures: The file of recorded figures, in the repository's benchmarks/.
+      figures: The file of recorded figures, in the repository's benchmarks/; None: there are none yet.
     """
 
     name: str
     measures: str
-    figures: str
+    figures: str | None = None
 
 
 PROGRAMS = (
@@ -26,4 +26,5 @@ PROGRAMS = (
     Program(
         "kernels", "how near the decoding kernels come to the memory's bandwidth, and what others take", "kernels.json"
     ),
+    Program("step", "whole decoding steps of a model: their time, its parts, and that of their bytes"),
 )

@@ -1,6 +1,7 @@
 """Measures how far the buffered recurrence drifts from the fp32 recurrence over a long decode."""
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ ENTRIES = ("bfloat16", "float16", "float32")
 CHECKPOINTS = ("float32", "bfloat16")
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 BOUND, GROWTH, WINDOW = 4e-3, 1.15, 512
+IMPLEMENTATIONS = {"auto": ("auto",), "xla": ("xla",), "gpu": ("gpu",), "both": ("xla", "gpu")}
+MORE = 1.1  # at most how many times XLA's drift the kernel's may be
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -31,7 +34,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="The error of a step is |out - reference| / |reference| over all heads, where the reference is the fp32 "
         "recurrence on the same inputs, rounded to bfloat16 beforehand. An error that grows is an error that "
         "accumulates: with an fp32 checkpoint it must not, with a bfloat16 one and weak decay it does. The exit status "
-        f"is 1 if what must hold does not; fewer than {2 * WINDOW} steps are not judged.",
+        f"is 1 if what must hold does not; fewer than {2 * WINDOW} steps are not judged. With --implementation both "
+        "the GPU kernel decodes the same inputs as XLA's compilation of the jnp path, and with bf16 entries its error "
+        f"must be at most {MORE} times XLA's, in the first and in the last {WINDOW} steps.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=4096, help="tokens decoded, one at a time")
@@ -40,6 +45,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--key-heads", type=int, default=16)
     parser.add_argument("--dim", type=int, default=128, help="of keys and values")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument(
+        "--implementation",
+        choices=IMPLEMENTATIONS,
+        default="auto",
+        help="of extend: gpu is the kernel, both compares it with xla; auto is the kernel where it serves the shape",
+    )
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file, and a plot beside it")
     parser.add_argument(
         "--profile",
@@ -50,6 +61,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     report.check_plots(parser, options.json)
+    if options.implementation in ("gpu", "both") and jax.default_backend() != "gpu":
+        parser.error(f"--implementation {options.implementation} needs a GPU, this is a {jax.default_backend()}")
     return options
 
 
@@ -68,8 +81,10 @@ def inputs(spec: RecurrenceSpec, steps: int, mean_log_decay: float, keys: str, s
     return (*rounded, *(jnp.asarray(x[None], jnp.float32) for x in (log_decay, beta)))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def decode(spec: RecurrenceSpec, limit: int, entry_dtype: str, state_dtype: str, tokens):
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), static_argnames="implementation")
+def decode(
+    spec: RecurrenceSpec, limit: int, entry_dtype: str, state_dtype: str, tokens, *, implementation: str = "auto"
+):
     """The outputs [steps, heads, value_dim] of the buffered form, one token at a time, folds included."""
     slot, one = jnp.ones(1, jnp.int32), jnp.ones(1, jnp.int32)
     cache = buffered.init(
@@ -77,7 +92,8 @@ def decode(spec: RecurrenceSpec, limit: int, entry_dtype: str, state_dtype: str,
     )
 
     def step(cache, token):
-        out, cache = buffered.extend(spec, cache, *(x[None, None] for x in token), slots=slot)
+        token = (x[None, None] for x in token)
+        out, cache = buffered.extend(spec, cache, *token, slots=slot, implementation=implementation)
         return buffered.commit(cache, one, slots=slot), out[0, 0]
 
     return jax.lax.scan(step, cache, tuple(x[0] for x in tokens))[1]
@@ -89,32 +105,34 @@ def main(arguments: Sequence[str]) -> int:
     spec = RecurrenceSpec(options.heads, options.key_heads, options.dim, options.dim)
     window = min(WINDOW, max(1, options.steps // 2))
     rows, curves = [], {}
+    implementations = IMPLEMENTATIONS[options.implementation]
     regimes = [(decay, keys) for decay in DECAYS for keys in KEYS]
     with trace(options.profile):
         for decay, keys in track(regimes, "decoding", console=Console(stderr=True)):
             tokens = inputs(spec, options.steps, decay, keys, options.seed)
             reference = np.asarray(jax.jit(recurrent, static_argnums=0)(spec, None, *tokens)[0][0], np.float64)
             norm = np.linalg.norm(reference, axis=(1, 2))
-            for entry in ENTRIES:
-                for checkpoint in CHECKPOINTS:
-                    out = np.asarray(decode(spec, options.limit, entry, checkpoint, tokens), np.float64)
-                    error = np.linalg.norm(out - reference, axis=(1, 2)) / norm
-                    first, last = float(error[:window].mean()), float(error[-window:].mean())
-                    named = {"mean_log_decay": decay, "keys": keys, "entries": entry, "checkpoint": checkpoint}
-                    rows.append(
-                        named | {"worst": float(error.max()), "first": first, "last": last, "growth": last / first}
-                    )
-                    curves[decay, keys, entry, checkpoint] = error
+            for entry, checkpoint, implementation in itertools.product(ENTRIES, CHECKPOINTS, implementations):
+                out = decode(spec, options.limit, entry, checkpoint, tokens, implementation=implementation)
+                error = np.linalg.norm(np.asarray(out, np.float64) - reference, axis=(1, 2)) / norm
+                first, last = float(error[:window].mean()), float(error[-window:].mean())
+                named = {"mean_log_decay": decay, "keys": keys, "entries": entry, "checkpoint": checkpoint}
+                named["implementation"] = implementation
+                rows.append(named | {"worst": float(error.max()), "first": first, "last": last, "growth": last / first})
+                curves[decay, keys, entry, checkpoint] = error  # of both, the kernel's is drawn
     show(console, rows, window)
     if options.steps < 2 * WINDOW:
         verdicts = {}
         console.print(f"fewer than {2 * WINDOW} steps: nothing is judged", highlight=False)
     else:
-        verdicts = judge(rows)
+        verdicts = judge([row for row in rows if row["implementation"] == implementations[-1]])
+        if options.implementation == "both":
+            verdicts |= compare(rows)
     for name, held in verdicts.items():
         console.print(f"{'holds' if held else 'DOES NOT HOLD'}: {name}", highlight=False)
     if options.json:
-        settings = {name: getattr(options, name) for name in ("steps", "limit", "heads", "key_heads", "dim", "seed")}
+        names = ("steps", "limit", "heads", "key_heads", "dim", "seed", "implementation")
+        settings = {name: getattr(options, name) for name in names}
         source = report.provenance("scripts/bench_drift", arguments, report.ROOT)
         report.write(options.json, source | settings | {"figures": rows} | verdicts)
         plot(curves, options.json.with_suffix(".png"))
@@ -141,14 +159,26 @@ def judge(rows: list[dict]) -> dict[str, bool]:
     }
 
 
+def compare(rows: list[dict]) -> dict[str, bool]:
+    """What must hold of the kernel beside XLA's path: with float32 entries both errors are rounding, and not compared.
+
+    The rows come in pairs, XLA's first.
+    """
+    pairs = [pair for pair in zip(rows[::2], rows[1::2], strict=True) if pair[0]["entries"] == "bfloat16"]
+    ratios = [kernel[name] / xla[name] for xla, kernel in pairs for name in ("first", "last")]
+    name = f"bf16 entries: the kernel's mean errors at most {MORE} times XLA's (at most {max(ratios):.3f})"
+    return {name: max(ratios) <= MORE}
+
+
 def show(console: Console, rows: list[dict], window: int) -> None:
-    headings = ("decay", "keys", "entries", "state", "worst", f"first {window}", f"last {window}", "growth")
-    caption = "decay: mean log_decay; state: the checkpoint; errors relative to fp32"
+    headings = ("decay", "keys", "entries", "state", "by", "worst", f"first {window}", f"last {window}", "growth")
+    caption = "decay: mean log_decay; state: the checkpoint; by: the implementation; errors relative to fp32"
     table = Table(*headings, caption=caption, collapse_padding=True, pad_edge=False)
     for row in rows:
         numbers = (f"{row[name]:.1e}" for name in ("worst", "first", "last"))
         dtypes = SHORT[row["entries"]], SHORT[row["checkpoint"]]
-        table.add_row(str(row["mean_log_decay"]), row["keys"], *dtypes, *numbers, f"{row['growth']:.2f}")
+        words = str(row["mean_log_decay"]), row["keys"], *dtypes, row["implementation"]
+        table.add_row(*words, *numbers, f"{row['growth']:.2f}")
     console.print(table)
 
 

@@ -18,7 +18,8 @@ TARGETS = (  # what, at least or at most, and how much at each of BATCHES
     ("verify 9, 9 accepted, limit 32: times decode", "<=", (2.0, 1.8, 1.8)),
 )
 
-LABELS = ("part", "batch", "time", "accepted", "limit", "phase", "kv_length", "state_dtype", "state_v_first")
+LABELS = ("part", "operation", "implementation", "batch", "time", "accepted", "limit", "phase", "kv_length")
+LABELS += ("state_dtype", "state_v_first")
 
 
 type Row = dict[str, Any]
@@ -89,7 +90,7 @@ def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> No
         pad_edge=False,
     )
     for row in figures:
-        if "error" in row:
+        if "error" in row or row["part"] == "companions":
             continue
         numbers = [f"{row[name]:.1f}" if row.get(name) else "" for name in ("us", "wall_us", "floor_us")]
         numbers.append(f"{row['achieved']:.3f}" if "achieved" in row else "")
@@ -97,7 +98,11 @@ def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> No
         words[-1] = row.get("kv_length", words[-1])
         phase = row.get("phase", "[V, K]" if row.get("state_v_first") else "[K, V]")
         table.add_row(row["part"], *map(str, words), phase, *numbers)
+    if figures and all(row["part"] == "companions" for row in figures):
+        show_companions(console, figures)
+        return
     console.print(table)
+    show_companions(console, figures)
     batches = sorted({row["batch"] for row in figures if row["part"] == "decode"})
     pairs = {n: ratio(find(figures, "recurrent", batch=n), find(figures, "decode", batch=n)) for n in batches}
     if any(pairs.values()):
@@ -109,6 +114,33 @@ def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> No
         verdict = {None: "", True: "hit", False: "MISS"}[row["hit"]]
         table.add_row(row["target"], str(row["batch"]), f"{row['sense']} {row['wanted']}", value, verdict)
     console.print(table)
+
+
+def show_companions(console: Console, figures: Sequence[Row]) -> None:
+    """A line for each size of `prepare` and `gated_norm`: the kernel, if it ran, and XLA's compilation."""
+    rows = {
+        tuple(row[name] for name in ("operation", "batch", "time", "implementation")): row
+        for row in figures
+        if row["part"] == "companions" and "us" in row
+    }
+    table = Table(
+        *("operation", "batch", "T", "us", "launches", "floor", "achieved", "XLA us", "launches", "times"),
+        caption="times of a layer's call in us; achieved: the kernel's floor / time; times: XLA's time / the kernel's",
+        collapse_padding=True,
+        pad_edge=False,
+    )
+
+    def number(value: float | None, digits: int = 2) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    for size in dict.fromkeys(key[:3] for key in rows):
+        ours, xla = rows.get((*size, "gpu")), rows.get((*size, "xla"))
+        kernel, compiled = ours or {}, xla or {}
+        cells = [number(kernel.get("us")), number(kernel.get("launches"), 1), number((ours or compiled)["floor_us"])]
+        cells += [number(kernel.get("achieved"), 3), number(compiled.get("us")), number(compiled.get("launches"), 1)]
+        table.add_row(*map(str, size), *cells, number(ratio(xla, ours)))
+    if table.row_count:
+        console.print(table)
 
 
 def describe(row: Row) -> str:

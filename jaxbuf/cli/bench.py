@@ -21,7 +21,9 @@ def bench(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         table = Table("name", "measures", "recorded figures")
         for program in PROGRAMS:
-            table.add_row(program.name, program.measures, f"benchmarks/{program.figures}")
+            table.add_row(
+                program.name, program.measures, f"benchmarks/{program.figures}" if program.figures else "none yet"
+            )
         console = Console(highlight=False)
         console.print(table)
         console.print(

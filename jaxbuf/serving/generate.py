@@ -71,7 +71,8 @@ def generate(
       sampling: One for all prompts, or one each; greedy by default.
       limit: Entries from which the buffered form folds its ring into the checkpoint.
       form: "recurrent" writes the state every step; "buffered" every `limit` steps. The tokens are the same up to
-        rounding. "auto" is "buffered" for now.
+        rounding. "auto" is the form that was measured to be the faster one for so many prompts, on this kind of device
+        (`jaxbuf.serving.forms` has the table), and "buffered" where nothing was measured. `stats.form` says which ran.
       entry_dtype: "bfloat16", "float16" or "float32" for the ring's keys and updates; None: the compute dtype.
       stream: Return an iterator of events, which hold the text as it comes, in place of a list of results. Nothing runs
         until it is read, and its `close` ends the generation.

@@ -21,6 +21,8 @@ SCOPES = ("embedding", "projections", "convolution", "recurrence", "attention", 
 OTHER = "other"
 # Their events last as long as those of the operations inside them, which are counted.
 CONTAINERS = ("while", "conditional", "call")
+# In the module that its custom call carries, the function of a Pallas kernel is called so; its kernel is that_kernel.
+PALLAS, PALLAS_NAME = "mosaic_gpu_v2", re.compile(rb"\\00((?!stable_)\w+_mosaic_gpu)\\00")
 
 
 type Fields = collections.defaultdict[int, list]
@@ -69,6 +71,22 @@ class ScopeTime:
     longest: tuple[tuple[str, float], ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One run of one operation, or of a GPU kernel that an operation launched.
+
+    Attributes:
+      program, scope: As in `ScopeTime`.
+      name: Of the operation or the kernel.
+      seconds: How long it ran.
+    """
+
+    program: str
+    scope: str
+    name: str
+    seconds: float
+
+
 def time_by_scope(directory: str | os.PathLike[str]) -> list[ScopeTime]:
     """The time of every program and scope in the newest trace of a directory, the longest first.
 
@@ -79,10 +97,19 @@ def time_by_scope(directory: str | os.PathLike[str]) -> list[ScopeTime]:
       FileNotFoundError: There is no trace in it.
       ValueError: The trace holds no operation of a compiled program.
     """
+    found: collections.defaultdict[tuple[str, str], list[tuple[str, float]]] = collections.defaultdict(list)
+    for operation in operations(directory):
+        found[operation.program, operation.scope].append((operation.name, operation.seconds))
+    rows = [_sum(*place, events) for place, events in found.items()]
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def operations(directory: str | os.PathLike[str]) -> list[Operation]:
+    """Every run of every operation in the newest trace of a directory; arguments and errors as in `time_by_scope`."""
     runs = sorted({file.parent for file in Path(directory).glob("plugins/profile/*/*.xplane.pb")})
     if not runs:
         raise FileNotFoundError(f"no trace in {str(directory)!r}: expected plugins/profile/*/*.xplane.pb in it")
-    found: collections.defaultdict[tuple[str, str], list[tuple[str, float]]] = collections.defaultdict(list)
+    found: list[Operation] = []
     with warnings.catch_warnings():
         # The types of jaxlib's events lack a __module__; where warnings are errors, that would end the process.
         warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)
@@ -92,11 +119,10 @@ def time_by_scope(directory: str | os.PathLike[str]) -> list[ScopeTime]:
             for program, operation, name, duration in _events(data):
                 scope = _place(programs.get(program, {}), operation, name)
                 if scope is not None:
-                    found[program.rpartition("(")[0].removeprefix("jit_"), scope].append((name, duration))
+                    found.append(Operation(program.rpartition("(")[0].removeprefix("jit_"), scope, name, duration))
     if not found:
         raise ValueError(f"the trace in {str(runs[-1])!r} holds no operation of a compiled program")
-    rows = [_sum(*place, events) for place, events in found.items()]
-    return sorted(rows, key=lambda row: -row.seconds)
+    return found
 
 
 def _sum(program: str, scope: str, events: list[tuple[str, float]]) -> ScopeTime:
@@ -116,7 +142,8 @@ def _place(scopes: dict[str, str | None], operation: str, name: str) -> str | No
     """The scope of an event called `name` that ran for an operation; None for a container's own event.
 
     A kernel of a CUDA graph runs for the graph, which is no operation of the program: it is placed by its name, that of
-    the fusion it was made from. Fusions that are the same share a kernel; they come from the same part of other layers.
+    the fusion or of the Pallas kernel it was made from. Those that are the same share a kernel; they come from the same
+    part of other layers.
     """
     if scopes.get(operation) or name == operation:
         return scopes.get(operation, OTHER)
@@ -173,7 +200,8 @@ def _scopes(module: Fields) -> dict[str, str | None]:
                 named[scope_of(path)] += 1
             scope = scope_of(path) if path else called[1] or flows_into.get(identity)
             scopes[name] = None if kind in CONTAINERS else scope or OTHER
-            scopes.setdefault(re.sub("[^0-9A-Za-z_]", "_", name), scopes[name])  # as a GPU's kernel is called
+            for kernel in _kernels(name, instruction):
+                scopes.setdefault(kernel, scopes[name])
             if kind == "parameter":
                 parameters[instruction[9][0] if instruction[9] else 0] = scope
             for place, operand in enumerate(_numbers(instruction, 36)):
@@ -181,6 +209,14 @@ def _scopes(module: Fields) -> dict[str, str | None]:
         most = named.most_common(1)
         insides[computation[5][0]] = parameters, most[0][0] if most else None
     return scopes
+
+
+def _kernels(name: str, instruction: Fields) -> Iterator[str]:
+    """What a GPU calls the kernels of an instruction."""
+    yield re.sub("[^0-9A-Za-z_]", "_", name)
+    if _text(instruction, 28) == PALLAS:
+        for configuration in instruction[43]:
+            yield from (found.decode() + "_kernel" for found in PALLAS_NAME.findall(bytes(configuration)))
 
 
 def _fields(message: bytes | memoryview) -> Fields:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.shapes import power_of_two_from
+from jaxbuf.serving import forms
 from jaxbuf.serving.sampling import SamplingParams, pack, whole
 
 log = logging.getLogger("jaxbuf")
@@ -26,11 +27,15 @@ TOP = (0, 1, 5, 20)  # numbers of top tokens that are compiled for
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Checked arguments of a batch: what `loop.start` takes, and what its results are read with."""
+    """Checked arguments of a batch: what `loop.start` takes, and what its results are read with.
+
+    `form` is the one that runs: never "auto".
+    """
 
     lm: LanguageModel
     prompts: list[list[int]]
     settings: list[SamplingParams]
+    form: forms.Chosen
     entry_dtype: jnp.dtype
     arguments: dict[str, Any]
 
@@ -84,8 +89,10 @@ def check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype) -> Re
     for row, ids in enumerate(stops):
         stop_ids[row, : len(ids)] = ids
     dtype = jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype)
-    shape = (rows, bucket, room, limit, dtype.name)
-    log.debug("generating: rows %d, prompt bucket %d, room %d, limit %d, entries %s", *shape)
+    if form == "auto":
+        form = forms.choose(lm.config.spec, len(encoded), forms.device_kind(lm.model.norm[...]))
+    shape = (rows, bucket, room, form, limit, dtype.name)
+    log.debug("generating: rows %d, prompt bucket %d, room %d, %s form, limit %d, entries %s", *shape)
     arguments = {
         "prompts": tokens,
         "lengths": np.array([len(p) for p in encoded] + [0] * padding, np.int32),
@@ -101,7 +108,7 @@ def check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype) -> Re
         "top": _most(s.logprobs for s in settings),
         "prompt_top": _most(s.prompt_logprobs for s in settings),
     }
-    return Request(lm, encoded, settings, dtype, arguments)
+    return Request(lm, encoded, settings, form, dtype, arguments)
 
 
 def _encode(lm: LanguageModel, prompt: Prompt, name: str, max_new_tokens: int) -> list[int]:

@@ -128,7 +128,8 @@ class Row:
             entry_dtype=self._request.entry_dtype,
         )
         prompt_tokens = len(self._request.prompts[self._index])
-        return Stats(prompt_tokens, new_tokens, **counted, drafted=0, accepted=0, bytes=traffic)
+        form = self._request.form
+        return Stats(prompt_tokens, new_tokens, **counted, drafted=0, accepted=0, form=form, bytes=traffic)
 
 
 class Reader:

@@ -2,9 +2,10 @@
 
 import dataclasses
 
-import jax.numpy as jnp
+from jaxbuf.recurrence import RecurrenceSpec, traffic
+from jaxbuf.recurrence.traffic import checkpoint_bytes, entry_bytes
 
-from jaxbuf.recurrence import RecurrenceSpec
+__all__ = ["Stats", "checkpoint_bytes", "entry_bytes", "state_traffic"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Stats:
       checkpoint_reads: Steps that read a checkpoint.
       live_entries: Entries read from the ring, summed over the steps.
       drafted, accepted: Draft tokens verified and kept.
+      form: "recurrent" or "buffered": the one that ran, if "auto" was asked for.
       bytes: State traffic of all recurrent layers together: layers * (state * (checkpoint_reads + folds) + entry *
         (live_entries + steps)), where state is a layer's state in bytes (heads * value_dim * key_dim in fp32) and entry
         one ring entry's (key_heads * key_dim + heads * value_dim in the entry dtype, and heads fp32 decays).
@@ -31,19 +33,8 @@ class Stats:
     live_entries: int
     drafted: int
     accepted: int
+    form: str
     bytes: int
-
-
-def checkpoint_bytes(spec: RecurrenceSpec, state_dtype) -> int:
-    """Bytes of one layer's state of one request."""
-    return spec.heads * spec.value_dim * spec.key_dim * jnp.dtype(state_dtype).itemsize
-
-
-def entry_bytes(spec: RecurrenceSpec, entry_dtype) -> int:
-    """Bytes of one ring entry of one layer: its key, its update and its fp32 gates."""
-    numbers = spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
-    gates = spec.heads * (spec.decay_width + (0 if spec.delta else 1))
-    return numbers * jnp.dtype(entry_dtype).itemsize + gates * jnp.dtype(jnp.float32).itemsize
 
 
 def state_traffic(
@@ -62,5 +53,13 @@ def state_traffic(
     It is what the algorithm needs (a fold reads nothing that its step does not read anyway), not what a backend's
     compiled program happens to do. Source: KVBuffer, table 2.
     """
-    checkpoints = checkpoint_bytes(spec, state_dtype) * (checkpoint_reads + folds)
-    return layers * (checkpoints + entry_bytes(spec, entry_dtype) * (live_entries + steps))
+    moved = traffic.state_traffic(
+        spec,
+        checkpoint_reads=checkpoint_reads,
+        folds=folds,
+        live_entries=live_entries,
+        appended=steps,
+        state_dtype=state_dtype,
+        entry_dtype=entry_dtype,
+    )
+    return layers * int(moved)

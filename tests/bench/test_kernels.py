@@ -5,10 +5,12 @@ import sys
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from jaxbuf.bench import kernel_figures, kernels, peer
+from jaxbuf.bench import companions, kernel_figures, kernels, measure, peer
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 
+TINY = RecurrenceSpec(heads=2, key_heads=1, key_dim=4, value_dim=4)
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 SMALL = "--implementation xla --heads 2 --key-heads 1 --dim 4 --layers 1 --batches 2 --quick".split()
 CHECKPOINT, ENTRY = 4 * 32 * 128 * 128, 2 * 16 * 128 + 2 * 32 * 128 + 4 * 32
@@ -16,7 +18,8 @@ INPUTS = 2 * 2 * 16 * 128 + 2 * 2 * 32 * 128 + 2 * 4 * 32  # q and k, v and the 
 
 
 def counted(case: kernels.Case, load: int) -> dict:
-    return kernels.count_bytes(QWEN, kernels.schedule(case, kernels.loads(case)[load], case.steps(1)), 4)
+    steps = kernels.schedule(case, kernels.loads(case)[load], case.steps(1))
+    return kernels.count_bytes(QWEN, steps, np.dtype("float32"))
 
 
 def by_hand(lengths: list[int], time: int, accepted: int, limit: int, steps: int) -> float:
@@ -84,12 +87,12 @@ def test_targets_compare_staggered_figures_and_say_what_was_not_measured():
 
 def test_the_kernels_time_is_its_own_and_xlas_path_is_all_of_its_kernels():
     taken = {"loop_add_fusion_2": [90.0] * 4, "body_kernel": [4.0, 6.0, 5.0, 5.0], "MemcpyD2D": [50.0] * 4}
-    ours = kernels.device_time(taken, 4, "gpu")
+    ours = measure.device_time(taken, 4, "gpu")
     assert (ours["kernel"], ours["device_us"], ours["most_us"], ours["rest_us"]) == ("body_kernel", 5.0, 6.0, 140.0)
-    assert kernels.device_time(taken, 4, "xla")["device_us"] == 145.0
-    assert kernels.device_time({}, 4, "gpu") == kernels.device_time({}, 4, "xla") == {}
+    assert measure.device_time(taken, 4, "xla")["device_us"] == 145.0
+    assert measure.device_time({}, 4, "gpu") == measure.device_time({}, 4, "xla") == {}
     lost = {"body_kernel": taken["body_kernel"][1:]}  # an event that the profiler lost
-    np.testing.assert_allclose(kernels.device_time(lost, 4, "gpu")["device_us"], 16 / 3)
+    np.testing.assert_allclose(measure.device_time(lost, 4, "gpu")["device_us"], 16 / 3)
 
 
 def test_a_small_run_on_a_cpu_keeps_its_figures_and_a_plot(tmp_path, capsys):
@@ -116,15 +119,78 @@ def test_a_spent_budget_leaves_programs_out_and_says_so(tmp_path, capsys):
 
 
 def test_a_kernel_whose_results_are_wrong_is_seen(rng, monkeypatch):
-    extend, small = buffered.extend_pool, RecurrenceSpec(heads=2, key_heads=1, key_dim=4, value_dim=4)
+    extend = buffered.extend_pool
 
     def wrong(*arguments, implementation):
         out, pool = extend(*arguments, implementation="xla")
         return (out * 1.02 if implementation == "gpu" else out), pool
 
     monkeypatch.setattr(buffered, "extend_pool", wrong)
-    errors = kernels.check(small, 2, rng)
+    errors = kernels.check(TINY, 2, rng)
     assert errors["bfloat16"] > kernels.BOUNDS["bfloat16"] and errors["float32"] == 0
+
+
+def test_the_bytes_of_a_companion_are_those_of_every_array_that_it_reads_or_writes():
+    for time in (1, 5):
+        past, now, gates = 32 * 3 * 8192, 32 * time * 8192, 32 * time * 32
+        found = companions.count_bytes(QWEN, companions.Case("prepare", 32, time, "gpu"))
+        assert found == 2 * (past + now + now + now) + 4 * (2 * gates + 2 * gates)  # inputs, appends and q, k and v
+        values = 32 * time * 32 * 128
+        assert companions.count_bytes(QWEN, companions.Case("gated_norm", 32, time, "xla")) == 2 * 3 * values
+
+
+def test_the_companions_are_timed_on_a_cpu_and_have_a_table_of_their_own(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "kernels.json"
+    monkeypatch.setattr(kernels, "bandwidths", lambda: {"read_bytes_per_s": 1e10, "copy_bytes_per_s": 1e10})
+    monkeypatch.setattr(kernels, "plot", lambda figures, path: None)
+    assert kernels.main([*SMALL, "--only", "companions", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    keys = [(row["operation"], row["batch"], row["time"], row["implementation"]) for row in record["figures"]]
+    assert keys == [(name, 2, time, "xla") for name in ("prepare", "gated_norm") for time in (1, 5)]
+    for row in record["figures"]:
+        assert row["part"] == "companions" and row["us"] == row["wall_us"] > 0
+        assert row["device_us"] is row["launches"] is None and row["errors"] == {}
+        np.testing.assert_allclose(row["floor_us"], 1e6 * row["bytes"] / record["read_bytes_per_s"])
+        np.testing.assert_allclose(row["achieved"], row["floor_us"] / row["us"])
+    out = capsys.readouterr().out
+    assert "gated_norm" in out and "XLA us" in out and "decode" not in out
+
+
+def test_a_companion_that_agrees_with_xla_is_timed_and_one_that_differs_is_an_error(rng, monkeypatch):
+    norm, prepare = companions.gated_norm, companions.prepare
+
+    def same(*arguments, implementation, **settings):
+        return norm(*arguments, implementation="xla", **settings)
+
+    def wrong(*arguments, implementation, **settings):
+        inputs, ring = prepare(*arguments, implementation="xla", **settings)
+        return (inputs._replace(v=inputs.v * 1.05), ring.at[1].set(0)) if implementation == "gpu" else (inputs, ring)
+
+    monkeypatch.setattr(companions, "gated_norm", same)
+    monkeypatch.setattr(companions, "prepare", wrong)
+    options, rows = kernels.parse([*SMALL, "--only", "companions"]), {}
+    for operation, left_out in (("gated_norm", ""), ("prepare", "run")):  # what is wrong is never run
+        case = companions.Case(operation, 3, 1, "gpu")
+        lowered = companions.Lowered(TINY, case, options, rng).programs
+        programs = {name: program.compile() for name, program in lowered.items() if name != left_out}
+        (rows[operation],) = companions.measure(TINY, case, options, programs, 1e9, rng)
+    assert rows["gated_norm"]["us"] > 0 and set(rows["gated_norm"]["errors"].values()) == {0.0}
+    assert rows["prepare"]["error"].startswith(companions.WRONG) and "us" not in rows["prepare"]
+    errors = rows["prepare"]["errors"]
+    np.testing.assert_allclose([errors["bfloat16"], errors["float32"]], 0.05, atol=0.01)
+    assert errors["ring"] > 0
+
+
+def test_the_table_of_companions_has_a_kernel_beside_xla(capsys):
+    def row(implementation, us, launches):
+        sizes = {"part": "companions", "operation": "prepare", "batch": 32, "time": 1}
+        known = {"us": us, "launches": launches, "floor_us": 1.5, "achieved": 1.5 / us}
+        return sizes | known | {"implementation": implementation}
+
+    wrong = {"part": "companions", "operation": "gated_norm", "batch": 32, "time": 1, "error": "WRONG: 0.1"}
+    kernel_figures.show(Console(width=100), [row("gpu", 3.0, 1.0), row("xla", 12.0, 5.0), wrong], [])
+    line = next(line for line in capsys.readouterr().out.splitlines() if "prepare" in line)
+    assert line.replace("│", " ").split() == "prepare 32 1 3.00 1.0 1.50 0.500 12.00 5.0 4.00".split()
 
 
 def test_a_library_that_is_not_installed_is_a_row_that_says_so(monkeypatch, capsys):

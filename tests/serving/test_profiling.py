@@ -87,6 +87,33 @@ def test_kernels_of_a_cuda_graph_are_placed_by_their_names(operation, name, scop
     assert profiling._place(scopes | {"gemm_fusion_3": "head"}, operation, name) == scope
 
 
+def test_a_pallas_kernel_is_placed_by_the_name_of_its_function():
+    """In a CUDA graph its event has nothing else; the program is lowered for a GPU, and none is needed."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def double(x, out):
+        out[...] = x[...] + x[...]
+
+    @jax.jit
+    def program(x):
+        with jax.named_scope("recurrence"):
+            kernel = plgpu.kernel(double, out_type=jax.ShapeDtypeStruct((128,), jnp.float32))
+            return kernel(jnp.cos(x))
+
+    lowered = program.trace(jax.ShapeDtypeStruct((128,), jnp.float32)).lower(lowering_platforms=("cuda",))
+    module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    scopes = profiling._scopes(profiling._fields(module))
+    assert profiling._place(scopes, "command_buffer_7", "double_mosaic_gpu_kernel") == "recurrence"
+    assert profiling._place(scopes, "command_buffer_7", "stable_mosaic_gpu_kernel") == "other"
+
+
+def test_the_operations_of_a_profile_are_those_of_its_scopes(profiled):
+    ran = profiling.operations(profiled)
+    for row in profiling.time_by_scope(profiled):
+        found = [each.seconds for each in ran if (each.program, each.scope) == (row.program, row.scope)]
+        assert len(found) == row.operations and sum(found) == pytest.approx(row.seconds)
+
+
 def test_the_recurrence_called_by_hand_is_in_its_scope(tmp_path):
     spec = RecurrenceSpec(heads=2, key_heads=1, key_dim=4, value_dim=4)
     cache = buffered.init(spec, slots=1, limit=2)

@@ -1,0 +1,95 @@
+"""What measuring a kernel takes: wall and device times, the bandwidth of this run, and errors against a reference."""
+
+import collections
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.bench.kernel_figures import Row
+from jaxbuf.serving.profiling import trace
+
+XLA_KERNELS = re.compile(r"fusion|wrapped|mem(cpy|set)|copy|cub", re.IGNORECASE)
+
+
+def timed(call: Callable, carry, directory: Path | None) -> tuple[Any, float, dict[str, list[float]]]:
+    """Runs once to compile, three times for the wall clock (seconds, median) and once for the kernels' durations."""
+    carry, walls = call(carry), []
+    for _ in range(3):
+        start = time.perf_counter()
+        carry = call(carry)
+        walls.append(time.perf_counter() - start)
+    with tempfile.TemporaryDirectory(prefix="jaxbuf-kernels-") as temporary:
+        directory = directory or Path(temporary)
+        with trace(directory):
+            carry = call(carry)
+        return carry, float(np.median(walls)), durations(directory)
+
+
+def durations(directory: Path) -> dict[str, list[float]]:
+    """Microseconds of every run of every kernel on a GPU, by name, in the newest trace of a directory."""
+    found = collections.defaultdict(list)
+    newest = max(directory.glob("plugins/profile/*/*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)
+        for plane in jax.profiler.ProfileData.from_file(str(newest)).planes:
+            for line in plane.lines if "GPU" in plane.name else ():
+                for event in line.events if "Stream" in line.name else ():
+                    found[event.name].append(event.duration_ns / 1e3)
+    return dict(found)
+
+
+def device_time(kernels: dict[str, list[float]], calls: int, implementation: str) -> Row:
+    """Microseconds of device time a call, nothing without a GPU's kernels.
+
+    XLA's path is all kernels of the loop. Ours is the longest that XLA did not make; its mean counts, so that an event
+    which the profiler lost does not.
+    """
+    if implementation == "xla":
+        total = sum(map(sum, kernels.values()))
+        return {"device_us": total / calls, "launches": sum(map(len, kernels.values())) / calls} if kernels else {}
+    ours = {name: taken for name, taken in kernels.items() if not XLA_KERNELS.search(name)}
+    if not ours:
+        return {}
+    name = max(ours, key=lambda name: sum(ours[name]))
+    taken, each = np.array(ours[name]), max(1, round(len(ours[name]) / calls))
+    rest = (sum(map(sum, kernels.values())) - taken.sum()) / calls
+    spread = {"least_us": taken.min(), "median_us": np.median(taken), "most_us": taken.max(), "rest_us": rest}
+    found = {"device_us": each * taken.mean()} | spread | {"launches": len(taken) / calls}
+    return {"kernel": name} | {key: float(value) for key, value in found.items()}
+
+
+def bandwidths() -> Row:
+    """Bytes a second that a sum reads, and that a copy reads and writes."""
+    x = jnp.full(2**30 if jax.default_backend() == "gpu" else 2**24, 0.5, jnp.float32)
+    found = {}
+    for name, operation, moved in (("read", jnp.sum, x.nbytes), ("copy", jnp.negative, 2 * x.nbytes)):
+        compiled, times = jax.jit(operation), 8
+
+        def call(_, compiled=compiled, times=times):
+            for _ in range(times):
+                out = jax.block_until_ready(compiled(x))
+            return out
+
+        _, wall, kernels = timed(call, None, None)
+        taken = device_time(kernels, times, "xla").get("device_us", 1e6 * wall / times)
+        found[f"{name}_bytes_per_s"] = 1e6 * moved / taken
+    return found
+
+
+def worst_errors(found, wanted):
+    """The largest error of a row of each array against its own norm, float32; infinite if it is not a number."""
+
+    def worst(a, b):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        error = jnp.linalg.norm(a - b, axis=-1) / jnp.maximum(jnp.linalg.norm(b, axis=-1), 1e-6)
+        return jnp.max(jnp.where(jnp.isfinite(error), error, jnp.inf))
+
+    return jax.tree.map(worst, found, wanted)

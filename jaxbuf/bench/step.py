@@ -1,0 +1,365 @@
+"""Measures whole decoding steps of a model: how long they take, what takes it, and how long their bytes would take."""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from jaxbuf.bench import report
+from jaxbuf.bench.kernel_figures import Row, find
+from jaxbuf.bench.measure import bandwidths
+from jaxbuf.bench.random_model import configuration, random_model
+from jaxbuf.bench.step_figures import compare_forms, plot, show
+from jaxbuf.pallas.platform import without_kernels
+from jaxbuf.compilation import without_cache
+from jaxbuf.models.language_model import LanguageModel, load
+from jaxbuf.models.layers import named_parameters
+from jaxbuf.models.qwen3_5 import RecurrentCache
+from jaxbuf.recurrence.traffic import checkpoint_bytes, entry_bytes, fold_cycle
+from jaxbuf.serving import SamplingParams, generate_tokens, loop, request
+from jaxbuf.serving.profiling import Operation, operations, trace
+
+FORMS = ("recurrent", "buffered")
+CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"  # XLA's own choice, spelled out
+COMMAND_BUFFERS = {  # what of a program XLA may record as CUDA graphs
+    "default": {},
+    "off": {"xla_gpu_enable_command_buffer": ""},
+    "on": {"xla_gpu_enable_command_buffer": CAPTURED},
+    "loops": {"xla_gpu_enable_command_buffer": CAPTURED + ",CONDITIONAL,WHILE"},
+}
+# While a trace is taken XLA launches one by one what it recorded: that is its default, and the parts depend on it.
+IN_TRACES = {"xla_enable_command_buffers_during_profiling": False}
+REPEATS = 3
+PALLAS_KERNEL = "mosaic_gpu"  # in the names of Pallas' kernels
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="jaxbuf bench step",
+        description=__doc__,
+        epilog="The program is the one that jaxbuf.generate runs, generate_tokens, on a batch of prompts of --context "
+        "tokens, greedily: one compiled loop whose carry is donated. The prompts are not read: the memory is filled "
+        "with random numbers, and the cursor set behind the prompts. Rows fold staggered, as a server's do, and steps "
+        "are in whole fold cycles. The time of a step is the wall clock's over all steps, the median of "
+        f"{REPEATS} runs that start alike. The parts are operations of a jax.profiler trace of one more fold cycle, "
+        "which XLA runs without command buffers (CUDA graphs), or their kernels could not be told apart; what the "
+        "parts leave of a step is time between kernels. The floor of a step is its bytes (weights, checkpoints read "
+        "and folded, entries read and appended, keys and values) over the read bandwidth measured in the same run.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        default="random",
+        help="random, with the shape of Qwen3.5-4B unless the options below say otherwise; demo; or a directory",
+    )
+    parser.add_argument("--batches", default="128,256", help="rows that decode at once, separated by commas")
+    parser.add_argument("--context", type=int, default=1024, help="tokens before the first timed step")
+    parser.add_argument("--steps", type=int, default=64, help="of one run; rounded up to whole fold cycles")
+    parser.add_argument("--limit", type=int, default=16, help="entries from which the buffered form folds")
+    parser.add_argument("--forms", default=",".join(FORMS), help="forms of the memory, separated by commas")
+    parser.add_argument("--dtype", default=None, help="of the parameters; default: bfloat16, or as a checkpoint is")
+    parser.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: without our kernels")
+    parser.add_argument(
+        "--command-buffers",
+        choices=COMMAND_BUFFERS,
+        default="default",
+        help="CUDA graphs in the timed program: as XLA and XLA_FLAGS have it; off; on for fusions, matrix products and "
+        "custom calls, which is XLA's own default; or loops: for conditionals and while loops as well",
+    )
+    parser.add_argument("--kernels", type=Path, default=None, help="figures of jaxbuf bench kernels to compare with")
+    parser.add_argument("--json", type=Path, default=None, help="keep the figures here as they come; a plot beside it")
+    parser.add_argument("--profile", type=Path, default=None, help="a folder for the traces, one folder for each")
+    shape = parser.add_argument_group("the random model")
+    for name, default in (configuration.__kwdefaults__ or {}).items():
+        shape.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+    options = parser.parse_args(arguments)
+    options.batches = [int(batch) for batch in options.batches.split(",")]
+    options.forms = options.forms.split(",")
+    if unknown := set(options.forms) - set(FORMS):
+        parser.error(f"--forms must name forms among {', '.join(FORMS)}, got {', '.join(sorted(unknown))}")
+    for name, least in (("context", options.limit), ("steps", 1), ("limit", 2)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    report.check_plots(parser, options.json)
+    whole = fold_cycle(options.limit)
+    options.steps = whole * -(-options.steps // whole)
+    return options
+
+
+def make_model(options: argparse.Namespace) -> LanguageModel:
+    if options.model != "random":
+        return load(options.model, dtype=options.dtype)
+    sizes = {name: getattr(options, name) for name in configuration.__kwdefaults__ or {}}
+    return random_model(configuration(**sizes), jnp.dtype(options.dtype or "bfloat16"))
+
+
+def make_request(lm: LanguageModel, batch: int, options: argparse.Namespace) -> request.Request:
+    """What `jaxbuf.generate` would start with, for prompts of the context's length; a token more than steps."""
+    prompts = [[row % lm.vocab_size] * options.context for row in range(batch)]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    return request.check(lm, prompts, options.steps + 1, sampling, options.limit, "buffered", None)
+
+
+def make_carry(lm: LanguageModel, asked: request.Request) -> loop.Carry:
+    """The carry as after `loop.start`, but for random memory in place of the prompts'; nothing runs on the prompts."""
+    shapes = jax.eval_shape(lambda model: loop.start(model, **asked.arguments), lm.model)
+
+    @jax.jit
+    def integers(model):  # whatever depends on the prompts' forward pass is replaced, so that it is left out
+        carry = loop.start(model, **asked.arguments)
+        blank = {name: jax.tree.map(jnp.zeros_like, getattr(carry, name)) for name in ("logprobs", "prompt_logprobs")}
+        history = dataclasses.replace(carry.history, tokens=jnp.zeros_like(carry.history.tokens))
+        history = dataclasses.replace(history, count=jnp.ones_like(history.count))
+        last = jnp.arange(carry.last.shape[0], dtype=carry.last.dtype) % lm.vocab_size
+        state = jnp.where(asked.arguments["lengths"] > 0, loop.RUNNING, loop.FULL).astype(carry.state.dtype)
+        cache = dataclasses.replace(carry.cache, layers=())
+        return dataclasses.replace(carry, cache=cache, history=history, last=last, state=state, **blank)
+
+    carry = integers(lm.model)
+    keys = jax.random.split(jax.random.key(1), len(shapes.cache.layers))
+    layers = tuple(_random_memory(layer, key) for layer, key in zip(shapes.cache.layers, keys, strict=True))
+    return dataclasses.replace(carry, cache=dataclasses.replace(carry.cache, layers=layers))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _random_memory(shapes, key: jax.Array):
+    """Numbers of the size that a layer's memory holds: on zeros, a chip may run faster than it does on numbers."""
+
+    leaves, tree = jax.tree.flatten_with_path(shapes)
+
+    def fill(key, path, shape):
+        name = path[-1].name
+        x = jax.random.normal(key, shape.shape, jnp.float32)
+        if name == "gates":
+            x = -jnp.abs(x) / 20
+        return (x / math.sqrt(shape.shape[-1]) if name == "keys" else x).astype(shape.dtype)
+
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(tree, [fill(key, *leaf) for key, leaf in zip(keys, leaves, strict=True)])
+
+
+def small_arrays(carry: loop.Carry) -> loop.Carry:
+    """A carry without the layers' memory, on the host: a run donates what it starts from."""
+    return jax.device_get(dataclasses.replace(carry, cache=dataclasses.replace(carry.cache, layers=())))
+
+
+def first_carry(small: loop.Carry, form: str, options: argparse.Namespace) -> loop.Carry:
+    """The small arrays at the first step of a form, from those of `make_carry`."""
+    cursor = small.cache.cursor
+    slots = np.arange(cursor.length.shape[0])
+    used = (slots > 0) & (slots <= np.sum(small.state == loop.RUNNING))
+    limit = 1 if form == "recurrent" else options.limit
+    # Each row folds every `limit` steps, each at a step of its own.
+    length = np.where(used, 1 + slots % limit, 0)
+    held = {
+        "length": length,
+        "folded": np.where(used, options.context - length, 0),
+        "limit": np.where(used, limit, 1),
+        "origin": np.zeros_like(slots),
+        "pending": np.zeros_like(slots),
+    }
+    cursor = dataclasses.replace(cursor, **{name: value.astype(np.int32) for name, value in held.items()})
+    return dataclasses.replace(small, cache=dataclasses.replace(small.cache, cursor=cursor))
+
+
+def restart(carry: loop.Carry, first: loop.Carry) -> loop.Carry:
+    """The first carry of a form with the large arrays of this one."""
+    placed = jax.device_put(first, jax.devices()[0])
+    return dataclasses.replace(placed, cache=dataclasses.replace(placed.cache, layers=carry.cache.layers))
+
+
+def compile_steps(lm: LanguageModel, carry: loop.Carry, command_buffers: str) -> tuple[Any, float]:
+    """The program, and the seconds it took to compile. Not from the compilation cache: a profile needs its names."""
+    began = time.perf_counter()
+    with without_cache():
+        lowered = generate_tokens.lower(lm.model, carry, np.int32(0))
+        compiled = lowered.compile(compiler_options=IN_TRACES | COMMAND_BUFFERS[command_buffers])
+    return compiled, time.perf_counter() - began
+
+
+def measure(program, lm: LanguageModel, carry: loop.Carry, first: loop.Carry, options) -> tuple[Row, loop.Carry]:
+    """One form at one batch, from its first carry: the figures, and the carry to go on with."""
+    walls, whole = [], fold_cycle(options.limit)
+    limit = int(first.cache.cursor.limit[1])
+    form = "recurrent" if limit == 1 else "buffered"
+
+    def run(carry, steps):
+        carry = jax.block_until_ready(restart(carry, first))
+        began = time.perf_counter()
+        carry = jax.block_until_ready(program(lm.model, carry, np.int32(steps)))
+        return carry, time.perf_counter() - began
+
+    carry, _ = run(carry, whole)
+    for _ in range(REPEATS):
+        carry, wall = run(carry, options.steps)
+        walls.append(wall)
+    counters = jax.device_get(carry.counters)
+    rows = int(np.sum(first.state == loop.RUNNING))
+    assert np.sum(counters.steps) == rows * options.steps, "every row decodes in every step"
+    assert np.sum(counters.folds) * limit == np.sum(counters.steps), "steps are in whole fold cycles"
+    with tempfile.TemporaryDirectory(prefix="jaxbuf-step-") as temporary:
+        directory = options.profile / f"{form}-{rows}" if options.profile else Path(temporary)
+        with trace(directory):
+            carry, _ = run(carry, whole)
+        traced = [ran for ran in operations(directory) if ran.program == "generate_tokens"]
+    ms = 1e3 * statistics.median(walls) / options.steps
+    found = {"form": form, "batch": rows, "limit": limit, "steps": options.steps}
+    found |= {"context": options.context, "ms": ms, "tokens_per_s": 1e3 * rows / ms}
+    found |= {"folds": float(np.sum(counters.folds) / np.sum(counters.steps))}
+    found |= split(traced, whole, lm.config.layer_types.count("linear_attention"))
+    return found | {"bytes": count_bytes(lm, memory_dtypes(carry), counters, options)}, carry
+
+
+def memory_dtypes(carry: loop.Carry) -> tuple[jnp.dtype, jnp.dtype, jnp.dtype]:
+    """The dtypes of checkpoints, entries, and keys and values."""
+    pools = [layer.pool for layer in carry.cache.layers if isinstance(layer, RecurrentCache)]
+    pages = [layer for layer in carry.cache.layers if not isinstance(layer, RecurrentCache)]
+    state, entry = (pools[0].checkpoints.dtype, pools[0].keys.dtype) if pools else (jnp.float32, jnp.float32)
+    return jnp.dtype(state), jnp.dtype(entry), pages[0].keys.dtype if pages else jnp.dtype(jnp.float32)
+
+
+def split(traced: Sequence[Operation], steps: int, layers: int) -> Row:
+    """The time of each part of a step in ms, and of the recurrence's kernel in us a layer.
+
+    The kernel's mean counts, so that an event which the profiler lost does not. Without one, the recurrence is all
+    operations in its scope.
+    """
+    parts: dict[str, float] = {}
+    for ran in traced:
+        parts[ran.scope] = parts.get(ran.scope, 0.0) + 1e3 * ran.seconds / steps
+    recurrence = [ran for ran in traced if ran.scope == "recurrence"]
+    kernels = [ran.seconds for ran in recurrence if PALLAS_KERNEL in ran.name]
+    calls = max(1, steps * layers)
+    if kernels:
+        us = max(1, round(len(kernels) / calls)) * 1e6 * statistics.mean(kernels)
+    else:
+        us = 1e6 * sum(ran.seconds for ran in recurrence) / calls
+    device = sum(parts.values())
+    named = sorted({ran.name for ran in recurrence if PALLAS_KERNEL in ran.name})
+    return {
+        "device_ms": device,
+        "parts_ms": dict(sorted(parts.items(), key=lambda part: -part[1])),
+        "operations": len(traced) / steps,
+        "recurrence": {
+            "kernel": ", ".join(named) or None,
+            "launches": len(kernels) / calls,
+            "us": us,
+            "share": 1e-3 * us * layers / device if device else 0.0,
+        },
+    }
+
+
+def count_bytes(lm: LanguageModel, dtypes, counters: loop.Counters, options) -> dict[str, float]:
+    """What a step must move, on average over a run of all rows: read once, or written once where it is appended.
+
+    Weights: all that a step multiplies with. Of an embedding that is not the head, a step reads a row for each token,
+    which is left out, as activations are.
+    """
+    config, (state, entry, pages) = lm.config, dtypes
+    unread = ("mtp.",) if lm.model.lm_head is None else ("mtp.", "embed_tokens")
+    weights = (p[...] for name, p in named_parameters(lm.model).items() if not name.startswith(unread))
+    recurrent, softmax = (config.layer_types.count(kind) for kind in ("linear_attention", "full_attention"))
+    total = {name.name: float(np.sum(getattr(counters, name.name))) for name in dataclasses.fields(counters)}
+    token = 2 * config.num_key_value_heads * config.head_dim * pages.itemsize
+    # Step i reads context + i tokens besides its own, which it appends and reads.
+    tokens = total["steps"] * (options.context + (options.steps - 1) / 2 + 2)
+    moved = {
+        "weights": options.steps * float(sum(weight.nbytes for weight in weights)),
+        "checkpoints": recurrent * checkpoint_bytes(config.spec, state) * (total["checkpoint_reads"] + total["folds"]),
+        "entries": recurrent * entry_bytes(config.spec, entry) * (total["live_entries"] + total["steps"]),
+        "keys and values": softmax * token * tokens,
+    }
+    return {name: value / options.steps for name, value in moved.items()}
+
+
+def memory(program) -> Row:
+    """Bytes: what the program needs at once, and the most that this process had in use on the device until now."""
+    needs = program.memory_analysis()
+    sizes = [getattr(needs, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")]
+    total = sum(sizes) - getattr(needs, "alias_size_in_bytes", 0)
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return {"program_bytes": total, "temporary_bytes": sizes[2], "peak_bytes": peak}
+
+
+def kernel_figure(path: Path | None, row: Row) -> float | None:
+    """Microseconds of the same step of a layer in the figures of `jaxbuf bench kernels`."""
+    if path is None:
+        return None
+    part = "recurrent" if row["form"] == "recurrent" else "decode"
+    found = find(json.loads(path.read_text())["figures"], part, batch=row["batch"], limit=row["limit"])
+    return found["us"] if found else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs with the words of a command line; returns the exit status."""
+    options, console, notes = parse(arguments), Console(highlight=False), Console(stderr=True, highlight=False)
+    if options.implementation == "xla":
+        with without_kernels():
+            return run(options, arguments, console, notes)
+    return run(options, arguments, console, notes)
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str], console: Console, notes: Console) -> int:
+    record = report.provenance("scripts/bench_step", arguments, report.ROOT)
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "command_buffer" in flag or "graph" in flag]
+    record["command_buffers"] = {
+        "asked": options.command_buffers,
+        "compiler_options": COMMAND_BUFFERS[options.command_buffers],
+        "xla_flags": flags,
+        "on": options.command_buffers != "off" and jax.default_backend() == "gpu",
+        "in_traces": False,
+    }
+    if options.command_buffers == "default" and any(flag.endswith("command_buffer=") for flag in flags):
+        record["command_buffers"]["on"] = False
+    record |= {name: getattr(options, name) for name in ("implementation", "context", "limit", "steps")}
+    figures: list[Row] = []
+    with Progress(console=notes, redirect_stdout=False) as progress:
+        task = progress.add_task("measuring the bandwidth", total=2 + len(options.batches) * (1 + len(options.forms)))
+        record |= bandwidths()
+        progress.update(task, advance=1, description="making the model")
+        lm = make_model(options)
+        sizes = [parameter[...].nbytes for parameter in named_parameters(lm.model).values()]
+        record["model"] = {"name": lm.name, "bytes": sum(sizes), "dtype": jnp.dtype(lm.dtype).name}
+        record["model"] |= {"config": lm.config.to_dict(), "memory": "random; the prompts were not read"}
+        progress.advance(task)
+        for batch in options.batches:
+            progress.update(task, description=f"compiling, batch {batch}")
+            try:
+                asked = make_request(lm, batch, options)
+            except ValueError as error:  # a context that the model has no room for
+                console.print(f"--context {options.context}: {error}", soft_wrap=True)
+                return 2
+            carry = make_carry(lm, asked)
+            small = small_arrays(carry)
+            program, seconds = compile_steps(lm, carry, options.command_buffers)
+            progress.advance(task)
+            for form in options.forms:
+                progress.update(task, description=f"{form}, batch {batch}")
+                row, carry = measure(program, lm, carry, first_carry(small, form, options), options)
+                row |= memory(program) | {"compile_s": seconds, "kernel_us": kernel_figure(options.kernels, row)}
+                row["floor_ms"] = 1e3 * sum(row["bytes"].values()) / record["read_bytes_per_s"]
+                row["achieved"] = row["floor_ms"] / row["ms"]
+                figures.append(row)
+                if options.json:
+                    report.write(options.json, record | {"ratios": compare_forms(figures), "figures": figures})
+                progress.advance(task)
+            del carry, program
+    show(console, figures, record)
+    if options.json:
+        plot(figures, options.json.with_suffix(".png"))
+        console.print(f"wrote {options.json} and its plot", soft_wrap=True)
+    return 0

@@ -1,0 +1,172 @@
+"""`jaxbuf bench step`: what it runs, counts and says; the figures themselves need a GPU."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxbuf.bench import random_model, step, step_figures
+from jaxbuf.models.layers import named_parameters
+from jaxbuf.models.qwen3_5 import Qwen3_5
+from jaxbuf.pallas import platform
+from jaxbuf.serving import loop
+from jaxbuf.serving.profiling import Operation
+
+SIZES = {"layers": 2, "hidden": 32, "ffn": 40, "vocabulary": 64, "heads": 2, "key_heads": 1, "dim": 8}
+SIZES |= {"attention_heads": 2, "kv_heads": 1, "attention_dim": 8}
+SHAPE = [word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))]
+SMALL = ["--batches", "3", "--context", "21", "--steps", "5", "--limit", "4", "--dtype", "float32", *SHAPE]
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The options, the model and its first carry."""
+    options = step.parse(SMALL)
+    lm = step.make_model(options)
+    return options, lm, step.make_carry(lm, step.make_request(lm, 3, options))
+
+
+@pytest.fixture(scope="module")
+def measured(made, tmp_path_factory):
+    path = tmp_path_factory.mktemp("step") / "step.json"
+    _, lm, carry = made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "make_model", lambda options: lm)
+        patch.setattr(step, "make_carry", lambda lm, asked: jax.tree.map(jnp.copy, carry))
+        assert step.main([*SMALL, "--json", str(path)]) == 0
+    return path
+
+
+def test_a_run_keeps_its_figures_and_a_plot(measured):
+    record = json.loads(measured.read_text())
+    assert record["script"] == "scripts/bench_step" and record["read_bytes_per_s"] > 0 and record["steps"] == 8
+    assert measured.with_suffix(".png").is_file()
+    assert record["command_buffers"] | {"xla_flags": []} == {
+        "asked": "default",
+        "compiler_options": {},
+        "xla_flags": [],
+        "on": False,
+        "in_traces": False,
+    }
+    assert [(row["form"], row["batch"], row["limit"]) for row in record["figures"]] == [
+        ("recurrent", 3, 1),
+        ("buffered", 3, 4),
+    ]
+    for row in record["figures"]:
+        assert row["ms"] > 0 and row["device_ms"] > 0 and row["recurrence"]["us"] > 0
+        np.testing.assert_allclose(row["tokens_per_s"], 3000 / row["ms"])
+        np.testing.assert_allclose(sum(row["parts_ms"].values()), row["device_ms"])
+        assert {"recurrence", "convolution", "projections", "attention", "mlp", "head"} <= set(row["parts_ms"])
+        np.testing.assert_allclose(row["floor_ms"], 1e3 * sum(row["bytes"].values()) / record["read_bytes_per_s"])
+    one, other = (row["ms"] for row in record["figures"])
+    assert record["ratios"] == [{"batch": 3, "buffered_over_recurrent": one / other}]
+
+
+def test_the_rows_fold_in_whole_cycles(measured):
+    assert [row["folds"] for row in json.loads(measured.read_text())["figures"]] == [1.0, 0.25]
+
+
+def test_the_bytes_are_those_counted_by_hand(measured):
+    weights = 4 * sum(leaf.size for leaf in jax.tree.leaves(shapes()))
+    state, entry = 4 * 2 * 8 * 8, 4 * (8 + 2 * 8) + 4 * 2
+    for row, (folds, live) in zip(json.loads(measured.read_text())["figures"], ((1, 1), (0.25, 2.5)), strict=True):
+        found = row["bytes"]
+        assert found["weights"] == weights
+        np.testing.assert_allclose(found["checkpoints"], 3 * state * (1 + folds))
+        np.testing.assert_allclose(found["entries"], 3 * entry * (live + 1))
+        held = [21 + i + 2 for i in range(8)]  # those before, its own, and the append
+        np.testing.assert_allclose(found["keys and values"], 3 * 4 * 2 * 8 * np.mean(held))
+
+
+def shapes() -> Qwen3_5:
+    config = random_model.configuration(**SIZES)
+    return jax.eval_shape(lambda: random_model.random_model(config, jnp.dtype("float32")).model)
+
+
+def test_the_shape_of_the_random_model_is_that_of_qwen3_5_4b():
+    config = random_model.configuration()
+    assert config.layer_types.count("linear_attention") == 24 and config.layer_types[3::4] == ("full_attention",) * 8
+    model = jax.eval_shape(lambda: random_model.random_model(config, jnp.dtype("bfloat16")).model)
+    assert round(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model)) / 1e9, 2) == 8.41
+
+
+def test_the_random_model_has_the_parameters_of_the_architecture_each_its_own():
+    config, dtype = random_model.configuration(**(SIZES | {"layers": 12})), jnp.dtype("bfloat16")
+    model = random_model.random_model(config, dtype).model
+    wanted = jax.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0), dtype=dtype))
+    for parameter, shape in zip(jax.tree.leaves(model), jax.tree.leaves(wanted), strict=True):
+        assert (parameter.shape, parameter.dtype) == (shape.shape, shape.dtype)
+    found = named_parameters(model)
+    assert found["layers.0.linear_attn.A_log"][...].dtype == jnp.float32
+    values = [np.asarray(found[f"layers.{n}.mlp.up_proj"][...], np.float32) for n in range(12)]
+    assert len({value.tobytes() for value in values}) == 12
+    assert all(0.015 < value.std() < 0.025 for value in values)
+
+
+def test_every_run_of_a_form_starts_alike_and_its_rows_are_staggered(made):
+    options, _, carry = made
+    first = step.first_carry(step.small_arrays(carry), "buffered", options)
+    cursor = first.cache.cursor
+    assert cursor.length.tolist() == [0, 2, 3, 4, 0] and cursor.limit.tolist() == [1, 4, 4, 4, 1]
+    assert (cursor.folded + cursor.length).tolist() == [0, 21, 21, 21, 0]
+    assert first.state.tolist() == [loop.RUNNING] * 3 + [loop.FULL]
+    again = step.restart(carry, first)
+    assert jax.tree.structure(again) == jax.tree.structure(carry)
+    for found, held in zip(again.cache.layers, carry.cache.layers, strict=True):
+        assert all(x is y for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(held), strict=True))
+    memory = jax.tree.leaves(carry.cache.layers)
+    assert all(np.isfinite(x).all() and np.asarray(x).std() > 0 for x in memory)
+    assert (np.asarray(carry.cache.layers[0].pool.gates) <= 0).all()
+
+
+def operation(scope: str, name: str, us: float) -> Operation:
+    return Operation("generate_tokens", scope, name, 1e-6 * us)
+
+
+def test_the_kernel_is_counted_by_its_mean_and_the_parts_by_all_their_operations():
+    step_of_two_layers = [
+        operation("recurrence", "body_mosaic_gpu_kernel", 90.0),
+        operation("recurrence", "body_mosaic_gpu_kernel", 110.0),
+        operation("recurrence", "fusion_3", 20.0),
+        operation("mlp", "nvjet", 300.0),
+    ]
+    lost_one = [*step_of_two_layers, *step_of_two_layers[1:]]
+    found = step.split(step_of_two_layers * 2, 2, 2)
+    np.testing.assert_allclose(found["device_ms"], 0.52)
+    np.testing.assert_allclose([found["parts_ms"][name] for name in ("mlp", "recurrence")], [0.3, 0.22])
+    kernel = {"kernel": "body_mosaic_gpu_kernel", "launches": 1.0, "us": 100.0, "share": 0.2 / 0.52}
+    assert found["recurrence"] == pytest.approx(kernel)
+    assert step.split(lost_one, 2, 2)["recurrence"]["us"] == pytest.approx(310 / 3)
+    by_xla = step.split([operation("recurrence", "fusion_3", 20.0)] * 4, 2, 2)["recurrence"]
+    assert by_xla == {"kernel": None, "launches": 0.0, "us": pytest.approx(20.0), "share": pytest.approx(1.0)}
+
+
+def test_the_kernels_time_is_compared_with_that_of_the_kernels_benchmark(tmp_path, capsys, measured):
+    figures = [
+        {"part": part, "batch": 3, "limit": limit, "us": us, "phase": "staggered"}
+        for part, limit, us in (("recurrent", 1, 100.0), ("decode", 4, 50.0), ("decode", 16, 1.0))
+    ]
+    path = tmp_path / "kernels.json"
+    path.write_text(json.dumps({"figures": figures}))
+    record = json.loads(measured.read_text())
+    for row, us in zip(record["figures"], (105.0, 60.0), strict=True):
+        row["kernel_us"] = step.kernel_figure(path, row)
+        row["recurrence"]["us"] = us
+    step_figures.show(step.Console(width=200), record["figures"], record)
+    out = capsys.readouterr().out
+    assert "recurrent, batch 3: agrees within 10%: 105.0 us a layer, 100.0 in jaxbuf bench kernels (+5.0%)" in out
+    assert "buffered, batch 3: DOES NOT AGREE within 10%" in out
+    assert "command buffers off in the timed runs" in out and "the prompts were not read" in out
+
+
+def test_without_kernels_auto_takes_none(monkeypatch):
+    monkeypatch.setattr(platform.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(platform.jax, "devices", lambda: [types.SimpleNamespace(compute_capability="9.0")])
+    assert platform.has_hopper()
+    with platform.without_kernels():
+        assert not platform.has_hopper()
+    assert platform.has_hopper()

@@ -1,0 +1,247 @@
+"""What must hold of the kernels and can be seen on a GPU alone: functions that raise AssertionError if it does not.
+
+They need no pytest: `scripts/check_gpu` runs them where there is none. Each returns the figures it has looked at.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxbuf
+from jaxbuf.bench.random_model import configuration, random_model
+from jaxbuf.pallas.platform import without_kernels
+from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.recurrence import RecurrenceSpec, buffered
+from jaxbuf.serving import SamplingParams, generate_tokens, request, start
+from tests.gpu.program import pool_sized_writes
+
+QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
+SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
+BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}  # of a vector, relative to XLA's path; by entry dtype
+ROWS, LIMIT, MAX_PENDING = 8, 6, 8
+
+type Figures = dict[str, float]
+
+
+def new_inputs(rng, spec: RecurrenceSpec, rows: int, time: int, dtype) -> tuple[jax.Array, ...]:
+    """q, k (normalised), v; log_decay and beta in float32."""
+    q, k = rng.standard_normal((2, rows, time, spec.key_heads, spec.key_dim))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = rng.standard_normal((rows, time, spec.heads, spec.value_dim))
+    log_decay, beta = -0.3 * np.abs(rng.standard_normal(v.shape[:3])), rng.uniform(0.1, 1.0, v.shape[:3])
+    return *(jnp.asarray(x, dtype) for x in (q, k, v)), *(jnp.asarray(x, jnp.float32) for x in (log_decay, beta))
+
+
+def poisoned(spec: RecurrenceSpec, slots: int = ROWS, limit: int = LIMIT, **settings) -> buffered.BufferedState:
+    """A memory in which everything that no slot has written is NaN."""
+    cache = buffered.init(spec, slots=slots, limit=limit, max_pending=MAX_PENDING, **settings)
+    return buffered.BufferedState(cache.cursor, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.pool))
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="implementation")
+def extend(spec, cache, inputs, slots, lengths, *, implementation):
+    return buffered.extend(spec, cache, *inputs, slots=slots, lengths=lengths, implementation=implementation)
+
+
+def same_bits(a, b) -> bool:
+    a, b = np.asarray(a), np.asarray(b)
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def worst(found, expected) -> float:
+    """The largest relative error of what all heads have of a token, or one of a state; NaN must be where expected."""
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    assert np.array_equal(np.isnan(found), np.isnan(expected)), "a NaN reached what is not its own"
+    found, expected = np.nan_to_num(found), np.nan_to_num(expected)
+    norm, error = (np.sqrt(np.sum(x**2, axis=(-2, -1))) for x in (expected, found - expected))
+    return float(np.max(error / np.maximum(norm, 1e-3)))
+
+
+def errors(
+    rng, entry: str, state: str = "float32", time: int = 5, spec: RecurrenceSpec = QWEN, implementation: str = "gpu"
+) -> Figures:
+    """The worst errors over ragged steps with rejections and folds; every step starts from XLA's memory."""
+    found = {"out": 0.0, "entries": 0.0, "checkpoints": 0.0}
+    cache = poisoned(spec, entry_dtype=jnp.dtype(entry), state_dtype=jnp.dtype(state))
+    slots, folds = jnp.asarray(rng.permutation(ROWS) + 1, jnp.int32), 0
+    for _ in range(24):
+        inputs = new_inputs(rng, spec, ROWS, time, jnp.dtype("float32" if entry == "float32" else "bfloat16"))
+        lengths = rng.integers(0, time + 1, ROWS)
+        rows = slots, jnp.asarray(lengths, jnp.int32)
+        expected, reference = extend(spec, cache, inputs, *rows, implementation="xla")
+        out, after = extend(spec, cache, inputs, *rows, implementation=implementation)
+        found["out"] = max(found["out"], worst(out, expected))
+        for name in ("keys", "gates"):
+            assert same_bits(getattr(after.pool, name), getattr(reference.pool, name)), f"{name} differ"
+        found["entries"] = max(found["entries"], worst(after.pool.updates, reference.pool.updates))
+        found["checkpoints"] = max(found["checkpoints"], worst(after.pool.checkpoints, reference.pool.checkpoints))
+        folds += int(np.sum(np.asarray(reference.cursor.folded > cache.cursor.folded)))
+        accepted = jnp.asarray(rng.integers((lengths + 1) // 2, lengths + 1), jnp.int32)
+        cache = buffered.commit(reference, accepted, slots=slots)
+    assert folds > 0, "no row folded"
+    return found
+
+
+def check_errors(rng, entry: str, state: str = "float32", **settings) -> Figures:
+    found = {}
+    for time in (1, 5):
+        figures = errors(rng, entry, state, time, **settings)
+        bounds = dict.fromkeys(figures, BOUNDS[entry])
+        if state == "bfloat16":
+            bounds["checkpoints"] = BOUNDS["bfloat16"]
+        if entry == "float16":  # the outputs themselves are bfloat16
+            bounds["out"] = BOUNDS["bfloat16"]
+        assert all(figures[name] <= bounds[name] for name in figures), f"{time} at once: {figures}, at most {bounds}"
+        found |= {f"{name}, {time} at once": error for name, error in figures.items()}
+    return found
+
+
+def check_at_once(rng, entry: str, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") -> Figures:
+    """T tokens at once and one by one store the same bits."""
+    time, cache = 5, poisoned(spec, limit=32, entry_dtype=jnp.dtype(entry))
+    slots, ones = jnp.arange(1, ROWS + 1, dtype=jnp.int32), jnp.ones(ROWS, jnp.int32)
+    for _ in range(3):
+        inputs = new_inputs(rng, spec, ROWS, time, jnp.bfloat16)
+        _, at_once = extend(spec, cache, inputs, slots, time * ones, implementation=implementation)
+        one_by_one = cache
+        for t in range(time):
+            token = tuple(x[:, t : t + 1] for x in inputs)
+            _, one_by_one = extend(spec, one_by_one, token, slots, ones, implementation=implementation)
+            one_by_one = buffered.commit(one_by_one, ones, slots=slots)
+        for name in ("keys", "updates", "gates"):
+            found, expected = (np.asarray(getattr(x.pool, name)) for x in (at_once, one_by_one))
+            different = np.unpackbits(np.bitwise_xor(found.view(np.uint8), expected.view(np.uint8))).sum()
+            assert different == 0, f"{different} bits of {name} differ"
+        kept = jnp.asarray(rng.integers(1, time + 1, ROWS), jnp.int32)
+        cache = buffered.commit(at_once, kept, slots=slots)
+    return {"different bits": 0.0}
+
+
+def check_poison(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") -> Figures:
+    """Ragged steps of some slots among NaN: finite where there are tokens, zero elsewhere, other slots untouched."""
+    time, cache = 5, poisoned(spec)
+    for _ in range(6):
+        inputs = new_inputs(rng, spec, ROWS, time, jnp.bfloat16)
+        slots = np.where(rng.random(ROWS) < 0.3, 0, rng.permutation(ROWS) + 1)
+        lengths = rng.integers(0, time + 1, ROWS)
+        real = (np.arange(time) < lengths[:, None]) & (slots > 0)[:, None]
+        inputs = tuple(
+            jnp.where(jnp.asarray(real).reshape(ROWS, time, *[1] * (x.ndim - 2)), x, jnp.nan) for x in inputs
+        )
+        rows = jnp.asarray(slots, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        out, after = extend(spec, cache, inputs, *rows, implementation=implementation)
+        out = np.asarray(out, np.float32)
+        assert np.isfinite(out[real]).all(), "the output of a token is not finite"
+        assert (out[~real] == 0).all(), "the output past a row's tokens is not zero"
+        resting = np.setdiff1d(np.arange(ROWS + 1), slots[(lengths > 0) & (slots > 0)])
+        blocks = np.asarray(cache.cursor.block_table)[resting].ravel()
+        for name, held in (("checkpoints", resting), ("keys", blocks), ("updates", blocks), ("gates", blocks)):
+            old, new = (np.asarray(getattr(x.pool, name))[held] for x in (cache, after))
+            assert same_bits(old, new), f"{name} of a slot that rested, or of the null slot, changed"
+        accepted = jnp.asarray(np.where(slots > 0, lengths, 0), jnp.int32)
+        cache = buffered.commit(after, accepted, slots=rows[0])
+    return {}
+
+
+def check_loop(spec: RecurrenceSpec = QWEN, implementation: str = "gpu") -> Figures:
+    """A loop of steps with a donated memory writes nothing of a pool's size."""
+    slots = jnp.arange(1, ROWS + 1, dtype=jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def loop(cache, inputs):
+        def step(_, carry):
+            cache, _ = carry
+            out, cache = buffered.extend(spec, cache, *inputs, slots=slots, implementation=implementation)
+            return buffered.commit(cache, jnp.ones_like(slots), slots=slots), out
+
+        return jax.lax.fori_loop(0, 32, step, (cache, inputs[2]))
+
+    cache = jax.eval_shape(lambda: buffered.init(spec, slots=ROWS, limit=LIMIT, max_pending=1))
+    inputs = jax.eval_shape(lambda: new_inputs(np.random.default_rng(0), spec, ROWS, 1, jnp.bfloat16))
+    found = pool_sized_writes(loop.lower(cache, inputs).compile().as_text(), _pools(cache.pool))
+    assert not found, "\n".join(found)
+    return {"instructions": 0.0}
+
+
+def _pools(pool: buffered.Pool):
+    """Without the gates, which may be written whole."""
+    return dataclasses.replace(pool, gates=())
+
+
+def two_layers(dtype: str = "float32") -> LanguageModel:
+    """A recurrent layer of 128 by 128 heads and a softmax layer, with all parameters random."""
+    sizes = {"layers": 2, "hidden": 64, "ffn": 96, "vocabulary": 259, "heads": 4, "key_heads": 2, "dim": 128}
+    config = configuration(**sizes, attention_heads=4, kv_heads=2, attention_dim=16)
+    lm = random_model(config, jnp.dtype(dtype))
+    leaves, tree = jax.tree.flatten(lm.model)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    noisy = [x + (0.15 * jax.random.normal(key, x.shape)).astype(x.dtype) for key, x in zip(keys, leaves, strict=True)]
+    return dataclasses.replace(lm, model=jax.tree.unflatten(tree, noisy))
+
+
+def demo() -> LanguageModel:
+    return jaxbuf.load("demo", dtype="float32")
+
+
+def check_program(lm: LanguageModel) -> Figures:
+    """The whole decoding program writes nothing as large as a recurrent layer's pools or a softmax layer's pages."""
+    asked = request.check(lm, [[1] * 30] * ROWS, 200, SamplingParams(temperature=0.5), 16, "buffered", None)
+    carry = jax.eval_shape(lambda model: start(model, **asked.arguments), lm.model)
+    program = jax.jit(generate_tokens.__wrapped__, donate_argnums=1)
+    hlo = program.lower(lm.model, carry, np.int32(9)).compile().as_text()
+    pools = [_pools(layer.pool) if hasattr(layer, "pool") else layer for layer in carry.cache.layers]
+    found = pool_sized_writes(hlo, pools)
+    assert not found, "\n".join(found)
+    return {"instructions": 0.0}
+
+
+def check_tokens(lm: LanguageModel, tokens: int = 64) -> Figures:
+    """Greedy tokens of jaxbuf.generate are those without kernels, in float32 and both forms."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5)]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+
+    def generated():
+        forms = ("recurrent", "buffered")
+        runs = [jaxbuf.generate(lm, prompts, tokens, sampling, form=form) for form in forms]
+        return {form: [result.tokens for result in run] for form, run in zip(forms, runs, strict=True)}
+
+    found = generated()
+    with without_kernels():
+        expected = generated()
+    assert found == expected, "the tokens differ"
+    return {"tokens": 2.0 * tokens * len(prompts)}
+
+
+def tiny(implementation: str = "gpu") -> Figures:
+    """A few steps of two small rows, folds and several tokens at once among them: what compute-sanitizer is run on."""
+    rng, cache, slots = np.random.default_rng(0), poisoned(SMALL, slots=2, limit=3), jnp.array([1, 2])
+    for time, accepted in ((1, 1), (3, 2), (1, 1), (3, 3), (1, 1)):
+        inputs = new_inputs(rng, SMALL, 2, time, jnp.bfloat16)
+        lengths = jnp.array([time, max(1, time - 1)])
+        out, cache = extend(SMALL, cache, inputs, slots, lengths, implementation=implementation)
+        cache = buffered.commit(cache, jnp.minimum(lengths, accepted), slots=slots)
+        jax.block_until_ready((out, cache))
+    assert int(cache.cursor.folded.max()) > 0
+    return {}
+
+
+CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
+    "a_step_is_xlas_with_float32_entries": lambda rng: check_errors(rng, "float32"),
+    "a_step_is_xlas_with_bfloat16_entries": lambda rng: check_errors(rng, "bfloat16"),
+    "a_step_is_xlas_with_float16_entries": lambda rng: check_errors(rng, "float16"),
+    "a_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_errors(rng, "bfloat16", "bfloat16"),
+    "tokens_at_once_store_the_bits_of_one_by_one_bfloat16": lambda rng: check_at_once(rng, "bfloat16"),
+    "tokens_at_once_store_the_bits_of_one_by_one_float32": lambda rng: check_at_once(rng, "float32"),
+    "nan_reaches_no_row_that_it_does_not_belong_to": check_poison,
+    "no_pool_sized_write_in_a_loop_of_steps": lambda rng: check_loop(),
+    "no_pool_sized_write_in_the_program_of_two_layers": lambda rng: check_program(two_layers()),
+    "no_pool_sized_write_in_the_program_of_the_demo_model": lambda rng: check_program(demo()),
+    "greedy_tokens_of_two_layers_are_those_without_kernels": lambda rng: check_tokens(two_layers()),
+    "greedy_tokens_of_the_demo_model_are_those_without_kernels": lambda rng: check_tokens(demo()),
+    "the_tiny_program_runs": lambda rng: tiny(),
+}

@@ -1,0 +1,91 @@
+"""The checks of `checks.py` on a Hopper GPU; elsewhere, that they run, and that they see what they look for.
+
+On a machine with a GPU: `JAX_PLATFORMS=cuda,cpu python3 -m pytest tests/gpu`, or `scripts/check_gpu` without pytest.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.pallas.platform import has_hopper
+from jaxbuf.recurrence import RecurrenceSpec, buffered
+from tests.gpu import checks
+from tests.gpu.program import pool_sized_writes
+
+TINY = RecurrenceSpec(heads=2, key_heads=1, key_dim=8, value_dim=8)
+
+
+@pytest.mark.skipif(not has_hopper(), reason="needs an NVIDIA Hopper GPU")
+@pytest.mark.parametrize("name", checks.CHECKS)
+def test_on_a_gpu(name, rng):
+    checks.CHECKS[name](rng)
+
+
+def test_the_comparison_with_xla_runs_and_finds_no_error_of_xla(rng):
+    found = checks.errors(rng, "bfloat16", spec=TINY, implementation="xla")
+    assert set(found.values()) == {0.0}
+
+
+def test_an_error_and_a_nan_are_seen():
+    expected = np.array([[3.0, 4.0], [1.0, np.nan]])
+    np.testing.assert_allclose(checks.worst(expected + np.array([[0.0, 0.05], [0.0, 0.0]]), expected), 0.01)
+    with pytest.raises(AssertionError, match="NaN reached"):
+        checks.worst(np.nan_to_num(expected), expected)
+
+
+@pytest.mark.slow
+def test_the_other_checks_hold_of_xlas_path(rng):
+    checks.check_at_once(rng, "bfloat16", spec=TINY, implementation="xla")
+    checks.check_poison(rng, spec=TINY, implementation="xla")
+    checks.check_tokens(checks.two_layers(), tokens=8)
+    checks.tiny(implementation="xla")
+
+
+def test_a_loop_that_selects_a_whole_pool_is_found():
+    cache = buffered.init(TINY, slots=8, limit=4)
+
+    def step(_, pool):
+        return jax.tree.map(lambda x: jnp.where(x > 1, x, x + 1), pool)
+
+    hlo = jax.jit(lambda pool: jax.lax.fori_loop(0, 5, step, pool), donate_argnums=0).lower(cache.pool).compile()
+    found = pool_sized_writes(hlo.as_text(), checks._pools(cache.pool))
+    assert any("f32[9,2,8,8]" in line for line in found)
+
+
+ALIASED = "custom-call(%a, %b), output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (f'%x = (f32[2], f32[9,4], bf16[8,8]) {ALIASED}, custom_call_target="mosaic_gpu_v2"', 0),
+        ('%x = (f32[2], f32[9,4], bf16[8,8]) custom-call(%a, %b), custom_call_target="mosaic_gpu_v2"', 1),
+        ("%x = f32[9,4]{1,0} copy(%a)", 1),
+        ("%x = f32[36]{0} copy(%a)", 1),
+        ("%x = (f32[9,4], f32[9,4], u32[]) copy-start(%a)", 1),
+        ("%x = bf16[9,4]{1,0} copy(%a)", 0),
+        ("%x = f32[9,4]{1,0} fusion(%a), kind=kLoop, calls=%fused_add", 1),
+        ("%x = f32[9,4]{1,0} fusion(%a), kind=kLoop, calls=%fused_update", 0),
+        ("%x = f32[9,4]{1,0} scatter(%a, %b, %c), to_apply=%other", 0),
+    ],
+)
+def test_what_counts_as_a_write_of_a_pool(line, found):
+    program = f"""HloModule jit_step
+%fused_add (p: f32[9,4]) -> f32[9,4] {{
+  %p = f32[9,4]{{1,0}} parameter(0)
+  ROOT %add = f32[9,4]{{1,0}} add(%p, %p)
+}}
+%fused_update (p: f32[9,4]) -> f32[9,4] {{
+  %p = f32[9,4]{{1,0}} parameter(0)
+  %s = f32[1,4]{{1,0}} slice(%p)
+  %u = f32[9,4]{{1,0}} dynamic-update-slice(%p, %s, %i)
+  ROOT %bitcast = f32[9,4]{{1,0}} bitcast(%u)
+}}
+ENTRY %main (a: f32[9,4]) -> f32[9,4] {{
+  %a = f32[9,4]{{1,0}} parameter(0)
+  {line}
+}}
+"""
+    pools = jax.ShapeDtypeStruct((9, 4), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+    assert len(pool_sized_writes(program, pools)) == found
