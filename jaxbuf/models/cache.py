@@ -123,6 +123,57 @@ def init_cache(
     )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MTPCache:
+    """Memory of the MTP layer, beside the model's `Cache`: what was read lies at its position, and nothing counts it.
+
+    Attributes:
+      kv: The layer's keys and values.
+      table: int32 [slots + 1, max_pages], the pages of each slot, which it has for good.
+    """
+
+    kv: PagedKV
+    table: Array
+
+
+def init_mtp(
+    config: Config,
+    *,
+    slots: int,
+    capacity: int,
+    max_pending: int = 8,
+    page_size: int = 16,
+    dtype: jnp.dtype = jnp.float32,
+) -> MTPCache:
+    """An empty memory of the MTP layer. Its slots are those of the model's cache.
+
+    Args:
+      config: With an MTP layer.
+      slots: Requests at once.
+      capacity: Committed tokens of each.
+      max_pending: Tokens that are verified at once: a chain of drafts goes that far past the capacity at most.
+      page_size: Tokens of one page.
+      dtype: The compute dtype.
+
+    Raises:
+      ValueError: The model has no MTP layer, or a size below 1.
+    """
+    if not config.mtp_num_hidden_layers:
+        raise ValueError("the model has no MTP layer (mtp_num_hidden_layers is 0)")
+    table = init_table(slots=slots, capacity=capacity + max_pending, page_size=page_size)
+    heads, head_dim, pages = config.num_key_value_heads, config.head_dim, 1 + slots * table.shape[1]
+    return MTPCache(init_kv(pages=pages, page_size=page_size, kv_heads=heads, head_dim=head_dim, dtype=dtype), table)
+
+
+def fork_mtp(memory: MTPCache, source: Array, target: Array) -> MTPCache:
+    """Gives the slots `target` (int32 [n], distinct) what the slots `source` (int32 [n]) hold; all are read before any
+    is written, and the null slot is never written."""
+    read, written = memory.table[source], memory.table[target]
+    written = jnp.where(written > 0, written, memory.kv.keys.shape[0])
+    return dataclasses.replace(memory, kv=paged.fork(memory.kv, (read, written)))
+
+
 def commit(cache: Cache, accepted: Array, *, slots: Array | None = None, path: Array | None = None) -> Cache:
     """Makes the first `accepted` (int32 [rows]) pending tokens of each slot real; only integers move.
 

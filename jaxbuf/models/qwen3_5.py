@@ -192,6 +192,18 @@ def mtp_forward(model: Qwen3_5, hidden: Array, next_tokens: Array, *, lengths: A
 
     Source: DeepSeek-V3 (2024), section 2.2, with the embedding first as Qwen3.5 has it.
     """
+    angles = _angles(model.config, next_tokens)
+
+    def mix(layer, x):
+        return _mix_whole(layer, angles, lengths, chunk_size=64)(x)
+
+    return mtp_layer(model, hidden, next_tokens, mix)[0]
+
+
+def mtp_layer(
+    model: Qwen3_5, hidden: Array, next_tokens: Array, mix: Callable[[DecoderLayer, Array], tuple[Array, Any]]
+) -> tuple[Array, Any]:
+    """The MTP layer around its mixer, which `mix` runs and whose memory is handed through; see `mtp_forward`."""
     mtp, eps = model.mtp, model.config.rms_norm_eps
     if mtp is None:
         raise ValueError("the model has no MTP layer (mtp_num_hidden_layers is 0)")
@@ -199,10 +211,9 @@ def mtp_forward(model: Qwen3_5, hidden: Array, next_tokens: Array, *, lengths: A
         embedding = rms_norm(embed(model, next_tokens), mtp.pre_fc_norm_embedding, eps=eps)
         hidden = rms_norm(hidden, mtp.pre_fc_norm_hidden, eps=eps)
         x = linear(jnp.concatenate([embedding, hidden], axis=-1), mtp.fc)
-        angles = _angles(model.config, next_tokens)
-        for layer in mtp.layers:
-            x, _ = decoder_layer(layer, x, _mix_whole(layer, angles, lengths, chunk_size=64))
-        return rms_norm(x, mtp.norm, eps=eps)
+        layer = mtp.layers[0]
+        x, memory = decoder_layer(layer, x, partial(mix, layer))
+        return rms_norm(x, mtp.norm, eps=eps), memory
 
 
 def language_model_loss(

@@ -1,0 +1,150 @@
+"""Qwen3.5's MTP layer as a drafter: it reads with a memory of its own and drafts tokens in a chain.
+
+Letters in shapes: T time, D hidden size, V vocabulary. Position t of the layer reads the hidden state h_t and the token
+x_{t+1}, and its own hidden state there scores x_{t+2}.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.attention.paged import append, attend
+from jaxbuf.models.cache import MTPCache
+from jaxbuf.models.gated_attention import gated_attention
+from jaxbuf.models.layers import rotary_angles
+from jaxbuf.models.qwen3_5 import Qwen3_5, logits, mtp_layer
+
+type Array = jax.Array
+
+
+def mtp_extend(
+    model: Qwen3_5,
+    memory: MTPCache,
+    hidden: Array,
+    next_tokens: Array,
+    *,
+    start: Array,
+    lengths: Array | None = None,
+    slots: Array | None = None,
+) -> tuple[Array, MTPCache]:
+    """Reads T positions a row: the cached form of `qwen3_5.mtp_forward`.
+
+    Nothing is committed or dropped: what lies at or past `start` in the memory before the call is dead, so whoever
+    rejects drafts goes on from a smaller start, and a slot's next owner from 0.
+
+    Args:
+      model: With an MTP layer.
+      memory: Written at the positions start .. start + lengths - 1; what would lie past its capacity is dropped.
+      hidden: [rows, T, D], h at the positions from start on: the model's (after its final norm), or this layer's own
+        from the position before, to predict a token further.
+      next_tokens: int32 [rows, T]; the token after each of these positions.
+      start: int32 [rows].
+      lengths: int32 [rows], real positions of each row; None: all T. A row with 0 reads and writes nothing.
+      slots: int32 [rows], physical slots (0 is null and holds nothing); None: all slots in order.
+
+    Returns:
+      [rows, T, D] after the layer's norm (finite and unspecified past the lengths), and the memory.
+
+    Raises:
+      ValueError: The model has no MTP layer, a shape does not fit, or slots is None and there are not as many rows as
+        slots.
+
+    Source: DeepSeek-V3 (2024), section 2.2, with the embedding first as Qwen3.5 has it.
+    """
+    rows = jnp.arange(1, memory.table.shape[0], dtype=jnp.int32) if slots is None else slots
+    if hidden.shape[:2] != next_tokens.shape or rows.shape[0] != next_tokens.shape[0]:
+        raise ValueError(
+            f"hidden and next_tokens must have one row a slot ({rows.shape[0]}) and as many positions, got shapes "
+            f"{hidden.shape} and {next_tokens.shape}"
+        )
+    time = next_tokens.shape[1]
+    lengths = jnp.full(rows.shape, time, jnp.int32) if lengths is None else lengths
+    positions = start[:, None] + jnp.arange(time, dtype=jnp.int32)[None]
+    angles = rotary_angles(positions, dim=model.config.rotary_dim, theta=model.config.rope_theta)
+    where = {"slots": rows, "start": start, "lengths": lengths}
+
+    def attend_cached(q, k, v):
+        kv = append(memory.kv, memory.table, k, v, **where)
+        return attend(q, kv, memory.table, **where), kv
+
+    def mix(layer, x):
+        return gated_attention(layer.mixer, x, angles=angles, attend=attend_cached)
+
+    further, kv = mtp_layer(model, hidden, next_tokens, mix)
+    return further, MTPCache(kv, memory.table)
+
+
+def most_probable(scores: Array, step: int | Array) -> Array:
+    """int32 [rows]: the best token of each row of [rows, V]; the greedy `choose` of `draft_mtp`."""
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+def draft_mtp(
+    model: Qwen3_5,
+    memory: MTPCache,
+    hidden: Array,
+    next_tokens: Array,
+    *,
+    start: Array,
+    draft_tokens: int,
+    lengths: Array | None = None,
+    slots: Array | None = None,
+    choose: Callable[[Array, int | Array], Array] = most_probable,
+) -> tuple[Array, Array, MTPCache]:
+    """Reads what was committed since the last drafts, then drafts `draft_tokens` tokens in a chain.
+
+    With the model's h_0 .. h_{n-1} (it committed n tokens) and x_0 .. x_n (the newest, x_n, it has not read), the layer
+    reads `lengths` positions that end at n - 1, from the model's own hidden states. Its hidden state at n - 1 scores
+    x_{n+1}: the first draft. Each later draft reads one position more, from the layer's own hidden state and the draft
+    before: those entries, at the positions n .. n + draft_tokens - 2, are provisional. The next call starts at or
+    before n and so drops them: nothing that was made from a draft stays, whether it was accepted or not.
+
+    A step of speculative decoding: draft from (h, x_n); let the model verify x_n and the drafts, 1 + draft_tokens
+    tokens, which gives h_n, h_{n+1} ..; accept a drafts, which with a token y make x_{n+1} .. x_{n+a+1}. The next call
+    has start n, lengths a + 1, these hidden states and the tokens from x_{n+1} on (drafts, then y at index a). After a
+    prefill of n tokens, `mtp_extend` reads positions 0 .. n - 2, and the first call has start n - 1 and lengths 1.
+
+    Args:
+      model: With an MTP layer.
+      memory: What lies at or past `start` in it is dead; written at start .. start + lengths + draft_tokens - 2.
+      hidden: [rows, T, D], the model's hidden states (after its final norm) at the positions from start on.
+      next_tokens: int32 [rows, T], the token after each of these positions; index lengths - 1 is the newest token.
+      start: int32 [rows].
+      draft_tokens: At least 1 (static).
+      lengths: int32 [rows], positions of each row to read; None: all T. A row with 0 reads and writes nothing, and its
+        drafts and scores are unspecified.
+      slots: As in `mtp_extend`.
+      choose: (scores f32 [rows, V], number of the draft, from 0) -> int32 [rows], the drafts. The number may be traced.
+
+    Returns:
+      The drafts int32 [rows, draft_tokens], the scores f32 [rows, draft_tokens, V] that each was chosen from, and the
+      memory.
+
+    Raises:
+      ValueError: draft_tokens is below 1, or as in `mtp_extend`.
+
+    Source: DeepSeek-V3 (2024), section 2.2, with one layer that takes every further step.
+    """
+    if draft_tokens < 1:
+        raise ValueError(f"draft_tokens must be at least 1, got {draft_tokens}")
+    lengths = jnp.full(start.shape, next_tokens.shape[1], jnp.int32) if lengths is None else lengths
+    further, memory = mtp_extend(model, memory, hidden, next_tokens, start=start, lengths=lengths, slots=slots)
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
+    own = jnp.take_along_axis(further, last, axis=1)
+    scores = logits(model, own[:, 0])
+    first = choose(scores, 0), scores
+    reading = jnp.minimum(lengths, 1)
+
+    def step(carry, number):
+        own, draft, memory = carry
+        position = start + lengths + number - 1
+        own, memory = mtp_extend(model, memory, own, draft[:, None], start=position, lengths=reading, slots=slots)
+        scores = logits(model, own[:, 0])
+        draft = choose(scores, number)
+        return (own, draft, memory), (draft, scores)
+
+    numbers = jnp.arange(1, draft_tokens, dtype=jnp.int32)
+    (_, _, memory), rest = jax.lax.scan(step, (own, first[0], memory), numbers)
+    drafts, scores = jax.tree.map(lambda one, more: jnp.moveaxis(jnp.concatenate([one[None], more]), 0, 1), first, rest)
+    return drafts, scores, memory
