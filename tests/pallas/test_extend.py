@@ -96,6 +96,41 @@ def test_the_null_slot_gives_zeros_and_writes_nothing(rng):
 
 
 @pytest.mark.slow
+def test_a_forced_fold_by_the_kernel_is_that_of_the_xla_path(rng):
+    cache, rows = poisoned(buffered.init(NARROW, slots=SLOTS, limit=32, max_pending=3)), jnp.array([1, 2])
+    for accepted in ([3, 3], [3, 1]):
+        _, cache = buffered.extend(NARROW, cache, *new_inputs(rng, NARROW, 2, 3, jnp.float32), slots=rows)
+        cache = buffered.commit(cache, jnp.array(accepted), slots=rows)
+    for slots in (jnp.array([1, 0]), jnp.array([2, 1])):  # the second time, slot 1 has nothing to fold
+        expected = buffered.fold(NARROW, cache, slots=slots, implementation="xla")
+        cache = buffered.fold(NARROW, cache, slots=slots, implementation="gpu", interpret=True)
+        assert error(buffered.read(NARROW, cache, slots), buffered.read(NARROW, expected, slots)) < 1e-4
+        for name in ("keys", "updates", "gates"):
+            found, same = (np.asarray(getattr(x.pool, name), np.float32) for x in (cache, expected))
+            np.testing.assert_array_equal(found, same)
+    assert np.isnan(cache.pool.checkpoints[0]).all()
+
+
+@pytest.mark.slow
+def test_the_gpu_kernel_follows_forks_and_the_order_that_a_tree_left(rng):
+    cache = buffered.init(NARROW, slots=3, limit=16, max_pending=3, states=3, blocks=12, entry_dtype=jnp.float32)
+    inputs = new_inputs(rng, NARROW, 1, 3, jnp.float32)
+    parents = jnp.array([[-1, -1, 1]])
+    _, cache = buffered.extend(NARROW, cache, *inputs, slots=jnp.array([1]), parents=parents)
+    cache = buffered.commit(cache, jnp.array([2]), slots=jnp.array([1]), path=jnp.array([[1, 2, 0]]))
+    cache = buffered.fork(cache, 1, jnp.array([2]))
+    inputs = new_inputs(rng, NARROW, 2, 3, jnp.float32)
+    expected, reference = buffered.extend(NARROW, cache, *inputs, slots=jnp.array([1, 2]), implementation="xla")
+    out, cache = extend_on_gpu(NARROW, cache, inputs, slots=jnp.array([1, 2]))
+    assert error(out, expected) < 1e-4
+    assert error(cache.pool.updates, reference.pool.updates) < 1e-4
+    with pytest.raises(ValueError, match='implementation="gpu" can not serve this extend: .*trees'):
+        buffered.extend(
+            NARROW, cache, *inputs, slots=jnp.array([1, 2]), parents=parents.repeat(2, 0), implementation="gpu"
+        )
+
+
+@pytest.mark.slow
 def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng):
     start = buffered.init(SMALL, slots=SLOTS, limit=16, max_pending=4)
     rows = {"slots": jnp.array([1, 2])}
