@@ -124,7 +124,7 @@ def test_the_gpu_kernel_follows_forks_and_the_order_that_a_tree_left(rng):
     out, cache = extend_on_gpu(NARROW, cache, inputs, slots=jnp.array([1, 2]))
     assert error(out, expected) < 1e-4
     assert error(cache.pool.updates, reference.pool.updates) < 1e-4
-    with pytest.raises(ValueError, match='implementation="gpu" can not serve this extend: .*trees'):
+    with pytest.raises(ValueError, match=r'implementation="gpu" can not serve this extend: .*trees'):
         buffered.extend(
             NARROW, cache, *inputs, slots=jnp.array([1, 2]), parents=parents.repeat(2, 0), implementation="gpu"
         )
