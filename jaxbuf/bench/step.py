@@ -24,11 +24,11 @@ from jaxbuf.bench.kernel_figures import Row, find
 from jaxbuf.bench.measure import bandwidths
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.bench.step_figures import compare_forms, plot, show
-from jaxbuf.pallas.platform import without_kernels
 from jaxbuf.compilation import without_cache
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.layers import named_parameters
 from jaxbuf.models.qwen3_5 import RecurrentCache
+from jaxbuf.pallas.platform import without_kernels
 from jaxbuf.recurrence.traffic import checkpoint_bytes, entry_bytes, fold_cycle
 from jaxbuf.serving import SamplingParams, generate_tokens, loop, request
 from jaxbuf.serving.profiling import Operation, operations, trace

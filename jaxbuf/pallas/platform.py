@@ -15,7 +15,7 @@ def has_hopper() -> bool:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Inside it implementation="auto" takes no kernel: for comparisons. Compiled functions are forgotten on both ends."""
+    """Inside it implementation="auto" takes no kernel. Compiled functions are forgotten before and after."""
     global _wanted
     before, _wanted = _wanted, False
     jax.clear_caches()

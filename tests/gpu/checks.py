@@ -13,8 +13,8 @@ import numpy as np
 
 import jaxbuf
 from jaxbuf.bench.random_model import configuration, random_model
-from jaxbuf.pallas.platform import without_kernels
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.pallas.platform import without_kernels
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import SamplingParams, generate_tokens, request, start
 from tests.gpu.program import pool_sized_writes
