@@ -215,34 +215,53 @@ def sample(logits: Array, sampling: Sampling, position: Array) -> Array:
 
 def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
     """Draws by the Gumbel-max rule; the noise belongs to the token, so that leaving tokens out changes no other's."""
+    noisy = narrow(logits, sampling) + noise(keys(sampling, position), logits.shape[-1])
+    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+
+
+def keys(sampling: Sampling, position: Array) -> Array:
+    """Random keys [rows]: what a row draws the token at `position` (int32 [rows]) from."""
+    return jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(sampling.seed, position)
+
+
+def noise(key: Array, vocab: int) -> Array:
+    """Gumbel noise f32 [rows, vocab] of keys [rows]."""
+    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(key)
+
+
+def narrow(logits: Array, sampling: Sampling) -> Array:
+    """Applies temperature, min_p, top_k and top_p: -inf for each token left out, 0 for the most probable one.
+
+    Args:
+      logits: f32 [rows, ..., vocab].
+      sampling: The settings of each row. A greedy row's logits are taken at temperature 1.
+
+    Returns:
+      f32, the shape of logits: unnormalised log-probabilities.
+    """
     vocab = logits.shape[-1]
+
+    def wide(setting):
+        return setting.reshape(-1, *[1] * (logits.ndim - 1))
+
     # The best token's is 0: divided by however small a temperature, it stays.
     scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = scaled / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    scaled = jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
-
-    def noise(seed, position):
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32)
-
-    noisy = scaled + jax.vmap(noise)(sampling.seed, position)
-
-    def all_tokens():
-        return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    scaled = scaled / wide(jnp.where(sampling.temperature > 0, sampling.temperature, 1.0))
+    scaled = jnp.where(scaled >= wide(jnp.log(sampling.min_p)), scaled, -jnp.inf)
 
     def most_probable():
         order = jnp.argsort(scaled, axis=-1, descending=True)
-        rank = jnp.arange(vocab, dtype=jnp.int32)[None]
-        top_k = jnp.where(sampling.top_k > 0, sampling.top_k, vocab)[:, None]
+        rank = jnp.arange(vocab, dtype=jnp.int32).reshape(*[1] * (logits.ndim - 1), vocab)
+        top_k = wide(jnp.where(sampling.top_k > 0, sampling.top_k, vocab))
         ranked = jnp.take_along_axis(scaled, order, axis=-1)
         probability = jax.nn.softmax(jnp.where(rank < top_k, ranked, -jnp.inf), axis=-1)
         before = jnp.cumsum(probability, axis=-1) - probability
         # Whatever rounding does to `before`: the first token is kept, and top_p 1 keeps all.
-        top_p = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None]
+        top_p = wide(jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf))
         kept = (rank < top_k) & ((before < top_p) | (rank == 0))
-        best = jnp.argmax(jnp.where(kept, jnp.take_along_axis(noisy, order, axis=-1), -jnp.inf), axis=-1)
-        return jnp.take_along_axis(order, best[:, None], axis=-1)[:, 0].astype(jnp.int32)
+        return jnp.put_along_axis(scaled, order, jnp.where(kept, ranked, -jnp.inf), axis=-1, inplace=False)
 
-    return jax.lax.cond(jnp.any((sampling.top_k > 0) | (sampling.top_p < 1)), most_probable, all_tokens)
+    return jax.lax.cond(jnp.any((sampling.top_k > 0) | (sampling.top_p < 1)), most_probable, lambda: scaled)
 
 
 def whole(value: object) -> TypeGuard[int]:

@@ -1,0 +1,94 @@
+"""Drafts of `propose_ngram` against its definition in plain Python."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.serving.drafting import propose_ngram
+from jaxbuf.serving.sampling import History
+
+ROWS, BUCKET, ROOM, DRAFTS = 512, 14, 12, 5
+propose = jax.jit(partial(propose_ngram, draft_tokens=DRAFTS))
+
+
+def reference(text, draft_tokens, longest):
+    """The tokens after the latest earlier occurrence of the longest of the text's ends; repeated where too few."""
+    for size in range(min(longest, len(text)), 0, -1):
+        for start in range(len(text) - size - 1, -1, -1):
+            if text[start : start + size] == text[-size:]:
+                drafts = text[start + size :]
+                while len(drafts) < draft_tokens:
+                    drafts = drafts + text[start + size :]
+                return drafts[:draft_tokens], draft_tokens
+    return [0] * draft_tokens, 0
+
+
+def random_history(rng, alphabet):
+    """Rows of every length; what lies past a row's tokens is of the same alphabet."""
+    prompts, tokens = (rng.integers(0, alphabet, (ROWS, width)) for width in (BUCKET, ROOM))
+    lengths, count = rng.integers(0, BUCKET + 1, ROWS), rng.integers(0, ROOM + 1, ROWS)
+    lengths[:4], count[:4] = [0, 0, 1, BUCKET], [0, 1, 0, ROOM]
+    return History(*(jnp.asarray(x, jnp.int32) for x in (prompts, lengths, tokens, count, np.full((ROWS, 1), -1))))
+
+
+def texts(history):
+    prompts, lengths, tokens, count = map(np.asarray, (history.prompts, history.lengths, history.tokens, history.count))
+    return [[*prompts[i, : lengths[i]].tolist(), *tokens[i, : count[i]].tolist()] for i in range(ROWS)]
+
+
+@pytest.mark.parametrize(("alphabet", "longest"), [(1, 3), (2, 3), (3, 3), (30, 3), (2, 1), (2, 7)])
+def test_drafts_are_the_definition(rng, alphabet, longest):
+    history = random_history(rng, alphabet)
+    extra = {} if longest == 3 else {"longest": longest}
+    drafts, count = propose(history) if not extra else jax.jit(partial(propose_ngram, draft_tokens=2, **extra))(history)
+    assert drafts.dtype == count.dtype == jnp.int32
+    for row, text in enumerate(texts(history)):
+        expected = reference(text, drafts.shape[1], longest)
+        assert (drafts[row].tolist(), int(count[row])) == expected, f"row {row}: {text}"
+    if alphabet == 30:
+        assert {int(x) for x in np.asarray(count)} == {0, DRAFTS}
+
+
+def test_nothing_past_the_real_tokens_is_read(rng):
+    history = random_history(rng, 3)
+    past_prompt = np.arange(BUCKET)[None] >= np.asarray(history.lengths)[:, None]
+    past_tokens = np.arange(ROOM)[None] >= np.asarray(history.count)[:, None]
+    other = random_history(rng, 3)
+    changed = dataclasses.replace(
+        history,
+        prompts=jnp.where(past_prompt, other.prompts, history.prompts),
+        tokens=jnp.where(past_tokens, other.tokens, history.tokens),
+    )
+    for one, two in zip(propose(history), propose(changed), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_a_period_is_drafted_on():
+    """Of text that repeats, all drafts continue it, however short its period."""
+    periods = 1 + np.arange(ROWS) % 6
+    prompts = np.arange(BUCKET)[None] % periods[:, None]
+    full, none = jnp.full(ROWS, BUCKET, jnp.int32), jnp.zeros(ROWS, jnp.int32)
+    blank = jnp.full((ROWS, ROOM), 7, jnp.int32)
+    drafts, count = propose(History(jnp.asarray(prompts, jnp.int32), full, blank, none, blank[:, :1]))
+    expected = (BUCKET + np.arange(DRAFTS))[None] % periods[:, None]
+    np.testing.assert_array_equal(drafts, expected)
+    assert (np.asarray(count) == DRAFTS).all()
+
+
+def test_text_may_be_shorter_than_what_is_looked_for():
+    texts = jnp.asarray([[4, 4], [4, 4], [4, 5]], jnp.int32)
+    lengths, none = jnp.asarray([2, 1, 2], jnp.int32), jnp.zeros(3, jnp.int32)
+    drafts, count = propose_ngram(History(texts, lengths, texts[:, :0], none, texts[:, :1]), 2, longest=9)
+    assert (drafts.tolist(), count.tolist()) == ([[4, 4], [0, 0], [0, 0]], [2, 0, 0])
+
+
+def test_wrong_arguments_are_named(rng):
+    history = random_history(rng, 2)
+    with pytest.raises(ValueError, match=r"^draft_tokens must be at least 0, got -1$"):
+        propose_ngram(history, -1)
+    with pytest.raises(ValueError, match=r"^longest must be at least 1, got 0$"):
+        propose_ngram(history, 2, longest=0)
