@@ -1,50 +1,195 @@
-"""Any schedule of prefill, extend, trees, commit, fold, fork and reset gives what float64 gives, for every family."""
+"""Any schedule of prefill, extend, trees, commit, fold, fork and reset gives what float64 gives, for every family.
 
+Which calls, on which slots, of how many tokens, with which trees and how much of them accepted: all of it is drawn, so
+a schedule that fails shrinks to a short one. The numbers come from a drawn seed, and every launch has the same shapes.
+"""
+
+from functools import partial
+
+import jax
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tests.recurrence.families import FAMILIES
-from tests.recurrence.twin import PROMPT, ROWS, SHARED, SLOTS, TIME, Twin, random_parents
+from jaxbuf.recurrence import recurrent
+from tests.recurrence import definition
+from tests.recurrence.families import FAMILIES, worst_row
+from tests.recurrence.families import inputs as inputs_of
+from tests.recurrence.twin import PROMPT, ROWS, SHARED, SLOTS, TIME, Twin, commit, extend, path_to, read, reset
 
-ACTIONS = {"tree": 0.35, "chain": 0.2, "prefill": 0.12, "fold": 0.08, "fork": 0.15, "reset": 0.1}
-
-
-def act(twin, rng):
-    """One random call."""
-    action, slots = rng.choice(list(ACTIONS), p=list(ACTIONS.values())), twin.rows()
-    if action == "tree":
-        twin.extend(slots, rng.integers(0, TIME + 1, ROWS), random_parents(rng))
-    elif action == "chain":
-        twin.extend(slots, rng.integers(0, TIME + 1, ROWS))
-    elif action == "prefill":
-        twin.prefill(slots, rng.integers(0, PROMPT + 1, ROWS), rng.integers(0, PROMPT + 1, ROWS))
-    elif action == "fold":
-        twin.fold(slots)
-    elif action == "fork":  # slots may trade places, and one may be the source of several
-        target = rng.permutation(np.arange(1, SLOTS + 1))[:ROWS] * (rng.random(ROWS) < 0.8)
-        twin.fork(rng.integers(0, SLOTS + 1, ROWS), target)
-    else:
-        twin.reset(slots)
-    return action
+GDN, EACH = "Gated DeltaNet", np.arange(1, SLOTS + 1, dtype=np.int32)
+FIRST = EACH[:ROWS]
+STEPS = 30  # calls of a schedule
+bounded = partial(
+    settings,
+    deadline=None,
+    derandomize=False,
+    database=None,
+    print_blob=True,
+    report_multiple_bugs=False,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example),
+)
+seeds = st.integers(0, 2**32 - 1)
 
 
-def run_schedule(family, rng, steps, **sizes):
-    twin = Twin(family, rng, **sizes)
-    for _ in range(steps):
-        act(twin, rng)
-    twin.reset(np.arange(1, SLOTS + 1, dtype=np.int32))
-    sharing = twin.cache.cursor.sharing
-    if sharing is not None:
+def per_row(most, least=0):
+    return st.tuples(*[st.integers(least, most)] * ROWS)
+
+
+@st.composite
+def slots(draw):
+    """Different slots; rows may be null, and shrink to that."""
+    free, drawn = EACH.tolist(), []
+    for _ in range(ROWS):
+        place = draw(st.integers(0, len(free)))
+        drawn.append(free.pop(place - 1) if place else 0)
+    return tuple(drawn)
+
+
+@st.composite
+def neighbours(draw):
+    """Different slots one after another, from two numbers: calls of so few draws are what a schedule shrinks to."""
+    first, count = draw(st.integers(0, SLOTS - 1)), draw(st.integers(0, ROWS))
+    return tuple((first + row) % SLOTS + 1 if row < count else 0 for row in range(ROWS))
+
+
+trees = st.tuples(*[st.tuples(st.just(-1), *(st.integers(-1, node - 1) for node in range(1, TIME)))] * ROWS)
+held_slots = st.runner().flatmap(lambda schedule: st.sampled_from([0, *schedule.held() * 2, *EACH.tolist()]))
+limits = st.tuples(*[st.sampled_from((1, 5, 16, 40, 40))] * (SLOTS - 1))
+numbers = partial(np.array, dtype=np.int32)
+
+
+class Schedule(RuleBasedStateMachine):
+    """Any calls in any order. The twin checks after each all there is to check about it."""
+
+    family, sizes = GDN, SHARED
+
+    @initialize(seed=seeds, limits=limits)
+    def start(self, seed, limits):
+        rng, limits = np.random.default_rng(seed), (*limits, 40)  # one that gives every memory the same ring
+        self.twin = Twin(self.family, rng, limits=limits, **self.sizes)
+
+    def held(self):
+        """Slots that hold tokens."""
+        return np.flatnonzero(self.twin.tokens).tolist()
+
+    @rule(slots=slots(), lengths=per_row(PROMPT), keep=per_row(PROMPT))
+    def prefill(self, slots, lengths, keep):
+        self.twin.prefill(numbers(slots), lengths, keep)
+
+    @rule(slot=held_slots)
+    def prefill_and_keep_all(self, slot):
+        """Twice, and the ring wraps into blocks that forks may still read."""
+        self.twin.prefill(numbers([slot, 0, 0, 0]), [PROMPT] * ROWS, [PROMPT] * ROWS)
+
+    @rule(slots=slots(), lengths=per_row(TIME), accepted=per_row(TIME))
+    def extend(self, slots, lengths, accepted):
+        self.twin.extend(numbers(slots), lengths, leaf=[TIME - 1] * ROWS, accepted=accepted)
+
+    @rule(slots=slots(), lengths=per_row(TIME), parents=trees, leaf=per_row(TIME - 1), accepted=per_row(TIME))
+    def extend_by_a_tree(self, slots, lengths, parents, leaf, accepted):
+        self.twin.extend(numbers(slots), lengths, numbers(parents), leaf, accepted)
+
+    @rule(slots=neighbours())
+    def fold(self, slots):
+        self.twin.fold(numbers(slots))
+
+    @rule(source=st.tuples(*[held_slots] * ROWS), into=slots())
+    def fork(self, source, into):
+        """Slots may trade places, and one may be the source of several."""
+        self.twin.fork(source, into)
+
+    @rule(source=held_slots, into=slots())
+    def branch(self, source, into):
+        self.twin.fork([source] * ROWS, into)
+
+    @rule(slots=neighbours())
+    def reset(self, slots):
+        self.twin.reset(numbers(slots))
+
+
+class FreedSchedule(Schedule):
+    """After every call: if all slots were freed now, nobody would own anything."""
+
+    @invariant()
+    def freeing_every_slot_fills_the_free_stacks(self):
+        sharing = reset(self.twin.cache, EACH).cursor.sharing
         for owned in (sharing.states, sharing.blocks):
-            assert int(owned.left) == owned.owners.shape[0] - 1, "after freeing all slots everything is free"
+            rows = owned.owners.shape[0]
+            assert not np.asarray(owned.owners).any()
+            assert int(owned.left) == rows - 1
+            assert np.sort(np.asarray(owned.free)[: rows - 1]).tolist() == list(range(1, rows))
 
 
-@pytest.mark.parametrize("sizes", [SHARED, pytest.param({}, marks=pytest.mark.slow)], ids=["shared rows", "own rows"])
-def test_any_schedule_equals_the_recurrence(rng, sizes):
-    run_schedule("Gated DeltaNet", rng, 40, **sizes)
+def run(machine, examples, family=GDN, sizes=SHARED):
+    """A blob that a failure prints goes on the machine's class, as `@reproduce_failure`."""
+    of_family = type(machine.__name__, (machine,), {"family": family, "sizes": sizes})
+    run_state_machine_as_test(of_family, settings=bounded(max_examples=examples, stateful_step_count=STEPS))
+
+
+def test_any_schedule_equals_the_recurrence():
+    """Outputs and states; slots outside a call keep every bit; nothing with several owners is written."""
+    run(Schedule, 12)
+
+
+def test_freeing_every_slot_after_any_schedule_fills_the_free_stacks():
+    run(FreedSchedule, 6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Gated DeltaNet"])
-def test_any_schedule_of_any_family_equals_the_recurrence(rng, family):
-    run_schedule(family, rng, 40, **SHARED)
+@pytest.mark.parametrize("sizes", [SHARED, {}], ids=["shared rows", "own rows"])
+def test_any_of_many_schedules_equals_the_recurrence(sizes):
+    run(FreedSchedule if sizes else Schedule, 150 if sizes else 30, sizes=sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != GDN])
+def test_any_schedule_of_any_family_equals_the_recurrence(family):
+    run(Schedule, 8, family)
+
+
+run_recurrent = jax.jit(recurrent, static_argnums=0)
+
+
+@given(seed=seeds, steps=st.lists(st.tuples(per_row(TIME), per_row(TIME)), min_size=1, max_size=12))
+@bounded(max_examples=20)
+def test_limit_one_equals_the_recurrence(seed, steps):
+    """The recurrent form's outputs and states; the only entries are those of the last launch, all else is folded."""
+    rng = np.random.default_rng(seed)
+    twin = Twin(GDN, rng, limits=[1] * (SLOTS - 1) + [40], **SHARED)
+    spec, cache, state = twin.spec, twin.cache, np.zeros((ROWS, *twin.spec.state_shape), np.float32)
+    for lengths, accepted in steps:
+        lengths, inputs = numbers(lengths), inputs_of(rng, GDN, ROWS, TIME)
+        accepted = np.minimum(numbers(accepted), lengths)
+        out, cache = extend(spec, cache, *inputs, slots=FIRST, lengths=lengths, parents=None)
+        cache = commit(cache, accepted, slots=FIRST, path=None)
+        assert worst_row(out, run_recurrent(spec, state, *inputs, lengths=lengths)[0]) < 1e-4
+        state = run_recurrent(spec, state, *inputs, lengths=accepted)[1]
+        assert worst_row(read(spec, cache, EACH)[:ROWS], state) < 1e-4
+        launched = lengths > 0
+        np.testing.assert_array_equal(np.asarray(cache.cursor.length)[FIRST][launched], accepted[launched])
+
+
+@given(seed=seeds, prompts=per_row(PROMPT), keep=per_row(8), parents=trees)
+@bounded(max_examples=10)
+def test_a_tree_equals_its_branches_run_alone(seed, prompts, keep, parents):
+    """Each node's output, and the state once the path to it is committed, are those of a chain of that path."""
+    rng, parents = np.random.default_rng(seed), numbers(parents)
+    twin = Twin(GDN, rng, **SHARED).prefill(FIRST, prompts, keep)
+    spec, inputs, full = twin.spec, inputs_of(rng, GDN, ROWS, TIME), np.full(ROWS, TIME, np.int32)
+    out, tree = extend(spec, twin.cache, *inputs, slots=FIRST, lengths=full, parents=parents)
+    for node in range(TIME):
+        branches = [path_to(row, node) for row in parents]
+        lengths = numbers([len(branch) for branch in branches])
+        path = numbers([branch + [0] * (TIME - len(branch)) for branch in branches])
+        alone = [np.stack([x[row, nodes] for row, nodes in enumerate(path)]) for x in inputs]
+        plain, chain = extend(spec, twin.cache, *alone, slots=FIRST, lengths=lengths, parents=None)
+        assert worst_row(out[:, node], np.asarray(plain)[np.arange(ROWS), lengths - 1]) < 1e-5
+        tree_state, chain_state = (
+            read(spec, commit(cache, lengths, slots=FIRST, path=nodes), EACH)
+            for cache, nodes in ((tree, path), (chain, None))
+        )
+        assert definition.error(tree_state, chain_state) < 1e-5

@@ -23,6 +23,7 @@ extend = _jit(buffered.extend, static_argnums=0)
 begin = _jit(buffered.begin, static_argnums=3)
 commit, fork, reset = _jit(buffered.commit), _jit(buffered.fork), _jit(buffered.reset)
 fold, read = (_jit(function, static_argnums=0) for function in (buffered.fold, buffered.read))
+entries_of = _jit(lambda cursor: buffered.held(cursor, jnp.arange(cursor.length.shape[0])).entries)
 
 
 def grow(spec, state, inputs, parents):
@@ -57,12 +58,6 @@ class Twin:
         self.cache = buffered.init(self.spec, slots=SLOTS, **options, **sizes)
         self.states, self.tokens = np.zeros((SLOTS + 1, *self.spec.state_shape)), np.zeros(SLOTS + 1, int)
 
-    def rows(self):
-        """Four different slots; one row may be null."""
-        rows = self.rng.permutation(np.arange(1, SLOTS + 1, dtype=np.int32))[:ROWS]
-        rows[self.rng.integers(0, ROWS)] *= self.rng.integers(0, 2)
-        return rows
-
     def prefill(self, slots, lengths, keep):
         inputs = inputs_of(self.rng, self.family, ROWS, PROMPT)
         lengths, keep = np.asarray(lengths, np.int32), np.asarray(keep, np.int32)
@@ -77,9 +72,14 @@ class Twin:
         self.states[slots], self.tokens[slots] = after, self.tokens[slots] + real
         return self._verify()
 
-    def extend(self, slots, lengths, parents=None):
-        """A launch of a tree (None: a chain), and a random one of its paths committed, cut anywhere."""
+    def extend(self, slots, lengths, parents=None, leaf=None, accepted=None):
+        """A launch of a tree (None: a chain), and the first `accepted` nodes of each row's path to `leaf` committed.
+
+        Both are cut to what the row has. None: random ones.
+        """
         inputs = inputs_of(self.rng, self.family, ROWS, TIME)
+        leaf = self.rng.integers(0, TIME, ROWS) if leaf is None else leaf
+        wanted = self.rng.integers(0, TIME + 1, ROWS) if accepted is None else accepted
         lengths = np.where(slots > 0, lengths, 0).astype(np.int32)
         chain = np.broadcast_to(np.arange(-1, TIME - 1, dtype=np.int32), (ROWS, TIME))
 
@@ -98,8 +98,8 @@ class Twin:
             expected[row, : lengths[row]] = found[: lengths[row]]
             if not lengths[row]:
                 continue
-            path = path_to(nodes, int(self.rng.integers(0, lengths[row])))
-            accepted[row] = self.rng.integers(0, len(path) + 1)
+            path = path_to(nodes, min(int(leaf[row]), int(lengths[row]) - 1))
+            accepted[row] = min(int(wanted[row]), len(path))
             paths[row, : len(path)] = path
             if accepted[row]:
                 self.states[slot] = states[path[accepted[row] - 1]]
@@ -124,19 +124,22 @@ class Twin:
         self.states[target[real]], self.tokens[target[real]] = self.states[source[real]], self.tokens[source[real]]
         return self._verify()
 
-    def contents(self, slot):
-        """The bits of everything that a slot has committed."""
+    def contents(self):
+        """The bits of everything that each slot has committed."""
         cursor, pool = self.cache.cursor, self.cache.pool
-        at = np.asarray(buffered.held(cursor, jnp.array([slot])).entries)[0, : int(cursor.length[slot])]
-        size = pool.keys.shape[1]
-        flat = [np.asarray(x)[at // size, at % size] for x in (pool.keys, pool.updates, pool.gates)]
-        row = [np.asarray(pool.checkpoints[cursor.checkpoint_of[slot]])] if cursor.folded[slot] else []
-        return [x.tobytes() for x in (*row, *flat)]
+        entries, length, folded = (np.asarray(x) for x in (entries_of(cursor), cursor.length, cursor.folded))
+        flat = [np.concatenate(np.asarray(x)) for x in (pool.keys, pool.updates, pool.gates)]
+        checkpoints = np.asarray(pool.checkpoints)[np.asarray(cursor.checkpoint_of)]
+        return [
+            [x[entries[slot, : length[slot]]].tobytes() for x in flat]
+            + [checkpoints[slot].tobytes() if folded[slot] else b""]
+            for slot in range(SLOTS + 1)
+        ]
 
     def _run(self, call, slots):
         """One call: other slots keep every bit, and so does whatever has several owners. Whether it was served."""
         before, others = self.cache, sorted({*range(SLOTS + 1)} - {*slots.tolist()})
-        contents = {slot: self.contents(slot) for slot in range(1, SLOTS + 1)}
+        contents = self.contents()
         out, self.cache = call(self.cache)
         sharing = before.cursor.sharing
         served = True
@@ -146,10 +149,11 @@ class Twin:
                 for name in names:
                     old, new = (np.asarray(getattr(c.pool, name))[several] for c in (before, self.cache))
                     assert old.tobytes() == new.tobytes(), f"{name} with several owners were written"
-            after = self.cache.cursor.sharing
-            served = not (int(after.states.lacking) or int(after.blocks.lacking))
+            now = self.cache.cursor.sharing
+            served = not (int(now.states.lacking) or int(now.blocks.lacking))
+        after = self.contents()
         for slot in others if served else range(SLOTS + 1):
-            assert slot == 0 or self.contents(slot) == contents[slot], f"slot {slot} changed"
+            assert slot == 0 or after[slot] == contents[slot], f"slot {slot} changed"
         return out, served
 
     def _take(self, out, expected):
