@@ -54,13 +54,13 @@ def test_a_model_that_does_not_fit_is_said_to():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GB", 80e9), ("80 gib", 80 * 2**30), ("94.5GiB", 94.5 * 2**30), ("141e9", 141e9), ("7", 7), ("1.1TB", 1.1e12)],
+    [("80GB", 80e9), ("80 gib", 80 * 2**30), ("94.5GiB", 94.5 * 2**30), ("141e9", 141e9), ("0", 0), ("1.1TB", 1.1e12)],
 )
 def test_sizes_have_units(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "3x", "-1", "1.2.3GB", "80 GB!"])
+@pytest.mark.parametrize("text", ["", "GB", "3x", "-1", "320", "1.2.3GB", "80 GB!"])
 def test_what_is_no_size_is_an_error_that_shows_one(text):
     with pytest.raises(typer.BadParameter, match="80GB"):
         parse_size(text)

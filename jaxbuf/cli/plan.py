@@ -18,7 +18,7 @@ UNITS |= {f"{unit}iB": 1024**i for i, unit in enumerate("KMGT", 1)}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of "80GB", "94.5 GiB", "141e9".
+    """Bytes of "80GB", "94.5 GiB", "141e9"; a small number without a unit is taken for a forgotten one.
 
     Raises:
       typer.BadParameter: It is no such size.
@@ -29,7 +29,7 @@ def parse_size(text: str | int) -> int:
         number = float(found[1]) if found else -1.0
     except ValueError:
         number = -1.0
-    if unit is None or number < 0:
+    if unit is None or number < 0 or (found and not found[2] and 0 < number < 1e6):
         raise typer.BadParameter(f"{text!r} is no size such as 80GB, 80GiB or 80e9")
     return round(number * unit)
 
@@ -93,7 +93,9 @@ def plan(
     A linear-attention layer holds a request in one of several forms.
     recurrent writes the request's state in every step.
     buffered reads the state and a ring of recent entries, and writes the state only when the ring has --limit entries.
-    kv-only has entries and no state: the fewest bytes for requests shorter than the crossover.
+    kv-only has entries and no state: the fewest bytes for requests shorter than the crossover, and only for those: its
+    column is for that many tokens at most, whatever --context says.
+    The recurrent form fits most requests, the buffered one moves the fewest bytes for long ones.
     snapshots is for comparison, what others do to verify drafts: a state for each draft position, and no ring.
 
     States, entries, the convolutions' inputs, keys and values are counted to the byte, as a cache has them.
@@ -151,7 +153,7 @@ def _print_model(console: Console, found: "Plan") -> None:
     drafts = f", {found.draft_tokens} drafts, {found.accepted:g} tokens kept a step" if found.draft_tokens else ""
     console.print(f"states {found.state_dtype}, entries {found.entry_dtype}, keys and values {found.dtype}{drafts}")
     console.print(
-        f"limit of the fewest bytes: {found.best_limit}; crossover: up to {found.crossover} tokens KV-only is cheaper"
+        f"fewest bytes: --limit {found.best_limit}; crossover: up to {found.crossover} tokens KV-only is cheaper"
     )
 
 

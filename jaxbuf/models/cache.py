@@ -85,8 +85,8 @@ def init_cache(
       trees: Whether `extend` takes `parents`: keeps the index lists that trees need in the softmax layers and the
         convolutions.
       states, blocks, pages: How many checkpoint rows, blocks and pages the slots take from when they need one, and
-        share after a `fork`. With one of them given, the others' defaults are what all slots could use. None for all:
-        every slot has its own for good, nothing can run out, and a fork copies.
+        share after a `fork`, see `buffered.init`. With one of them given, the others' defaults are what all slots could
+        use at once. None for all: every slot has its own for good, nothing can run out, and a fork copies.
       dtype: Of keys and values and of the convolution's inputs: the compute dtype.
       entry_dtype: Of the recurrence's buffered entries; None: dtype.
       state_dtype: Of the recurrent state.
@@ -97,8 +97,9 @@ def init_cache(
     table = init_table(slots=slots, capacity=capacity + (max_pending - 1 if trees else 0), page_size=page_size)
     own, ownership = slots * table.shape[1], None
     if any(count is not None for count in (states, blocks, pages)):
-        states = slots if states is None else states
-        ownership = init_ownership(1 + (own if pages is None else pages))
+        states = slots + slots // 2 if states is None else states
+        spare = slots // 2 * (-(-max_pending // page_size) + 1)  # what is shared until its owners have their own
+        ownership = init_ownership(1 + (own + spare if pages is None else pages))
         own, table = ownership.owners.shape[0] - 1, jnp.zeros_like(table)
     sizes = {"limit": limit, "max_pending": max_pending, "block_size": block_size}
     cursor = buffered.init_cursor(slots=slots, **sizes, states=states, blocks=blocks)

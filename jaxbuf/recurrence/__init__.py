@@ -9,5 +9,16 @@ from jaxbuf.recurrence.chunked import chunked
 from jaxbuf.recurrence.recurrent import recurrent
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.recurrence.traffic import crossover
+from jaxbuf.sharing import PoolExhausted
 
-__all__ = ["BufferedState", "Cursor", "Pool", "RecurrenceSpec", "buffered", "chunked", "crossover", "recurrent"]
+__all__ = [
+    "BufferedState",
+    "Cursor",
+    "Pool",
+    "PoolExhausted",
+    "RecurrenceSpec",
+    "buffered",
+    "chunked",
+    "crossover",
+    "recurrent",
+]

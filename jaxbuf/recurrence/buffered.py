@@ -13,6 +13,9 @@ With an fp32 checkpoint and bf16 entries the error does not accumulate where the
 its rounding: about 1e-2 for beta in [1.9, 2], and for beta = 2 an error that grows with the root of the steps (3e-2
 after 4,096 at key_dim 32). entry_dtype=float32 stays below 1e-5 there.
 
+A request: `init`; `prefill` of its prompt; then, step by step, `extend` with the newest token and its drafts and
+`commit` of how many were right. `examples/recurrence.py` does it by hand.
+
 Source: KVBuffer (2026), sections 3.1-3.4 and eq. 16; ReplaySSM, sections 4 and 5.
 """
 
@@ -102,8 +105,9 @@ def init(
       block_size: Entries a block holds. A slot's ring has max(limit, max_pending) + max_pending entries, rounded up to
         whole blocks.
       states, blocks: How many checkpoint rows and blocks the slots take from when they need one, and share after a
-        `fork`. With one of them given, the other's default is what all slots could use. None for both: every slot has
-        its own for good, nothing can run out, and a fork copies.
+        `fork`. A shared row stays until its owners have their own: slots that share one and fold in one launch need a
+        row each beside it. With one of the two given, the other's default is what all slots could use at once (states:
+        slots + slots // 2). None for both: every slot has its own for good, nothing can run out, and a fork copies.
       state_dtype, entry_dtype: As in `init_pool`.
 
     Raises:
@@ -135,7 +139,8 @@ def prefill(
     ones are dropped. A slot that was empty and whose whole prompt is kept stays KV-only.
 
     Args:
-      q, k, v, log_decay, beta: As in `recurrent`, [rows, time, ...].
+      q, k, v, log_decay, beta: As in `recurrent`, [rows, time, ...]. Keys are rounded to the entry dtype first, as in
+        `extend`, whether or not they stay as entries.
       slots: int32 [rows], the physical slot of each row; 0 writes nothing.
       lengths: int32 [rows], the real tokens of each row; None: all.
       keep: How many last tokens stay as entries in the ring, one number or int32 [rows]; at most the
@@ -210,7 +215,9 @@ def commit(cache: BufferedState, accepted: Array, *, slots: Array, path: Array |
       accepted: int32 [rows], how many to keep, in [0, pending].
       slots: int32 [rows]; slot 0 is left as it is.
       path: int32 [rows, n], for a tree: the accepted nodes from the root to a leaf, of which the first `accepted`
-        count. None: the tokens in their order.
+        count; what stands past them is ignored. None: the tokens in their order. The parents are not remembered: that
+        it is a path of the tree is not checked, and after a tree None is right only where the first `accepted` tokens
+        are a chain from the root.
 
     Raises:
       ValueError: `accepted` or `path` is out of range (checked where their values are known; under jit `accepted` is

@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.recurrence.sharing import Sharing, count_places, init_sharing, raise_exhausted, reserve
+from jaxbuf.recurrence.sharing import Sharing, count_places, default_counts, init_sharing, raise_exhausted, reserve
 from jaxbuf.recurrence.spec import Array, check_rows
 from jaxbuf.recurrence.traffic import ring_entries
 from jaxbuf.recurrence.tree import ancestors, check_parents, check_path, path_first, permute
@@ -168,7 +168,7 @@ def init_cursor(
     table[0] = 0
     sharing = None
     if states is not None or blocks is not None:
-        sharing = init_sharing(slots if states is None else states, slots * width if blocks is None else blocks)
+        sharing = init_sharing(*default_counts(slots, width, states, blocks, -(-max_pending // block_size) + 1))
         owned, table = np.zeros_like(owned), np.zeros_like(table)
     order = np.broadcast_to(np.arange(width * block_size, dtype=np.int32), (slots + 1, width * block_size))
     full = np.concatenate([[1], np.broadcast_to(limits, (slots,))]).astype(np.int32)

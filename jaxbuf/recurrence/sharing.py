@@ -34,6 +34,16 @@ class Sharing:
     blocks: Ownership
 
 
+def default_counts(slots: int, width: int, states: int | None, blocks: int | None, written: int) -> tuple[int, int]:
+    """How many checkpoint rows and blocks all slots could use at once, where None is given.
+
+    What slots share stays until they have rows of their own: with slots in pairs that all fold, or all write to
+    `written` shared blocks of their `width`, in one launch, half as many again.
+    """
+    states = slots + slots // 2 if states is None else states
+    return states, slots * width + slots // 2 * min(written, width) if blocks is None else blocks
+
+
 def init_sharing(states: int, blocks: int) -> Sharing:
     """`states` checkpoint rows and `blocks` blocks beside the null ones, all free."""
     for name, count in (("states", states), ("blocks", blocks)):

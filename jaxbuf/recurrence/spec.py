@@ -34,6 +34,9 @@ class RecurrenceSpec:
         Gated DeltaNet            decay="head",    delta=True    the default
         Kimi Delta Attention      decay="channel", delta=True
 
+    Scale and norm of q and k are the caller's. With the delta rule, models give k unit norm (the state may grow without
+    bound where beta · |k|² exceeds 2), and q unit norm times key_dim^-0.5.
+
     Raises:
       ValueError: A size below 1, heads that key_heads does not divide, or an unknown decay.
     """

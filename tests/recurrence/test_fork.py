@@ -49,6 +49,19 @@ def test_forks_share_and_diverge_without_touching_each_other(rng, form):
     assert int(twin.cache.cursor.sharing.states.left) == 5 and int(twin.cache.cursor.sharing.blocks.left) == 20
 
 
+@pytest.mark.parametrize("given", [{"blocks": 60}, {"states": 60}])
+def test_what_is_not_given_is_enough_for_all_slots_at_once(given):
+    """Slots in pairs, each pair with one checkpoint and full blocks of both, that all fold and write in one launch."""
+    cursor = buffered.init_cursor(slots=6, limit=12, max_pending=4, block_size=4, **given)
+    sources, targets, everybody = jnp.array([1, 3, 5]), jnp.array([2, 4, 6]), jnp.arange(1, 7, dtype=jnp.int32)
+    _, cursor = buffered.begin_prefill(cursor, sources, jnp.full(3, 20), 12)
+    _, cursor = buffered.fork_cursor(cursor, sources, targets)
+    for _ in range(12):
+        _, cursor = buffered.begin(cursor, everybody, jnp.full(6, 4), 4)
+        cursor = buffered.commit_cursor(cursor, jnp.full(6, 3), everybody)
+    assert np.unique(np.asarray(cursor.checkpoint_of)[1:]).size == 6
+
+
 def test_a_ring_that_wraps_into_a_shared_block_takes_another(rng):
     """A prompt that is kept comes to lie where the dead entries are that the fork still reads."""
     twin = Twin(GDN, rng, limits=[40] * SLOTS, **SHARED)
