@@ -12,6 +12,7 @@ from jaxbuf.cli.session import (
     error_console,
     errors_exit,
     interrupt,
+    load_drafter,
     load_model,
     print_error,
     sampling_params,
@@ -34,6 +35,8 @@ def chat(
     max_new_tokens: options.MaxNewTokens = 512,
     limit: options.Limit = 16,
     form: options.Form = "auto",
+    drafter: options.Drafter = None,
+    draft_tokens: options.DraftTokens = 4,
     dtype: options.Dtype = None,
     *,
     sampling: dict[str, Any],
@@ -53,10 +56,11 @@ def chat(
     """
     err = error_console()
     with errors_exit(err):
-        check_arguments(sampling, max_new_tokens=max_new_tokens, limit=limit, form=form)
+        shared = {"limit": limit, "form": form, "draft_tokens": draft_tokens}
+        check_arguments(sampling, max_new_tokens=max_new_tokens, **shared)
         lm = load_model(err, model, dtype)
         params = sampling_params(lm, sampling, stop_token_ids=_end_of_turn(lm))
-        settings = {"sampling": params, "limit": limit, "form": form}
+        settings = shared | {"sampling": params, "drafter": load_drafter(err, drafter, dtype)}
         conversation = Conversation(lm, system, max_new_tokens, settings)
         conversation.check()
         _converse(err, conversation)

@@ -13,6 +13,7 @@ from jaxbuf.cli.session import (
     error_console,
     errors_exit,
     interrupt,
+    load_drafter,
     load_model,
     sampling_params,
     write_stream,
@@ -29,6 +30,8 @@ def generate(
     max_new_tokens: options.MaxNewTokens = 64,
     limit: options.Limit = 16,
     form: options.Form = "auto",
+    drafter: options.Drafter = None,
+    draft_tokens: options.DraftTokens = 4,
     dtype: options.Dtype = None,
     profile: options.Profile = None,
     *,
@@ -47,10 +50,12 @@ def generate(
 
       jaxbuf generate "To install it" --temperature 0.8 --top-p 0.95 --seed 3
 
+      jaxbuf generate "To install it" --drafter mtp --draft-tokens 3
+
       jaxbuf generate - --model ./checkpoint --dtype bfloat16 < prompt.txt
     """
     err = error_console()
-    settings = {"max_new_tokens": max_new_tokens, "limit": limit, "form": form}
+    settings = {"max_new_tokens": max_new_tokens, "limit": limit, "form": form, "draft_tokens": draft_tokens}
     with errors_exit(err):
         check_arguments(sampling, **settings)
         text = typer.get_binary_stream("stdin").read().decode() if prompt == "-" else prompt
@@ -60,6 +65,7 @@ def generate(
             interrupted,
             prompt=text,
             model=model,
+            drafter=drafter,
             dtype=dtype,
             sampling=sampling,
             settings=settings | {"profile": profile},
@@ -74,6 +80,7 @@ def _generate(
     *,
     prompt: str,
     model: str,
+    drafter: str | None,
     dtype: str | None,
     sampling: dict[str, Any],
     settings: dict[str, Any],
@@ -81,9 +88,10 @@ def _generate(
     import jaxbuf
 
     lm = load_model(err, model, dtype)
+    settings = settings | {"drafter": load_drafter(err, drafter, dtype), "sampling": sampling_params(lm, sampling)}
     if interrupted.is_set():
         return
-    events = jaxbuf.generate(lm, [prompt], sampling=sampling_params(lm, sampling), stream=True, **settings)
+    events = jaxbuf.generate(lm, [prompt], stream=True, **settings)
     err.print("compiling prefill and decode, once per shape ...", style="dim")
     started = time.perf_counter()
     marks = []
@@ -108,3 +116,9 @@ def _print_statistics(err: Console, marks: "list[tuple[float, Stats]]") -> None:
         f"{stats.bytes / 1e6:.2f} MB moved",
         style="dim",
     )
+    if stats.drafted:
+        err.print(
+            f"drafts: {stats.drafted} checked, {stats.accepted} accepted, {stats.mean_accepted_length:.2f} tokens a "
+            f"step; a state kept for each would have moved {stats.snapshot_bytes / 1e6:.2f} MB",
+            style="dim",
+        )

@@ -21,6 +21,15 @@ Form = Annotated[
     Literal["auto", "recurrent", "buffered"],
     typer.Option(help="auto, recurrent (the state is written every step) or buffered (only when the buffer fills)."),
 ]
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        help="Who drafts tokens that the model then checks all at once: [bold]ngram[/bold] (repetition in the text), "
+        "[bold]mtp[/bold] (the model's own MTP layer), or another model as in --model, of the same vocabulary.",
+        show_default=False,
+    ),
+]
+DraftTokens = Annotated[int, typer.Option(help="How many tokens are drafted at most at a time.")]
 Profile = Annotated[
     Path | None,
     typer.Option(help="A directory to write a jax.profiler trace of the generation to.", show_default=False),

@@ -63,7 +63,7 @@ def interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
 
 
-def check_arguments(sampling: dict[str, Any], *, max_new_tokens: int, limit: int, form: Any) -> None:
+def check_arguments(sampling: dict[str, Any], *, max_new_tokens: int, limit: int, form: Any, draft_tokens: int) -> None:
     """Checks what no model makes right or wrong, before JAX starts and one is loaded.
 
     Raises:
@@ -73,7 +73,7 @@ def check_arguments(sampling: dict[str, Any], *, max_new_tokens: int, limit: int
     from jaxbuf.serving.request import check_settings
 
     jaxbuf.SamplingParams(**sampling)
-    check_settings(max_new_tokens, limit, form)
+    check_settings(max_new_tokens, limit, form, draft_tokens=draft_tokens)
 
 
 def sampling_params(lm: "LanguageModel", given: dict[str, Any], **more: Any) -> "SamplingParams":
@@ -98,7 +98,6 @@ def load_model(err: Console, model: str, dtype: str | None) -> "LanguageModel":
     with err.status("starting JAX"):
         import jax
 
-        import jaxbuf
         from jaxbuf.models.checkpoint import compute_dtype
 
         compute_dtype(dtype)
@@ -107,8 +106,19 @@ def load_model(err: Console, model: str, dtype: str | None) -> "LanguageModel":
         except RuntimeError as error:  # JAX_PLATFORMS names a platform that is not there
             raise ValueError(str(error)) from error
     err.print(f"device: {device.platform} ({device.device_kind})", style="dim")
+    return _load(err, model, dtype, "loading")
+
+
+def load_drafter(err: Console, drafter: str | None, dtype: str | None) -> Any:
+    """What `jaxbuf.generate` takes for --drafter; a model is loaded, with the errors of `load_model`."""
+    return drafter if drafter in (None, "ngram", "mtp") else _load(err, drafter, dtype, "loading the drafter")
+
+
+def _load(err: Console, model: str, dtype: str | None, task_name: str) -> "LanguageModel":
+    import jaxbuf
+
     bar = progress_bar(err)
-    task = bar.add_task("loading", total=None)
+    task = bar.add_task(task_name, total=None)
 
     def show(read: int, total: int) -> None:
         bar.start()  # not before: a download shows a bar of its own

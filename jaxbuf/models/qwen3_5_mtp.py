@@ -5,6 +5,7 @@ x_{t+1}, and its own hidden state there scores x_{t+2}.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,9 +76,9 @@ def mtp_extend(
     return further, MTPCache(kv, memory.table)
 
 
-def most_probable(scores: Array, step: int | Array) -> Array:
-    """int32 [rows]: the best token of each row of [rows, V]; the greedy `choose` of `draft_mtp`."""
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+def most_probable(scores: Array, number: Array, state: Any) -> tuple[Array, Array, Any]:
+    """The best token of each row of [rows, V], and the scores; the greedy `choose` of `draft_mtp`."""
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32), scores, state
 
 
 def draft_mtp(
@@ -90,8 +91,9 @@ def draft_mtp(
     draft_tokens: int,
     lengths: Array | None = None,
     slots: Array | None = None,
-    choose: Callable[[Array, int | Array], Array] = most_probable,
-) -> tuple[Array, Array, MTPCache]:
+    choose: Callable[[Array, Array, Any], tuple[Array, Any, Any]] = most_probable,
+    state: Any = (),
+) -> tuple[Array, Any, MTPCache]:
     """Reads what was committed since the last drafts, then drafts `draft_tokens` tokens in a chain.
 
     With the model's h_0 .. h_{n-1} (it committed n tokens) and x_0 .. x_n (the newest, x_n, it has not read), the layer
@@ -115,11 +117,13 @@ def draft_mtp(
       lengths: int32 [rows], positions of each row to read; None: all T. A row with 0 reads and writes nothing, and its
         drafts and scores are unspecified.
       slots: As in `mtp_extend`.
-      choose: (scores f32 [rows, V], number of the draft, from 0) -> int32 [rows], the drafts. The number may be traced.
+      choose: (scores f32 [rows, V], int32 number of the draft from 0, state) -> the drafts int32 [rows], what to return
+        of them (arrays [rows, ...]), and the state for the next.
+      state: What `choose` begins with.
 
     Returns:
-      The drafts int32 [rows, draft_tokens], the scores f32 [rows, draft_tokens, V] that each was chosen from, and the
-      memory.
+      The drafts int32 [rows, draft_tokens], what `choose` gave of each [rows, draft_tokens, ...] (by default the scores
+      that they were chosen from), and the memory.
 
     Raises:
       ValueError: draft_tokens is below 1, or as in `mtp_extend`.
@@ -132,19 +136,18 @@ def draft_mtp(
     further, memory = mtp_extend(model, memory, hidden, next_tokens, start=start, lengths=lengths, slots=slots)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     own = jnp.take_along_axis(further, last, axis=1)
-    scores = logits(model, own[:, 0])
-    first = choose(scores, 0), scores
+    draft, told, state = choose(logits(model, own[:, 0]), jnp.int32(0), state)
+    first = draft, told
     reading = jnp.minimum(lengths, 1)
 
     def step(carry, number):
-        own, draft, memory = carry
+        own, draft, memory, state = carry
         position = start + lengths + number - 1
         own, memory = mtp_extend(model, memory, own, draft[:, None], start=position, lengths=reading, slots=slots)
-        scores = logits(model, own[:, 0])
-        draft = choose(scores, number)
-        return (own, draft, memory), (draft, scores)
+        draft, told, state = choose(logits(model, own[:, 0]), number, state)
+        return (own, draft, memory, state), (draft, told)
 
     numbers = jnp.arange(1, draft_tokens, dtype=jnp.int32)
-    (_, _, memory), rest = jax.lax.scan(step, (own, first[0], memory), numbers)
-    drafts, scores = jax.tree.map(lambda one, more: jnp.moveaxis(jnp.concatenate([one[None], more]), 0, 1), first, rest)
-    return drafts, scores, memory
+    (_, _, memory, _), rest = jax.lax.scan(step, (own, draft, memory, state), numbers)
+    drafts, told = jax.tree.map(lambda one, more: jnp.moveaxis(jnp.concatenate([one[None], more]), 0, 1), first, rest)
+    return drafts, told, memory

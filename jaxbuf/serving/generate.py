@@ -11,11 +11,14 @@ from jaxbuf.directory import make_directory
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.serving import loop
 from jaxbuf.serving.profiling import trace
-from jaxbuf.serving.request import GREEDY, Form, Prompt, Request, check
+from jaxbuf.serving.request import DRAFT_TOKENS, GREEDY, Form, Prompt, Request, check
 from jaxbuf.serving.result import Event, GenerationResult, Reader
 from jaxbuf.serving.sampling import SamplingParams, whole
+from jaxbuf.serving.speculation import Drafter
 
 SEGMENT = 16
+
+type Speculator = Literal["ngram", "mtp"] | LanguageModel | Drafter
 
 
 @overload
@@ -28,6 +31,8 @@ def generate(
     limit: int = 16,
     form: Form = "auto",
     entry_dtype: str | None = None,
+    drafter: Speculator | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
     stream: Literal[False] = False,
     segment: int = SEGMENT,
     profile: str | os.PathLike[str] | None = None,
@@ -42,6 +47,8 @@ def generate(
     limit: int = 16,
     form: Form = "auto",
     entry_dtype: str | None = None,
+    drafter: Speculator | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
     stream: Literal[True],
     segment: int = SEGMENT,
     profile: str | os.PathLike[str] | None = None,
@@ -55,6 +62,8 @@ def generate(
     limit: int = 16,
     form: Form = "auto",
     entry_dtype: str | None = None,
+    drafter: Speculator | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
     stream: bool = False,
     segment: int = SEGMENT,
     profile: str | os.PathLike[str] | None = None,
@@ -62,7 +71,7 @@ def generate(
     """Continues every prompt, all of them in one batch and one compiled loop.
 
     Compilation happens once for a shape: the number of prompts, the longest prompt and max_new_tokens, each rounded up
-    to a power of two. Sampling settings, seeds, stop tokens and the form are data.
+    to a power of two; and the drafter with draft_tokens. Sampling settings, seeds, stop tokens and the form are data.
 
     Args:
       lm: From `jaxbuf.load`.
@@ -74,27 +83,34 @@ def generate(
         rounding. "auto" is the form that was measured to be the faster one for so many prompts, on this kind of device
         (`jaxbuf.serving.forms` has the table), and "buffered" where nothing was measured. `stats.form` says which ran.
       entry_dtype: "bfloat16", "float16" or "float32" for the ring's keys and updates; None: the compute dtype.
+      drafter: Who drafts tokens, which the model reads all at once to keep those that it would have chosen itself.
+        Greedy tokens are those without a drafter (up to rounding, as with `form`); sampled ones are distributed as
+        without, but a seed gives others. "ngram" copies what followed the last tokens where they occurred before, "mtp"
+        is the model's own MTP layer, another model drafts with a memory of its own, and a `Drafter` is one that you
+        wrote, whose own draft_tokens counts. None: nobody.
+      draft_tokens: The most drafts of a step, at most 15.
       stream: Return an iterator of events, which hold the text as it comes, in place of a list of results. Nothing runs
         until it is read, and its `close` ends the generation.
-      segment: Tokens of each prompt between two looks at the text, which streams and stop strings need. The text and
-        the tokens do not depend on it.
+      segment: Steps between two looks at the text, which streams and stop strings need. A step gives each prompt one
+        token, or with a drafter up to 1 + draft_tokens. The text and the tokens do not depend on it.
       profile: A directory to write a jax.profiler trace to; None: no trace. The programs are compiled, and run once,
         before it begins: a program's first run is slower than all others.
 
     Returns:
       One result a prompt, in order. With stream, an iterator of `Event`: one a prompt for its first token, and then one
-      every `segment` tokens until the prompt is done. The pieces of a prompt's text together are the text that its
+      every `segment` steps until the prompt is done. The pieces of a prompt's text together are the text that its
       result has without stream; they never split a character.
 
     Raises:
       ValueError: An empty prompt, one that with max_new_tokens exceeds the model's max_position_embeddings, a token
-        outside the vocabulary, a setting out of range, or a profile directory that cannot be written to.
+        outside the vocabulary, a setting out of range, a drafter of another vocabulary, "mtp" for a model without an
+        MTP layer, or a profile directory that cannot be written to.
     """
     if not whole(segment) or segment < 1:
         raise ValueError(f"segment must be a whole number of at least 1, got {segment!r}")
     if not prompts:
         return (event for event in ()) if stream else []
-    request = check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype)
+    request = check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype, drafter, draft_tokens)
     if profile is not None:
         make_directory(profile, "profile")
     if stream:
@@ -105,12 +121,12 @@ def generate(
 
 
 def _events(request: Request, segment: int, profile: str | os.PathLike[str] | None) -> Generator[Event, None, None]:
-    """Runs the loop `segment` tokens at a time, and tells in between what came."""
+    """Runs the loop `segment` steps at a time, and tells in between what came."""
     if profile is None:
         yield from _run(request, segment)
         return
     with without_cache():
-        loop.generate_tokens(request.lm.model, loop.start(request.lm.model, **request.arguments), np.int32(1))
+        _decode(request, loop.start(request.lm.model, **request.arguments), 1)
         with trace(profile):
             yield from _run(request, segment)
 
@@ -123,4 +139,9 @@ def _run(request: Request, segment: int) -> Generator[Event, None, None]:
         yield from events
         if not reader.running:
             return
-        carry = loop.generate_tokens(request.lm.model, carry, np.int32(segment))
+        carry = _decode(request, carry, segment)
+
+
+def _decode(request: Request, carry: loop.Carry, steps: int) -> loop.Carry:
+    drafter = () if request.drafter is None else (request.drafter,)
+    return loop.generate_tokens(request.lm.model, carry, np.int32(steps), *drafter)

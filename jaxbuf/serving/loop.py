@@ -6,60 +6,23 @@ one pair of programs serves every batch of the same shape.
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxbuf.models import qwen3_5
-from jaxbuf.models.scoring import Logprobs, fitting_block, hidden_logprobs, token_logprobs
+from jaxbuf.models.scoring import Logprobs, fitting_block, hidden_logprobs
+from jaxbuf.serving.carry import FULL as FULL
+from jaxbuf.serving.carry import RUNNING as RUNNING
+from jaxbuf.serving.carry import STOPPED as STOPPED
+from jaxbuf.serving.carry import Carry as Carry
+from jaxbuf.serving.carry import Counters as Counters
+from jaxbuf.serving.carry import Speculation, record
 from jaxbuf.serving.sampling import History, Sampling, adjust, sample
+from jaxbuf.serving.speculation import Drafter, most_drafts, verify
 
 type Array = jax.Array
-
-RUNNING, STOPPED, FULL = 0, 1, 2  # why a row stopped: a stop token, or its max_new_tokens
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Counters:
-    """int32 [rows] each: what `stats.Stats` is made from."""
-
-    steps: Array
-    folds: Array
-    checkpoint_reads: Array
-    live_entries: Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Carry:
-    """A generation between two calls of the program; the row of a request is its slot - 1.
-
-    Attributes:
-      cache: The model's memory.
-      history: The prompts, what was generated so far (history.tokens, int32 [rows, room], of which history.count, int32
-        [rows], are real) and the stop tokens.
-      last: int32 [rows], the newest token, which the model has not read yet.
-      state: int32 [rows]: RUNNING, STOPPED (at a stop token, which is in tokens) or FULL.
-      max_new_tokens: int32 [rows], at most room.
-      sampling: The settings of each row.
-      allowed: bool [vocab], the tokens that may be sampled: ids that the tokenizer lacks may not.
-      logprobs: [rows, room] of the generated tokens, in the model's own distribution (before any setting changes it);
-        [rows, 0] if nobody asked.
-      prompt_logprobs: [rows, bucket] of the prompts' tokens likewise; the token at i + 1 has its own at i.
-      counters: What was done so far.
-    """
-
-    cache: qwen3_5.Cache
-    history: History
-    last: Array
-    state: Array
-    max_new_tokens: Array
-    sampling: Sampling
-    allowed: Array
-    logprobs: Logprobs
-    prompt_logprobs: Logprobs
-    counters: Counters
 
 
 @partial(jax.jit, static_argnames=("capacity", "room", "ring_limit", "entry_dtype", "top", "prompt_top"))
@@ -79,6 +42,7 @@ def start(
     entry_dtype,
     top: int | None = None,
     prompt_top: int | None = None,
+    drafter: Drafter | None = None,
 ) -> Carry:
     """Reads the prompts into a new cache and samples the first token of each.
 
@@ -95,6 +59,7 @@ def start(
       entry_dtype: Of the ring's keys and updates.
       top: How many top tokens to report at each step, beside the chosen one's log-probability; None: neither.
       prompt_top: The same for each token of the prompts.
+      drafter: Who drafts tokens in `generate_tokens`, which must be given the same; None: nobody.
     """
     rows, bucket = prompts.shape
     dtype = model.embed_tokens[...].dtype
@@ -103,7 +68,7 @@ def start(
         slots=rows,
         capacity=capacity,
         limit=ring_limit,
-        max_pending=1,
+        max_pending=1 if drafter is None else 1 + drafter.draft_tokens,
         dtype=dtype,
         entry_dtype=entry_dtype,
     )
@@ -134,21 +99,28 @@ def start(
         prompt_logprobs=prompt_logprobs,
         counters=Counters(zero(), zero(), zero(), zero()),
     )
-    return _choose(carry, logits)
+    token = _choose(carry, logits, carry.position)
+    carry = record(carry, token[:, None], (carry.state == RUNNING).astype(jnp.int32), logits[:, None])
+    if drafter is None:
+        return carry
+    state = drafter.start(model, carry, hidden, capacity=capacity, limit=ring_limit)
+    return dataclasses.replace(carry, speculation=Speculation(state, zero(), zero()))
 
 
 @partial(jax.jit, donate_argnames="carry")
-def generate_tokens(model: qwen3_5.Qwen3_5, carry: Carry, steps: Array | int) -> Carry:
-    """Decodes up to `steps` more tokens for every running row; ends early when no row runs.
+def generate_tokens(model: qwen3_5.Qwen3_5, carry: Carry, steps: Array | int, drafter: Drafter | None = None) -> Carry:
+    """Runs up to `steps` decoding steps; ends early when no row runs.
 
-    One `lax.while_loop`: nothing returns to the host inside it, and the carry's memory is reused (it is donated, so the
-    argument must not be used again). Call it again on what it returned to go on: the tokens do not depend on how a
-    generation is cut into calls.
+    A step gives every running row one token, or with a drafter up to 1 + draft_tokens. All is one `lax.while_loop`:
+    nothing returns to the host inside it, and the carry's memory is reused (it is donated, so the argument must not be
+    used again). Call it again on what it returned to go on: the tokens do not depend on how a generation is cut into
+    calls.
 
     Args:
       model: The parameters, the same as `start` had.
       carry: From `start`, or from here.
       steps: int32 scalar, data: another number does not compile again.
+      drafter: The one that `start` had.
     """
 
     def running(loop):
@@ -157,61 +129,62 @@ def generate_tokens(model: qwen3_5.Qwen3_5, carry: Carry, steps: Array | int) ->
 
     def step(loop):
         left, carry = loop
-        return left - 1, _decode(model, carry)
+        return left - 1, _step(model, carry, drafter)
 
     _, carry = jax.lax.while_loop(running, step, (jnp.asarray(steps, jnp.int32), carry))
     return carry
 
 
-def _decode(model: qwen3_5.Qwen3_5, carry: Carry) -> Carry:
-    """One step: the newest token of each running row is read, committed and followed by another."""
+def _step(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter | None) -> Carry:
+    """One step: the newest token of each running row is read, with drafts of what may follow it.
+
+    The last token that a row gets is not read, so as many tokens are committed as it gets: that alone takes back what
+    was read of the other drafts.
+    """
     active = (carry.state == RUNNING).astype(jnp.int32)
-    before = carry.cache.cursor
-    hidden, cache = qwen3_5.extend(model, carry.cache, carry.last[:, None], lengths=active)
+    if drafter is None:
+        hidden, after = _read(model, carry, carry.last[:, None], active)
+        logits = qwen3_5.logits(model, hidden[:, 0])
+        tokens, number, logits = _choose(carry, logits, carry.position + 1)[:, None], active, logits[:, None]
+    else:
+        proposal, state = drafter.propose(model, carry, most_drafts(carry, drafter.draft_tokens))
+        read = jnp.concatenate([carry.last[:, None], proposal.drafts], axis=1)
+        hidden, after = _read(model, carry, read, active * (1 + proposal.count))
+        logits = qwen3_5.logits(model, hidden)
+        tokens, number, accepted = verify(carry, proposal, logits)
+        state = drafter.settle(model, state, hidden, tokens, number)
+        after = dataclasses.replace(after, speculation=_count_drafts(carry, state, active * proposal.count, accepted))
+    after = dataclasses.replace(after, cache=qwen3_5.commit(after.cache, number))
+    return record(after, tokens, number, logits)
+
+
+def _read(model: qwen3_5.Qwen3_5, carry: Carry, tokens: Array, lengths: Array) -> tuple[Array, Carry]:
+    """Reads the first `lengths` of tokens int32 [rows, T], which stay pending: their hidden states, and the carry."""
+    before, active = carry.cache.cursor, jnp.minimum(lengths, 1)
+    hidden, cache = qwen3_5.extend(model, carry.cache, tokens, lengths=lengths)
     folds = (cache.cursor.folded > before.folded)[1:].astype(jnp.int32)
-    cache = qwen3_5.commit(cache, active)
     counters = Counters(
         steps=carry.counters.steps + active,
         folds=carry.counters.folds + folds,
         checkpoint_reads=carry.counters.checkpoint_reads + active * (before.folded > 0)[1:].astype(jnp.int32),
         live_entries=carry.counters.live_entries + active * before.length[1:],
     )
-    return _choose(dataclasses.replace(carry, cache=cache, counters=counters), qwen3_5.logits(model, hidden[:, 0]))
+    return hidden, dataclasses.replace(carry, cache=cache, counters=counters)
 
 
-def _choose(carry: Carry, logits: Array) -> Carry:
-    """Samples a token for every running row from its logits [rows, vocab], and decides which rows are done."""
-    history = carry.history
+def _count_drafts(carry: Carry, state: Any, drafted: Array, accepted: Array) -> Speculation:
+    assert carry.speculation is not None
+    counted = carry.speculation
+    return Speculation(state, counted.drafted + drafted, counted.accepted + accepted)
+
+
+def _choose(carry: Carry, logits: Array, position: Array) -> Array:
+    """A token for every row, int32 [rows], from its logits [rows, vocab] and the position that it will have."""
     with jax.named_scope("sample"):
-        adjusted = adjust(jnp.where(carry.allowed[None], logits, -jnp.inf), carry.sampling, history)
-        token = sample(adjusted, carry.sampling, carry.cache.cursor.position[1:])
-    running = carry.state == RUNNING
-    place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None] == history.count[:, None]
-    place = place & running[:, None]
-    if carry.logprobs.chosen.shape[1]:
-        carry = _report(carry, logits, token, place)
-    tokens = jnp.where(place, token[:, None], history.tokens)
-    count = history.count + running.astype(jnp.int32)
-    stopped = jnp.any(token[:, None] == history.stop_ids, axis=-1)
-    reason = jnp.where(stopped, STOPPED, jnp.where(count >= carry.max_new_tokens, FULL, RUNNING))
-    return dataclasses.replace(
-        carry,
-        history=dataclasses.replace(history, tokens=tokens, count=count),
-        last=jnp.where(running, token, carry.last),
-        state=jnp.where(running, reason, carry.state).astype(jnp.int32),
-    )
+        adjusted = adjust(jnp.where(carry.allowed[None], logits, -jnp.inf), carry.sampling, carry.history)
+        return sample(adjusted, carry.sampling, position)
 
 
 def _no_logprobs(rows: int, room: int, top: int) -> Logprobs:
     best = (rows, room, top)
     return Logprobs(jnp.zeros((rows, room), jnp.float32), jnp.zeros(best, jnp.int32), jnp.zeros(best, jnp.float32))
-
-
-def _report(carry: Carry, logits: Array, token: Array, place: Array) -> Carry:
-    """Writes down the log-probabilities of the chosen and of the most probable tokens, where `place` says."""
-    found = token_logprobs(logits, token, carry.logprobs.top.shape[2])
-
-    def write(old, new):
-        return jnp.where(place.reshape(*place.shape, *[1] * (old.ndim - 2)), new[:, None], old)
-
-    return dataclasses.replace(carry, logprobs=jax.tree.map(write, carry.logprobs, found))

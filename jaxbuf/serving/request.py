@@ -12,6 +12,7 @@ from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.serving import forms
 from jaxbuf.serving.sampling import SamplingParams, pack, whole
+from jaxbuf.serving.speculation import Drafter, check_draft_tokens, make_drafter
 
 log = logging.getLogger("jaxbuf")
 
@@ -22,6 +23,7 @@ GREEDY = SamplingParams(temperature=0.0)
 PROMPT_BUCKET = 64  # the smallest shapes that are compiled; larger ones are powers of two
 ROOM = 16
 STOP_IDS = 4
+DRAFT_TOKENS = 4
 TOP = (0, 1, 5, 20)  # numbers of top tokens that are compiled for
 
 
@@ -40,12 +42,19 @@ class Request:
     arguments: dict[str, Any]
 
     @property
+    def drafter(self) -> Drafter | None:
+        """Who drafts tokens."""
+        return self.arguments["drafter"]
+
+    @property
     def has_stop_texts(self) -> bool:
         """Whether some prompt's text has to be looked at while it is generated."""
         return any(setting.stop_texts for setting in self.settings)
 
 
-def check_settings(max_new_tokens: int, limit: int, form: Form, entry_dtype: str | None = None) -> None:
+def check_settings(
+    max_new_tokens: int, limit: int, form: Form, entry_dtype: str | None = None, draft_tokens: int = DRAFT_TOKENS
+) -> None:
     """Checks what of `generate`'s arguments does not depend on the model or the prompts; errors as there."""
     for name, value in (("max_new_tokens", max_new_tokens), ("limit", limit)):
         if not whole(value) or value < 1:
@@ -54,13 +63,17 @@ def check_settings(max_new_tokens: int, limit: int, form: Form, entry_dtype: str
         raise ValueError(f'form must be "auto", "recurrent" or "buffered", got {form!r}')
     if entry_dtype not in (None, "bfloat16", "float16", "float32"):
         raise ValueError(f'entry_dtype must be None, "bfloat16", "float16" or "float32", got {entry_dtype!r}')
+    check_draft_tokens(draft_tokens)
 
 
-def check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype) -> Request:
+def check(
+    lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype, drafter=None, draft_tokens=DRAFT_TOKENS
+) -> Request:
     """Checks and packs the arguments of `generate`; errors as there."""
     if isinstance(prompts, str):
         raise ValueError(f"prompts must be a list of texts or token lists, got one text: [{prompts[:20]!r}...]")
-    check_settings(max_new_tokens, limit, form, entry_dtype)
+    check_settings(max_new_tokens, limit, form, entry_dtype, draft_tokens)
+    drafter = make_drafter(lm, drafter, draft_tokens)
     encoded = [_encode(lm, prompt, f"prompts[{i}]", max_new_tokens) for i, prompt in enumerate(prompts)]
     settings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     if not isinstance(settings, Sequence) or not all(isinstance(setting, SamplingParams) for setting in settings):
@@ -107,6 +120,7 @@ def check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype) -> Re
         "entry_dtype": dtype,
         "top": _most(s.logprobs for s in settings),
         "prompt_top": _most(s.prompt_logprobs for s in settings),
+        "drafter": drafter,
     }
     return Request(lm, encoded, settings, form, dtype, arguments)
 

@@ -11,7 +11,7 @@ from jaxbuf.models.scoring import Logprobs
 from jaxbuf.serving import loop
 from jaxbuf.serving.request import Request
 from jaxbuf.serving.sampling import SamplingParams
-from jaxbuf.serving.stats import Stats, state_traffic
+from jaxbuf.serving.stats import Stats, snapshot_traffic, state_traffic
 from jaxbuf.serving.text import TextStream
 
 type FinishReason = Literal["stop", "length", "unfinished"]
@@ -98,7 +98,7 @@ class Row:
           new: The tokens.
           state: The row's, after them.
           logprobs: Of all rows and generated tokens.
-          counted: The row's counters.
+          counted: The row's counters, and how many drafts it had and kept.
         """
         self.running = state == loop.RUNNING
         stop_token = new[-1:] if state == loop.STOPPED else []
@@ -119,17 +119,15 @@ class Row:
         return Event(self._index, text, tokens[seen:], result, done=not self.running)
 
     def _stats(self, new_tokens: int, counted: dict[str, int]) -> Stats:
-        config = self._request.lm.config
-        traffic = state_traffic(
-            config.spec,
-            config.layer_types.count("linear_attention"),
-            **counted,
-            state_dtype=jnp.float32,
-            entry_dtype=self._request.entry_dtype,
-        )
-        prompt_tokens = len(self._request.prompts[self._index])
-        form = self._request.form
-        return Stats(prompt_tokens, new_tokens, **counted, drafted=0, accepted=0, form=form, bytes=traffic)
+        config, request = self._request.lm.config, self._request
+        layers = config.layer_types.count("linear_attention")
+        work = {name: number for name, number in counted.items() if name != "accepted"}
+        dtypes = {"state_dtype": jnp.float32, "entry_dtype": request.entry_dtype}
+        moved = state_traffic(config.spec, layers, **work, **dtypes)
+        work = {name: counted[name] for name in ("steps", "drafted")}
+        snapshots = snapshot_traffic(config.spec, layers, **work, state_dtype=jnp.float32)
+        prompt_tokens = len(request.prompts[self._index])
+        return Stats(prompt_tokens, new_tokens, **counted, form=request.form, bytes=moved, snapshot_bytes=snapshots)
 
 
 class Reader:
@@ -146,13 +144,15 @@ class Reader:
 
     def read(self, carry: loop.Carry) -> tuple[loop.Carry, list[Event]]:
         """The carry with the rows stopped that met a stop string, and an event of each row that ran until now."""
-        fetched = (carry.history.tokens, carry.history.count, carry.state, carry.logprobs, carry.counters)
+        counters = {field.name: getattr(carry.counters, field.name) for field in dataclasses.fields(carry.counters)}
+        counters |= {name: getattr(carry.speculation, name, None) for name in ("drafted", "accepted")}
+        fetched = (carry.history.tokens, carry.history.count, carry.state, carry.logprobs, counters)
         tokens, count, state, logprobs, counters = jax.device_get(fetched)
         events, met_stop = [], np.zeros(state.shape, bool)
         for index, row in enumerate(self._rows):
             if not row.running:
                 continue
-            counted = {field.name: int(getattr(counters, field.name)[index]) for field in dataclasses.fields(counters)}
+            counted = {name: 0 if counts is None else int(counts[index]) for name, counts in counters.items()}
             new = tokens[index, row.seen : count[index]].tolist()
             events.append(row.read(new, int(state[index]), logprobs, counted))
             met_stop[index] = state[index] == loop.RUNNING and not row.running

@@ -18,11 +18,14 @@ class Stats:
       folds: Steps that folded the ring into the checkpoint, i.e. wrote a state.
       checkpoint_reads: Steps that read a checkpoint.
       live_entries: Entries read from the ring, summed over the steps.
-      drafted, accepted: Draft tokens verified and kept.
+      drafted, accepted: Draft tokens verified and kept; 0 without a drafter.
       form: "recurrent" or "buffered": the one that ran, if "auto" was asked for.
       bytes: State traffic of all recurrent layers together: layers * (state * (checkpoint_reads + folds) + entry *
-        (live_entries + steps)), where state is a layer's state in bytes (heads * value_dim * key_dim in fp32) and entry
-        one ring entry's (key_heads * key_dim + heads * value_dim in the entry dtype, and heads fp32 decays).
+        (live_entries + steps + drafted)), where state is a layer's state in bytes (heads * value_dim * key_dim in fp32)
+        and entry one ring entry's (key_heads * key_dim + heads * value_dim in the entry dtype, and heads fp32 decays).
+        A drafter's own memory is not counted.
+      snapshot_bytes: What the same steps move in the design that keeps a state for each token that is verified, to
+        return to: layers * state * (2 * steps + drafted). Without drafts it is the plain recurrence.
     """
 
     prompt_tokens: int
@@ -35,6 +38,12 @@ class Stats:
     accepted: int
     form: str
     bytes: int
+    snapshot_bytes: int
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a step gave on average, 1 + accepted / steps; 1 where no step was needed."""
+        return 1 + self.accepted / max(self.steps, 1)
 
 
 def state_traffic(
@@ -45,6 +54,7 @@ def state_traffic(
     folds: int,
     checkpoint_reads: int,
     live_entries: int,
+    drafted: int,
     state_dtype,
     entry_dtype,
 ) -> int:
@@ -58,8 +68,14 @@ def state_traffic(
         checkpoint_reads=checkpoint_reads,
         folds=folds,
         live_entries=live_entries,
-        appended=steps,
+        appended=steps + drafted,
         state_dtype=state_dtype,
         entry_dtype=entry_dtype,
     )
     return layers * int(moved)
+
+
+def snapshot_traffic(spec: RecurrenceSpec, layers: int, *, steps: int, drafted: int, state_dtype) -> int:
+    """Bytes of state that the same steps move where each token's state is kept, see `traffic.snapshot_step_bytes`."""
+    plain, with_draft = (traffic.snapshot_step_bytes(spec, tokens, state_dtype=state_dtype) for tokens in (1, 2))
+    return layers * (plain * steps + (with_draft - plain) * drafted)

@@ -33,9 +33,10 @@ ROWS, TOLERANCE = SLOTS + 1, 2e-3
 _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def shifted_choice(scores, number):
+def shifted_choice(scores, number, state):
     """The best token moved by the draft's number: tells which number each draft got, and what was read after it."""
-    return (qwen3_5_mtp.most_probable(scores, number) + number) % CONFIG.vocab_size
+    best, _, _ = qwen3_5_mtp.most_probable(scores, number, state)
+    return (best + number) % CONFIG.vocab_size, scores, state
 
 
 @_jit

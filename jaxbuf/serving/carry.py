@@ -1,0 +1,121 @@
+"""What a generation is between two steps: the arrays that the compiled loop carries, and how tokens enter them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.models import qwen3_5
+from jaxbuf.models.scoring import Logprobs, token_logprobs
+from jaxbuf.serving.sampling import History, Sampling
+
+type Array = jax.Array
+
+RUNNING, STOPPED, FULL = 0, 1, 2  # why a row stopped: a stop token, or its max_new_tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """int32 [rows] each: what `stats.Stats` is made from."""
+
+    steps: Array
+    folds: Array
+    checkpoint_reads: Array
+    live_entries: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """What a drafter adds to the carry.
+
+    Attributes:
+      state: The drafter's own, any pytree of arrays.
+      drafted, accepted: int32 [rows], drafts that were verified so far, and those of them that became tokens.
+    """
+
+    state: Any
+    drafted: Array
+    accepted: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """A generation between two calls of the program; the row of a request is its slot - 1.
+
+    Attributes:
+      cache: The model's memory.
+      history: The prompts, what was generated so far (history.tokens, int32 [rows, room], of which history.count, int32
+        [rows], are real) and the stop tokens.
+      last: int32 [rows], the newest token, which the model has not read yet.
+      state: int32 [rows]: RUNNING, STOPPED (at a stop token, which is in tokens) or FULL.
+      max_new_tokens: int32 [rows], at most room.
+      sampling: The settings of each row.
+      allowed: bool [vocab], the tokens that may be sampled: ids that the tokenizer lacks may not.
+      logprobs: [rows, room] of the generated tokens, in the model's own distribution (before any setting changes it);
+        [rows, 0] if nobody asked.
+      prompt_logprobs: [rows, bucket] of the prompts' tokens likewise; the token at i + 1 has its own at i.
+      counters: What was done so far.
+      speculation: None without a drafter.
+    """
+
+    cache: qwen3_5.Cache
+    history: History
+    last: Array
+    state: Array
+    max_new_tokens: Array
+    sampling: Sampling
+    allowed: Array
+    logprobs: Logprobs
+    prompt_logprobs: Logprobs
+    counters: Counters
+    speculation: Speculation | None = None
+
+    @property
+    def position(self) -> Array:
+        """int32 [rows]: the position of the newest token, as many as the model has committed."""
+        return self.cache.cursor.position[1:]
+
+
+def append_token(history: History, token: Array, real: Array) -> History:
+    """The history with one more generated token (int32 [rows]) in the rows where `real` (bool [rows])."""
+    place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None] == history.count[:, None]
+    tokens = jnp.where(place & real[:, None], token[:, None], history.tokens)
+    return dataclasses.replace(history, tokens=tokens, count=history.count + real.astype(jnp.int32))
+
+
+def record(carry: Carry, tokens: Array, number: Array, logits: Array) -> Carry:
+    """Writes down what was chosen, and decides which rows are done.
+
+    Args:
+      carry: Changed in its history, last, state and logprobs.
+      tokens: int32 [rows, T].
+      number: int32 [rows], how many of the T tokens are real: 0 for a row that does not run. A stop token is the last.
+      logits: f32 [rows, T, vocab], the model's own, that the tokens were chosen from.
+    """
+    history, last, logprobs = carry.history, carry.last, carry.logprobs
+    found = token_logprobs(logits, tokens, logprobs.top.shape[2]) if logprobs.chosen.shape[1] else None
+    for t in range(tokens.shape[1]):
+        real = t < number
+        if found is not None:
+            logprobs = _write(logprobs, jax.tree.map(lambda x, t=t: x[:, t], found), history.count, real)
+        history = append_token(history, tokens[:, t], real)
+        last = jnp.where(real, tokens[:, t], last)
+    stopped = jnp.any(last[:, None] == history.stop_ids, axis=-1)
+    reason = jnp.where(stopped, STOPPED, jnp.where(history.count >= carry.max_new_tokens, FULL, RUNNING))
+    state = jnp.where(carry.state == RUNNING, reason, carry.state).astype(jnp.int32)
+    return dataclasses.replace(carry, history=history, last=last, state=state, logprobs=logprobs)
+
+
+def _write(logprobs: Logprobs, found: Logprobs, count: Array, real: Array) -> Logprobs:
+    """The log-probabilities of one token of each row, [rows, ...], put at place `count` of the rows where `real`."""
+    place = jnp.arange(logprobs.chosen.shape[1], dtype=jnp.int32)[None] == count[:, None]
+    place = place & real[:, None]
+
+    def write(old, new):
+        return jnp.where(place.reshape(*place.shape, *[1] * (old.ndim - 2)), new[:, None], old)
+
+    return jax.tree.map(write, logprobs, found)
