@@ -9,6 +9,7 @@ import pytest
 
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from tests.recurrence import definition
+from tests.recurrence.families import FAMILIES
 from tests.serving.program import made_in_loops, written_in_loops
 
 GDN = RecurrenceSpec(heads=6, key_heads=2, key_dim=32, value_dim=24)
@@ -24,9 +25,9 @@ read = jax.jit(buffered.read, static_argnums=0)
 reset = jax.jit(buffered.reset)
 
 
-def memory(limits, dtype=jnp.float32):
+def memory(limits, dtype=jnp.float32, spec=GDN):
     """Five empty slots; the last one's limit keeps it KV-only and gives every test the same ring."""
-    return buffered.init(GDN, slots=SLOTS, limit=np.array(limits), max_pending=MAX_PENDING, entry_dtype=dtype)
+    return buffered.init(spec, slots=SLOTS, limit=np.array(limits), max_pending=MAX_PENDING, entry_dtype=dtype)
 
 
 def ints(*values):
@@ -135,21 +136,27 @@ def test_a_slot_folds_exactly_when_the_new_tokens_would_exceed_its_limit(rng, li
         assert (int(cursor.folded[1]), int(cursor.length[1])) == (folded, length)
 
 
-def test_tokens_at_once_store_the_same_bits_as_one_by_one(rng):
-    rows, one = ints(1, 2, 3, 4, 5), ints(1, 1, 1, 1, 1)
+def families(*fast):
+    """All of them, the others than `fast` in the slow suite: each compiles its own programs."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("family", families("Gated DeltaNet"))
+def test_tokens_at_once_store_the_same_bits_as_one_by_one(rng, family):
+    spec, rows, one = FAMILIES[family], ints(1, 2, 3, 4, 5), ints(1, 1, 1, 1, 1)
     for _ in range(8):
-        cache = memory([16, 16, 16, 16, KV_ONLY], jnp.bfloat16)
-        state = jnp.asarray(rng.standard_normal((SLOTS, *GDN.state_shape)), jnp.float32)
+        cache = memory([16, 16, 16, 16, KV_ONLY], jnp.bfloat16, spec)
+        state = jnp.asarray(rng.standard_normal((SLOTS, *spec.state_shape)), jnp.float32)
         cache = buffered.load(cache, state, ints(9, 9, 9, 9, 9), rows)
-        inputs = definition.inputs(rng, GDN, SLOTS, 16)
+        inputs = definition.inputs(rng, spec, SLOTS, 16)
         for t in range(int(rng.integers(0, 10))):
-            _, cache = extend(GDN, cache, *window(inputs, t, t + 1), slots=rows)
+            _, cache = extend(spec, cache, *window(inputs, t, t + 1), slots=rows)
             cache = commit(cache, one, slots=rows)
         inputs = window(inputs, 11, 16)
-        _, at_once = extend(GDN, cache, *inputs, slots=rows)
+        _, at_once = extend(spec, cache, *inputs, slots=rows)
         one_by_one = cache
         for t in range(5):
-            _, one_by_one = extend(GDN, one_by_one, *window(inputs, t, t + 1), slots=rows)
+            _, one_by_one = extend(spec, one_by_one, *window(inputs, t, t + 1), slots=rows)
             one_by_one = commit(one_by_one, one, slots=rows)
         assert at_once.pool.updates.dtype == jnp.bfloat16
         for name in ("keys", "updates", "gates"):
@@ -157,39 +164,46 @@ def test_tokens_at_once_store_the_same_bits_as_one_by_one(rng):
             assert a.tobytes() == b.tobytes(), name
 
 
-def test_bf16_entries_replay_to_the_state_and_are_within_an_ulp(rng):
+@pytest.mark.parametrize("family", families("Gated DeltaNet"))
+def test_bf16_entries_replay_to_the_state_and_are_within_an_ulp(rng, family):
     """The stored entries are the whole truth: nothing is lost between what was stored and what the memory holds."""
-    steps, rows = 4096, ints(1, 2)
-    cache = buffered.init(GDN, slots=2, limit=16)
-    q, k, v, log_decay, beta = (jnp.asarray(x) for x in definition.inputs(rng, GDN, 2, steps, mean_log_decay=-0.02))
+    spec, steps, rows = FAMILIES[family], 4096, ints(1, 2)
+    cache = buffered.init(spec, slots=2, limit=16)
+    inputs = definition.inputs(rng, spec, 2, steps, mean_log_decay=-0.02)
+    by_time = [None if x is None else jnp.moveaxis(jnp.asarray(x), 1, 0) for x in inputs]
 
     @jax.jit
     def decode(cache, inputs):
         def token(cache, inputs):
             position, _ = buffered.begin(cache.cursor, rows, ints(1, 1), 1)
-            _, cache = buffered.extend(GDN, cache, *(x[:, None] for x in inputs), slots=rows)
+            inputs = (None if x is None else x[:, None] for x in inputs)
+            _, cache = buffered.extend(spec, cache, *inputs, slots=rows)
             pools = cache.pool.keys, cache.pool.updates
             stored = [x.reshape(-1, *x.shape[2:])[position.append[:, 0]] for x in pools]
             return buffered.commit(cache, ints(1, 1), slots=rows), stored
 
-        return jax.lax.scan(token, cache, [jnp.moveaxis(x, 1, 0) for x in inputs])
+        return jax.lax.scan(token, cache, inputs)
 
-    cache, (keys, updates) = decode(cache, (q, k, v, log_decay, beta))
+    cache, (keys, updates) = decode(cache, by_time)
     keys, updates = np.asarray(keys, np.float64), np.asarray(updates, np.float64)
-    values, decay, strength = (np.moveaxis(np.asarray(x, np.float64), 1, 0) for x in (v, log_decay, beta))
-    keys = np.repeat(keys, GDN.heads // GDN.key_heads, axis=2)
-    state, worst = np.zeros((2, *GDN.state_shape)), 0.0
+    _, _, values, log_decay, strength = (None if x is None else np.asarray(x, np.float64) for x in by_time)
+    keys = np.repeat(keys, spec.heads // spec.key_heads, axis=2)
+    decay = np.ones((steps, 1, 1, 1, 1)) if log_decay is None else np.exp(log_decay)
+    decay = decay[:, :, :, None, None] if spec.decay == "head" else decay.reshape(*decay.shape[:3], 1, -1)
+    state, worst = np.zeros((2, *spec.state_shape)), 0.0
     for t in range(steps):
-        state = state * np.exp(decay[t])[:, :, None, None]
-        recalled = np.einsum("nhvd,nhd->nhv", state, keys[t])
-        exact = strength[t][..., None] * (values[t] - recalled)
-        # Where v and what is recalled cancel, u is smaller than the fp32 rounding of either: that is added to the ulp.
-        size = np.abs(values[t]) + np.einsum("nhvd,nhd->nhv", np.abs(state), np.abs(keys[t]))
+        state, exact, size, written = state * decay[t], values[t], np.abs(values[t]), updates[t]
+        if spec.delta:
+            exact = strength[t][..., None] * (exact - np.einsum("nhvd,nhd->nhv", state, keys[t]))
+            # Where v and what is recalled cancel, u is smaller than the fp32 rounding of either: it adds to the ulp.
+            size = size + np.einsum("nhvd,nhd->nhv", np.abs(state), np.abs(keys[t]))
+        else:
+            written = strength[t][..., None] * written
         ulp = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
         worst = max(worst, (np.abs(updates[t] - exact) / (ulp + np.finfo(np.float32).eps * size)).max())
-        state = state + updates[t][..., None] * keys[t][:, :, None]
+        state = state + written[..., None] * keys[t][:, :, None]
     assert worst <= 1.0
-    assert definition.error(read(GDN, cache, rows), state) < 2e-5
+    assert definition.error(read(spec, cache, rows), state) < 2e-5
 
 
 def test_a_fold_writes_the_row_it_is_told_and_no_other(rng):
