@@ -1,6 +1,8 @@
 """What every test runs under: no silent rank or dtype promotion; warnings are errors (pyproject.toml)."""
 
+import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -19,6 +21,17 @@ def strict_promotion(request):
     else:
         with jax.numpy_dtype_promotion("strict"):
             yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs():
+    """Forgets compiled programs when there are very many: Linux lets a process map 65,530 pieces of memory
+    (vm.max_map_count), XLA takes some for every program, and a compilation that gets none crashes."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
