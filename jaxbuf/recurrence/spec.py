@@ -35,7 +35,7 @@ class RecurrenceSpec:
         Kimi Delta Attention      decay="channel", delta=True
 
     Scale and norm of q and k are the caller's. With the delta rule, models give k unit norm (the state may grow without
-    bound where beta · |k|² exceeds 2), and q unit norm times key_dim^-0.5.
+    bound where beta times the square of that norm exceeds 2), and q unit norm times key_dim^-0.5.
 
     Raises:
       ValueError: A size below 1, heads that key_heads does not divide, or an unknown decay.
