@@ -5,8 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.pallas.platform import has_hopper
-from jaxbuf.recurrence.spec import check_implementation
+from jaxbuf.recurrence.spec import asks_kernel, takes_call
 
 type Array = jax.Array
 
@@ -42,18 +41,15 @@ def gated_norm(
             "out must be [rows, T, heads, value_dim], z [rows, T, heads · value_dim] and weight [value_dim], "
             f"got {out.shape}, {z.shape} and {weight.shape}"
         )
-    check_implementation("gated_norm", implementation, ("gpu",))
-    if implementation == "gpu" or (implementation == "auto" and has_hopper()):
+    if asks_kernel("gated_norm", implementation):
         # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
         from jaxbuf.pallas.gated_norm import gpu, supports
 
         heads = out.shape[0] * out.shape[1] * out.shape[2]
         shape = gpu.Shape(heads, eps, dtype=out.dtype, gate=z.dtype)
         reason = supports(shape, value_dim=out.shape[3])
-        if reason is None:
+        if takes_call("gated_norm", implementation, reason):
             return gpu.gated_norm(shape, out, z, weight, interpret=interpret)
-        if implementation == "gpu":
-            raise ValueError(f'implementation="gpu" can not serve this gated_norm: {reason}')
     wide = out.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     normal = (wide * weight.astype(jnp.float32)[None, None, None]).astype(out.dtype)

@@ -6,11 +6,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.pallas.platform import has_hopper
 from jaxbuf.recurrence import pool as xla
 from jaxbuf.recurrence.cursor import NOWHERE, Held, Step
 from jaxbuf.recurrence.pool import Pool
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, asks_kernel, check_inputs, takes_call
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
@@ -46,16 +45,13 @@ def extend_pool(
       ValueError: A shape or dtype does not fit, or the implementation asked for can't serve the call; it says why.
     """
     check_inputs(spec, q, k, v, log_decay, beta)
-    check_implementation("extend", implementation, ("gpu",))
-    if implementation == "gpu" or (implementation == "auto" and has_hopper()):
+    if asks_kernel("extend", implementation):
         reason = _gpu_reason(spec, pool, step.before, q, v)
         if step.ancestors is not None:
             reason = "it needs each token to follow the one before, trees are not served yet"
-        if reason is None:
+        if takes_call("extend", implementation, reason):
             inputs = q, xla.rounded(k, pool.keys.dtype), v, log_decay, beta
             return _extend_on_gpu(spec, pool, step.before, step.lengths, step.fold_to, step.append, inputs, interpret)
-        if implementation == "gpu":
-            raise ValueError(f'implementation="gpu" can not serve this extend: {reason}')
     return xla.extend_pool(spec, pool, step, q, k, v, log_decay, beta)
 
 
@@ -79,18 +75,15 @@ def fold_pool(
     Raises:
       ValueError: The implementation asked for can't serve the call; it says why.
     """
-    check_implementation("fold", implementation, ("gpu",))
-    if implementation == "gpu" or (implementation == "auto" and has_hopper()):
+    if asks_kernel("fold", implementation):
         # The kernel of `extend`, with a token that is not there.
         rows = fold_to.shape[0]
         q, v = (jnp.zeros((rows, 1, *x.shape[2:]), pool.keys.dtype) for x in (pool.keys, pool.updates))
         reason = _gpu_reason(spec, pool, before, q, v)
-        if reason is None:
+        if takes_call("fold", implementation, reason):
             gate = jnp.zeros(v.shape[:3], jnp.float32)
             append, lengths = jnp.full((rows, 1), NOWHERE), (fold_to < NOWHERE).astype(jnp.int32)
             return _extend_on_gpu(spec, pool, before, lengths, fold_to, append, (q, q, v, gate, gate), interpret)[1]
-        if implementation == "gpu":
-            raise ValueError(f'implementation="gpu" can not serve this fold: {reason}')
     return dataclasses.replace(pool, checkpoints=xla.fold_pool(spec, pool, before, fold_to))
 
 

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.pallas.platform import has_hopper
 from jaxbuf.recurrence.convolution import causal_convolution, extend_ring
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_rows
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, asks_kernel, check_rows, takes_call
 
 EPS = 1e-6  # of the norms of q and k
 
@@ -104,8 +103,7 @@ def prepare(
         raise ValueError(f"ring must be [slots + 1, ring, {qkv.shape[2]}], got shape {ring.shape}")
     for name, integers in (("slots", slots), ("start", start), ("lengths", lengths)):
         check_rows(name, integers, qkv.shape[0])
-    check_implementation("prepare", implementation, ("gpu",))
-    if implementation == "gpu" or (implementation == "auto" and has_hopper()):
+    if asks_kernel("prepare", implementation):
         # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
         from jaxbuf.pallas.prepare import gpu, supports
 
@@ -122,12 +120,10 @@ def prepare(
         width = weights.convolution.shape[1]
         tree = order is not None or parents is not None
         reason = supports(shape, key_dim=spec.key_dim, value_dim=spec.value_dim, width=width, tree=tree)
-        if reason is None:
+        if takes_call("prepare", implementation, reason):
             integers = slots, start, lengths
             inputs, ring = gpu.prepare(shape, ring, weights, (qkv, a, b), integers, interpret=interpret)
             return Inputs(*inputs), ring
-        if implementation == "gpu":
-            raise ValueError(f'implementation="gpu" can not serve this prepare: {reason}')
     where = {"slots": slots, "start": start, "lengths": lengths, "order": order, "parents": parents}
     mixed, ring = extend_ring(ring, weights.convolution, qkv, **where)
     return _inputs(spec, weights, mixed, a, b), ring

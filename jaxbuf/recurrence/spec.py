@@ -6,6 +6,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.pallas.platform import has_hopper
+
 type Array = jax.Array
 
 
@@ -116,3 +118,20 @@ def check_implementation(operation: str, implementation: str, kernels: tuple[str
         raise ValueError(f'implementation="{implementation}" has no kernel for {operation} yet, expected {expected}')
     if implementation not in ("auto", "xla", *kernels):
         raise ValueError(f'implementation must be "auto", "xla", "gpu" or "tpu", got {implementation!r}')
+
+
+def asks_kernel(operation: str, implementation: str) -> bool:
+    """Whether the GPU kernel is to be asked: it was named, or "auto" finds a Hopper GPU. Errors as above."""
+    check_implementation(operation, implementation, ("gpu",))
+    return implementation == "gpu" or (implementation == "auto" and has_hopper())
+
+
+def takes_call(operation: str, implementation: str, reason: str | None) -> bool:
+    """Whether the kernel that was asked takes the call: its `supports` gave no reason against it.
+
+    Raises:
+      ValueError: It did, and the kernel was named.
+    """
+    if reason is not None and implementation == "gpu":
+        raise ValueError(f'implementation="gpu" can not serve this {operation}: {reason}')
+    return reason is None

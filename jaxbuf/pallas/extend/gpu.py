@@ -26,6 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.pallas.lanes import COMPILER, load
+
 type Array = jax.Array
 
 THREADS = 128  # of a warpgroup
@@ -245,20 +247,20 @@ def _kernel(shape: Shape, interpret: bool):
             """Keys and updates at the positions. What is dead is selected away where they are used, or the selection
             would wait for them here."""
             refs = [(keys.at[i, head // group], updates.at[i, head]) for i in positions]
-            return [(_load(key, key_vector), _load(update, value_vector)) for key, update in refs]
+            return [(load(key, key_vector), load(update, value_vector)) for key, update in refs]
 
         def gather_next(row, head, c, chunks, found):
             """What the chunk after c holds, if there is one."""
 
-            def load():
+            def gathered():
                 return gather(head, [entries[row, (c + 1) * CHUNK + i] for i in range(CHUNK)])
 
-            return lax.cond(c + 1 < chunks, load, lambda: found)
+            return lax.cond(c + 1 < chunks, gathered, lambda: found)
 
         def load_inputs(row, head, positions):
             """All that an item needs of global memory besides its checkpoint: asked for one item ahead."""
-            new = [_load(ref.at[row, t, head // group], key_vector) for ref in (k_ref, q_ref) for t in range(time)]
-            values = [_load(v_ref.at[row, t, head], value_vector) for t in range(time)]
+            new = [load(ref.at[row, t, head // group], key_vector) for ref in (k_ref, q_ref) for t in range(time)]
+            values = [load(v_ref.at[row, t, head], value_vector) for t in range(time)]
             tokens = [(decay_ref[row, t, head], beta_ref[row, t, head], append[row, t]) for t in range(time)]
             return gather(head, positions), [gates[i, head] for i in positions], new, values, tokens
 
@@ -279,18 +281,18 @@ def _kernel(shape: Shape, interpret: bool):
                 stage(CHUNK, living(c, live, [update for _, update in found]))
                 plgpu.commit_smem()
                 found = gather_next(row, head, c, chunks, found)
-                weight = jnp.exp(_load(sums_ref.at[pl.ds(c * CHUNK, CHUNK)], TALL_LEFT.reduce(0)))
+                weight = jnp.exp(load(sums_ref.at[pl.ds(c * CHUNK, CHUNK)], TALL_LEFT.reduce(0)))
                 decay = jnp.where(c == 0, jnp.exp(total), np.float32(1))
                 for top in tops:
                     update = zeros((TILE, CHUNK), TALL_LEFT)
                     for i in range(1 if shape.entry == jnp.bfloat16 else 2):
                         these = rows.at[i, pl.ds(CHUNK, CHUNK), pl.ds(top, TILE)].transpose((1, 0))
-                        update = update + _load(these, TALL_LEFT).astype(jnp.float32)
+                        update = update + load(these, TALL_LEFT).astype(jnp.float32)
                     update = _halves(update * spread(weight, update.shape, 1, TALL_LEFT))
                     for columns in parts:
-                        these = [_load(rows.at[i, chunk, columns], TALL_RIGHT) for i in range(shape.planes)]
+                        these = [load(rows.at[i, chunk, columns], TALL_RIGHT) for i in range(shape.planes)]
                         there = state.at[pl.ds(top, TILE), columns]
-                        old = _where(holds | (c > 0), _load(there, TALL).astype(jnp.float32) * decay)
+                        old = _where(holds | (c > 0), load(there, TALL).astype(jnp.float32) * decay)
                         there[...] = multiply(old, update, these).astype(shape.state)
                 plgpu.commit_smem()
                 return found
@@ -350,17 +352,17 @@ def _kernel(shape: Shape, interpret: bool):
                 plgpu.commit_smem()
                 new_updates = living(c, live, [update for _, update in found])
                 found = gather_next(row, head, c, chunks, found)
-                right = [_load(rows.at[i, both, whole].transpose((1, 0)), RIGHT) for i in range(shape.planes)]
+                right = [load(rows.at[i, both, whole].transpose((1, 0)), RIGHT) for i in range(shape.planes)]
                 token = count((2 * CHUNK,), 0, PRODUCT.reduce(0)) - CHUNK
                 # The last CHUNK of the sums that are read belong to no entry of the chunk, and count from 0.
-                since = _load(sums_ref.at[pl.ds(c * CHUNK, 2 * CHUNK)], PRODUCT.reduce(0))
+                since = load(sums_ref.at[pl.ds(c * CHUNK, 2 * CHUNK)], PRODUCT.reduce(0))
                 since = jnp.where(token < 0, since, zero)
                 decays = []
                 for t, gate in enumerate(new_gates):
                     since = since + jnp.where(token < t, gate, zero)
                     decays.append(jnp.exp(since))
                 for start in range(0, 2 * time, CHUNK):
-                    left = [_load(rows.at[i, pl.ds(CHUNK + start, CHUNK), whole], LEFT) for i in range(shape.planes)]
+                    left = [load(rows.at[i, pl.ds(CHUNK + start, CHUNK), whole], LEFT) for i in range(shape.planes)]
                     matches = multiply(zeros((CHUNK, 2 * CHUNK), PRODUCT), left, right)
                     here = range(start, min(start + CHUNK, 2 * time))
                     if shape.frugal:
@@ -390,8 +392,8 @@ def _kernel(shape: Shape, interpret: bool):
                 tile = zeros((TILE, width), TALL)
                 for columns in parts:
                     pairs = [rows.at[i, pl.ds(CHUNK, width), columns].transpose((1, 0)) for i in range(shape.planes)]
-                    these = _load(state.at[pl.ds(top, TILE), columns], TALL_LEFT)
-                    tile = multiply(tile, _halves(these), [_load(pair, TALL_RIGHT) for pair in pairs])
+                    these = load(state.at[pl.ds(top, TILE), columns], TALL_LEFT)
+                    tile = multiply(tile, _halves(these), [load(pair, TALL_RIGHT) for pair in pairs])
                 if shape.frugal:
                     for i in range(2 * time):
                         reads[i, pl.ds(top, TILE)] = pick(tile, i, 1, TALL)
@@ -412,7 +414,7 @@ def _kernel(shape: Shape, interpret: bool):
             then = locate(item + 2 * stride)
 
             def read(i):
-                return _where(holds, _load(reads.at[i] if shape.frugal else reads.at[:, i], value_vector))
+                return _where(holds, load(reads.at[i] if shape.frugal else reads.at[:, i], value_vector))
 
             totals = []
             for gate in new_gates:
@@ -454,15 +456,9 @@ def _kernel(shape: Shape, interpret: bool):
         num_threads=slots,
         thread_name="warpgroup",
         scratch_types=[shape.scratch(slots)],
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=COMPILER,
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )
-
-
-def _load(ref, layout):
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def _halves(x: Array) -> list[Array]:

@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.pallas.lanes import COMPILER, load
+
 type Array = jax.Array
 
 HEADS = 4  # of a block: one a warp
@@ -58,9 +60,9 @@ def gated_norm(shape: Shape, out: Array, z: Array, weight: Array, *, interpret: 
 def _kernel(shape: Shape, interpret: bool):
     def gated_norm_heads(out_ref, z_ref, weight_ref, result_ref):  # a profile shows this name
         heads = pl.ds(HEADS * lax.axis_index("heads"), HEADS)
-        x = _load(out_ref.at[heads], CHANNELS).astype(jnp.float32)
-        z = _load(z_ref.at[heads], CHANNELS).astype(jnp.float32)
-        weight = _load(weight_ref, CHANNELS.reduce(0)).astype(jnp.float32)
+        x = load(out_ref.at[heads], CHANNELS).astype(jnp.float32)
+        z = load(z_ref.at[heads], CHANNELS).astype(jnp.float32)
+        weight = load(weight_ref, CHANNELS.reduce(0)).astype(jnp.float32)
         mean = jnp.sum(x * x, axis=1) * np.float32(1 / DIM)
         x = x * _spread(lax.rsqrt(mean + np.float32(shape.eps)), 0) * _spread(weight, 1)
         root = lax.rsqrt(np.float32(1) + jnp.exp(-z))  # its square is the sigmoid; a division takes ten instructions
@@ -72,18 +74,9 @@ def _kernel(shape: Shape, interpret: bool):
         out_type=jax.ShapeDtypeStruct((shape.heads, DIM), shape.gate),
         grid=(shape.heads // HEADS,),
         grid_names=("heads",),
-        compiler_params=plgpu.CompilerParams(
-            # No thread reads what another wrote.
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
-        ),
+        compiler_params=COMPILER,  # and no barrier: no thread reads what another wrote
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )
-
-
-def _load(ref, layout):
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def _spread(x: Array, axis: int) -> Array:

@@ -20,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.pallas.lanes import COMPILER, load
+
 type Array = jax.Array
 
 HEADS = 4  # of a block: one a warp
@@ -100,20 +102,20 @@ def _kernel(shape: Shape, interpret: bool):
         row, head = lax.axis_index("row"), HEADS * lax.axis_index("heads")
         heads = pl.ds(head, HEADS)
         slot, first, length = slots[row], start[row], lengths[row]
-        new = [_load(qkv.at[row, t, heads], CHANNELS) for t in range(time)]
-        all_taps = _load(weight.at[heads], TAPS).astype(jnp.float32)
+        new = [load(qkv.at[row, t, heads], CHANNELS) for t in range(time)]
+        all_taps = load(weight.at[heads], TAPS).astype(jnp.float32)
         past = []
         for t in range(-history, 0):
             position = first + t
             there = ring.at[slot, lax.rem(jnp.maximum(position, 0), shape.ring), heads]
-            past.append(_where((position >= 0) & (slot > 0), _load(there, CHANNELS)))
+            past.append(_where((position >= 0) & (slot > 0), load(there, CHANNELS)))
 
         @pl.when(head >= 2 * shape.key_heads)
         def _():
             own = pl.ds(head - 2 * shape.key_heads, HEADS)
-            rate, bias = jnp.exp(_load(A_log.at[own], HEAD)), _load(dt_bias.at[own], HEAD)
+            rate, bias = jnp.exp(load(A_log.at[own], HEAD)), load(dt_bias.at[own], HEAD)
             # All reads before the first write: none has to wait for one.
-            decays, strengths = ([_load(ref.at[row, t, own], HEAD) for t in range(time)] for ref in (a, b))
+            decays, strengths = ([load(ref.at[row, t, own], HEAD) for t in range(time)] for ref in (a, b))
             for t, (decay, strength) in enumerate(zip(decays, strengths, strict=True)):
                 log_decay_ref[row, t, own] = -rate * _softplus(decay + bias)
                 beta_ref[row, t, own] = _sigmoid(strength)
@@ -160,18 +162,9 @@ def _kernel(shape: Shape, interpret: bool):
         out_type=(keys, keys, values, gate, gate),
         grid=(shape.rows, shape.all_heads // HEADS),
         grid_names=("row", "heads"),
-        compiler_params=plgpu.CompilerParams(
-            # No thread reads what another wrote.
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
-        ),
+        compiler_params=COMPILER,  # and no barrier: no thread reads what another wrote
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )
-
-
-def _load(ref, layout):
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def _sigmoid(x: Array) -> Array:
