@@ -304,6 +304,8 @@ def _kernel(shape: Shape, interpret: bool):
             here, following, (found, old_gates, new, values, tokens) = carry
             row, head, (length, live, _, has_checkpoint, fold_to), _ = here
             item = first + turn * stride
+            # Two items ahead, and early, or its arrival would be waited for at the end of the turn.
+            then = locate(item + 2 * stride)
             has_checkpoint, folds = has_checkpoint > 0, fold_to >= 0
             new_gates = [gate for gate, _, _ in tokens]
 
@@ -410,9 +412,6 @@ def _kernel(shape: Shape, interpret: bool):
             def _():
                 fetch(following[1], following[2])
 
-            # Two items ahead, for the next one's entries are asked for before this point of the next turn.
-            then = locate(item + 2 * stride)
-
             def read(i):
                 return _where(holds, load(reads.at[i] if shape.frugal else reads.at[:, i], value_vector))
 
@@ -442,9 +441,10 @@ def _kernel(shape: Shape, interpret: bool):
 
         @pl.when(first < items)
         def _():
-            start = locate(first)
+            start, following = locate(first), locate(first + stride)
+            loaded = load_inputs(start[0], start[1], start[3])
             fetch(start[1], start[2])
-            start = start, locate(first + stride), load_inputs(start[0], start[1], start[3])
+            start = start, following, loaded
             lax.fori_loop(0, pl.cdiv(items - first, stride), serve, start)
             plgpu.wait_smem_to_gmem(0)
 
