@@ -139,7 +139,7 @@ def _extend_on_gpu(
 def _integers(before: Held, lengths: Array, fold_to: Array, append: Array, block_size: int) -> tuple[Array, ...]:
     """The fields of `pallas.extend.gpu.Integers`.
 
-    Entries in the null block are left out, and so is everything of a row with no token.
+    Rows that fold come first. Entries in the null block are left out, and so is everything of a row with no token.
     """
     works = lengths > 0
     rows, ring = before.entries.shape
@@ -148,12 +148,16 @@ def _integers(before: Held, lengths: Array, fold_to: Array, append: Array, block
     order = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, NOWHERE)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     entries = jnp.zeros_like(before.entries).at[row, order].set(before.entries, mode="drop")
+    folds = (fold_to < NOWHERE) & works
     numbers = [
+        row[:, 0],
         lengths,
         jnp.sum(valid, axis=1, dtype=jnp.int32),
         before.checkpoint,
         (before.has_checkpoint & works).astype(jnp.int32),
-        jnp.where((fold_to < NOWHERE) & works, fold_to, -1),
+        jnp.where(folds, fold_to, -1),
+        jnp.broadcast_to(jnp.sum(folds, dtype=jnp.int32), rows),
     ]
     writes = (append >= block_size) & (append < NOWHERE)
-    return jnp.stack(numbers, axis=1), entries, jnp.where(writes, append, -1)
+    first = jnp.argsort(~folds, stable=True)
+    return jax.tree.map(lambda x: x[first], (jnp.stack(numbers, axis=1), entries, jnp.where(writes, append, -1)))
