@@ -1,13 +1,145 @@
 """What the Mosaic GPU kernels share: each says for every array which thread holds what of it."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import llvm
+
+type Array = jax.Array
 
 # Layouts are given and barriers written out: inferring them takes minutes for the larger kernels.
 COMPILER = plgpu.CompilerParams(
     approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
 )
+THREADS = 128  # of a warpgroup
+EVERY = plgpu.Layout.TCGEN05_TMEM_NATIVE(4).reduce(1)  # of THREADS numbers, one in each thread
 
 
 def load(ref, layout):
     """The array of a reference in global or shared memory, spread over the threads as `layout` says."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def vectors_layout(length: int, dtype):
+    """Of vectors [n, length]: a thread holds sixteen bytes of one, or of several."""
+    part = 16 // np.dtype(dtype).itemsize
+    vectors = 32 * part // length  # that a warp holds
+    if vectors == 1:
+        tiling, warps, lanes = plgpu.Tiling(((4, length), (part,))), (-3,), (-2,)
+    else:
+        tiling, warps, lanes = plgpu.Tiling(((4 * vectors, length), (vectors, part))), (-4,), (-2, -3)
+    return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=lanes, vector_dim=-1)
+
+
+def gather_vectors(ref, positions: Array, layout, interpret: bool) -> Array:
+    """Vectors of a reference in global memory; each thread asks for what it holds of them.
+
+    Args:
+      ref: [m, length].
+      positions: int32 [n], in layout.reduce(1).
+      layout: Of the result, from `vectors_layout`.
+      interpret: In Pallas' interpreter, which knows no threads.
+
+    Returns:
+      [n, length].
+    """
+    if interpret:
+        return jnp.take(ref[...], positions, axis=0)
+    dims = positions.shape[0], ref.shape[-1]
+
+    def load_vectors(_, ref, positions):
+        tiled = layout.to_mgpu()
+        kind = ir.VectorType.get((tiled.vector_length,), ir.MemRefType(ref.type).element_type)
+        registers = np.empty(tiled.registers_shape(dims), object)
+        places, each = tiled.thread_idxs(dims), positions.registers.flat
+        for (i, _), (_, column), at in zip(np.ndenumerate(registers), places, each, strict=True):
+            registers[i] = vector.load(kind, ref, [_index(at), column])
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+
+    out = plgpu.ShapeDtypeStruct(dims, ref.dtype, layout=layout)
+    return _inline(load_vectors, (plgpu.RefType(), layout.reduce(1)), out)(ref, positions)
+
+
+def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
+    """Numbers of a reference [m] in global memory, float32 or int32, at positions int32 [THREADS], both `EVERY`."""
+    if interpret:
+        return jnp.take(ref[...], positions, axis=0)
+    signed = True if ref.dtype == jnp.int32 else None
+
+    def load_numbers(_, ref, positions):
+        kind = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
+        registers = np.empty(positions.registers.shape, object)
+        for i, at in np.ndenumerate(positions.registers):
+            registers[i] = vector.load(kind, ref, [_index(at)])
+        return mgpu.FragmentedArray(_registers=registers, _layout=positions.layout, _is_signed=signed)
+
+    out = plgpu.ShapeDtypeStruct(positions.shape, ref.dtype, layout=EVERY)
+    return _inline(load_numbers, (plgpu.RefType(), EVERY), out)(ref, positions)
+
+
+def select_positive(x: Array, positions: Array, layout, interpret: bool) -> Array:
+    """The vectors x [n, length], in layout, whose positions are above 0, and zeros for the others."""
+    if interpret:
+        return jnp.where(positions[:, None] > 0, x, jnp.zeros_like(x))
+
+    def select(_, x, positions):
+        registers = np.empty_like(x.registers)
+        for (i, vectors), at in zip(np.ndenumerate(x.registers), positions.registers.flat, strict=True):
+            zero = ir.FloatAttr.get(ir.VectorType(vectors.type).element_type, 0.0)
+            zeros = arith.constant(vectors.type, ir.DenseElementsAttr.get_splat(vectors.type, zero))
+            lives = arith.cmpi(arith.CmpIPredicate.ne, _index(at), arith.constant(ir.IndexType.get(), 0))
+            registers[i] = arith.select(lives, vectors, zeros)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+    return _inline(select, (layout, layout.reduce(1)), out)(x, positions)
+
+
+def count_up(counter) -> Array:
+    """Adds 1 to an int32 [1] in global memory; the first thread gets what it was: int32 [THREADS], `EVERY`."""
+
+    def add(_, counter):
+        i32, layout = ir.IntegerType.get_signless(32), EVERY.to_mgpu()
+        text = "{.reg .pred p; setp.eq.s32 p, $2, 0; mov.b32 $0, 0; @p atom.global.add.s32 $0, [$1], 1;}"
+        operands = [mgpu.utils.memref_ptr(counter), _thread()]
+        number = llvm.inline_asm(i32, operands, text, "=r,l,r", has_side_effects=True)
+        registers = np.full(layout.registers_shape((THREADS,)), None, object)
+        registers.flat[0] = vector.broadcast(ir.VectorType.get((1,), i32), number)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    out = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=EVERY)
+    return _inline(add, (plgpu.RefType(),), out)(counter)
+
+
+def publish(number: Array, ref) -> None:
+    """Writes what the first thread has of int32 [THREADS] to a word of shared memory."""
+
+    def write(_, number, ref):
+        word = vector.extract(number.registers.flat[0], [], [0])
+        text = "{.reg .pred p; setp.eq.s32 p, $2, 0; @p st.shared.b32 [$0], $1;}"
+        operands = [mgpu.utils.memref_ptr(ref), word, _thread()]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,r", has_side_effects=True)
+
+    _inline(write, (EVERY, plgpu.RefType()), None)(number, ref)
+
+
+def _inline(function, arguments, result):
+    """A function over registers and references, called from a kernel."""
+    # Its annotations say that it returns a function of the same arguments, the context among them.
+    decorate = plgpu.inline_mgpu(arg_types=arguments, return_type=result)
+    return decorate(function)  # pyright: ignore[reportReturnType]
+
+
+def _thread():
+    """The number of this thread in its warpgroup."""
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, THREADS))
+
+
+def _index(register):
+    """A register of one int32, as an index."""
+    return arith.index_cast(ir.IndexType.get(), vector.extract(register, [], [0]))

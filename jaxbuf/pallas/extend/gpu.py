@@ -24,22 +24,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
 
-from jaxbuf.pallas.lanes import COMPILER, load
+from jaxbuf.pallas.lanes import (
+    COMPILER,
+    EVERY,
+    THREADS,
+    count_up,
+    gather_numbers,
+    gather_vectors,
+    load,
+    publish,
+    select_positive,
+    vectors_layout,
+)
 
 type Array = jax.Array
 
-THREADS = 128  # of a warpgroup
 TILE = 64  # rows of the state that a product takes
 CHUNK = 16  # entries, or pairs of a new key and a new query, that a product takes
 PROCESSORS = 132  # of an H100 or H200
 MEMORY = 227 * 1024  # bytes of shared memory that a block may have
 ALIGNMENT = 1024  # of each array in it
 FOLD_COST = 2  # of an item that folds, in items that do not
+FEW_ROUNDS = 4  # of items, which lanes have dealt: from more they draw
 ROW, LENGTH, LIVE, CHECKPOINT, HAS_CHECKPOINT, FOLD_TO, FOLDING, FIELDS = range(8)  # of `Integers.numbers`
 
 LEFT, RIGHT, PRODUCT = (
@@ -49,19 +57,7 @@ TALL_LEFT, TALL_RIGHT, TALL = (
     layout(jnp.bfloat16, m_warps=4) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
 )
 # A row or column of the state, by its length: one number a thread, or two in four threads each.
-VECTORS = {128: plgpu.Layout.TCGEN05_TMEM_NATIVE(4).reduce(1), 64: TALL.reduce(1)}
-EVERY = VECTORS[THREADS]
-
-
-def rows_layout(length: int, dtype) -> plgpu.Layout:
-    """Of vectors [n, length]: a thread holds sixteen bytes of one, or of several."""
-    part = 16 // np.dtype(dtype).itemsize
-    vectors = 32 * part // length  # that a warp holds
-    if vectors == 1:
-        tiling, warps, lanes = plgpu.Tiling(((4, length), (part,))), (-3,), (-2,)
-    else:
-        tiling, warps, lanes = plgpu.Tiling(((4 * vectors, length), (vectors, part))), (-4,), (-2, -3)
-    return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=lanes, vector_dim=-1)
+VECTORS = {128: EVERY, 64: TALL.reduce(1)}
 
 
 class Integers(NamedTuple):
@@ -119,8 +115,13 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Entries of a ring, rounded up to one for each thread."""
-        return -(-self.ring // THREADS) * THREADS
+        """Entries of a ring and what is passed on behind them, rounded up to one for each thread."""
+        return -(-(self.ring + self.passed) // THREADS) * THREADS
+
+    @property
+    def passed(self) -> int:
+        """Numbers that reach the next item through shared memory: the fields of a row, and three of each token."""
+        return FOLDING + 3 * self.time
 
     @property
     def planes(self) -> int:
@@ -135,6 +136,20 @@ class Shape:
     @property
     def items(self) -> int:
         return self.rows * self.heads
+
+    @property
+    def blocks(self) -> int:
+        return min(PROCESSORS, pl.cdiv(self.items, self.slots))
+
+    @property
+    def lanes(self) -> int:
+        """Warpgroups of all blocks."""
+        return self.blocks * self.slots
+
+    @property
+    def draws(self) -> bool:
+        """Whether lanes draw their items: worth a counter that must be zeroed before, if there are many."""
+        return self.frugal and pl.cdiv(self.items, self.lanes) > FEW_ROUNDS
 
     @property
     def slots(self) -> int:
@@ -157,11 +172,11 @@ class Shape:
             # A chunk of keys, the pairs, and the chunk's updates. Rows are a little longer than they need be: their
             # columns then lie in different banks.
             "rows": memory(self.planes, 2 * CHUNK + self.pairs, longest + 8, dtype=jnp.bfloat16),
-            # Of each entry the gate, then the decay since.
+            # Of each entry the gate, then the decay since; behind the gates, what is passed on.
             "sums": memory(self.columns + CHUNK),
             "products": memory(2 * self.time if self.frugal else CHUNK * self.tiles, 2 * CHUNK),
             "reads": memory(*((2 * self.time, self.value_dim) if self.frugal else (self.value_dim, self.width + 2))),
-            "barriers": plgpu.Barrier(num_barriers=slots),
+            "barriers": plgpu.Barrier(num_barriers=slots * (self.value_dim // TILE)),
         }
 
     def bytes(self, slots: int) -> int:
@@ -201,10 +216,11 @@ def extend(
     flat[2] = flat[2].reshape(-1, shape.heads)
     padding = shape.columns - shape.ring
     positions = jnp.pad(integers.entries, ((0, 0), (0, padding)))
-    refs = [jax.new_ref(x) for x in (checkpoints, *flat)]
+    counter = [jnp.zeros(1, jnp.int32)] if shape.draws and not interpret else []
+    refs = [jax.new_ref(x) for x in (checkpoints, *flat, *counter)]
     launch = integers._replace(entries=positions)
     out = _kernel(shape, interpret)(*launch, q, k, v, log_decay, beta, *refs)
-    checkpoints, *flat = (jax.freeze(ref) for ref in refs)
+    checkpoints, *flat = (jax.freeze(ref) for ref in refs[:4])
     return out, (checkpoints, *(x.reshape(old.shape) for x, old in zip(flat, entries, strict=True)))
 
 
@@ -212,11 +228,11 @@ def _kernel(shape: Shape, interpret: bool):
     time, heads, width, items = shape.time, shape.heads, shape.width, shape.items
     key_dim, value_dim = shape.key_dim, shape.value_dim
     key_vector, value_vector = VECTORS[key_dim], VECTORS[value_dim]
-    keys_layout, updates_layout = rows_layout(key_dim, shape.entry), rows_layout(value_dim, shape.entry)
+    keys_layout, updates_layout = vectors_layout(key_dim, shape.entry), vectors_layout(value_dim, shape.entry)
     group, slots = heads // shape.key_heads, shape.slots
-    grid = min(PROCESSORS, pl.cdiv(items, slots))
-    stride = grid * slots
-    tops = range(0, value_dim, TILE)
+    draws = shape.draws and not interpret  # the interpreter knows no atomics
+    stride = shape.lanes
+    halves = [pl.ds(top, TILE) for top in range(0, value_dim, TILE)]
     part = 128 // shape.state.itemsize  # columns of the state that a product takes: a tile of its memory
     parts = [pl.ds(start, part) for start in range(0, key_dim, part)]
     whole, chunk, both = pl.ds(0, key_dim), pl.ds(0, CHUNK), pl.ds(0, 2 * CHUNK)
@@ -248,51 +264,85 @@ def _kernel(shape: Shape, interpret: bool):
 
     def extend_heads(
         numbers, entries, append, q_ref, k_ref, v_ref, decay_ref, beta_ref,
-        checkpoints, keys, updates, gates, out_ref, scratch,
+        checkpoints, keys, updates, gates, *others,
     ):  # fmt: skip
         slot = lax.axis_index("warpgroup")
-        lane = slot * grid + lax.axis_index("block")
-        state, rows, sums_ref, products, reads, barrier = (
-            scratch[name].at[slot] for name in ("state", "rows", "sums", "products", "reads", "barriers")
+        lane = slot * shape.blocks + lax.axis_index("block")
+        *counter, out_ref, scratch = others
+        state, rows, sums_ref, products, reads = (
+            scratch[name].at[slot] for name in ("state", "rows", "sums", "products", "reads")
         )
-        # The items of rows that fold are dealt to the lanes first, one each and round after round; then the others, as
-        # if each of the first had taken FOLD_COST rounds.
+        barriers = [scratch["barriers"].at[slot * len(halves) + i] for i in range(len(halves))]
+        # The items of rows that fold come first, for they take longest. Either the lanes draw items when they have done
+        # others, which makes up for the multiprocessors' unequal shares of the bandwidth; or they are dealt, as if each
+        # item that folds took FOLD_COST rounds.
         folding = numbers[0, FOLDING] * heads
         rounds, late = folding // stride, lax.rem(folding, stride)
         own = rounds + (lane < late).astype(jnp.int32)  # items of this lane that fold
         spare = jnp.where(lane < late, 0, FOLD_COST)  # rounds in which it is among the few that deal with others
 
-        def item_of(turn):
+        def deal(turn):
             """The item that this lane serves in a turn; past `items` if there is none."""
             other = turn - own
             early = other * (stride - late) + lane - late
             rest = FOLD_COST * (stride - late) + (other - spare) * stride + lane
             return jnp.where(other < 0, turn * stride + lane, folding + jnp.where(other < spare, early, rest))
 
-        def locate(turn):
+        # Scalars of the next items are loaded as vectors and read from shared memory when they are used: one loaded as
+        # a scalar would be waited for where it is loaded.
+        word = count((THREADS,), 0, EVERY) - (THREADS - shape.passed)
+        passed = shape.columns - shape.passed
+
+        def load_words(ref, start, length):
+            """The numbers of a reference [length], each in the thread that passes on the word start + its index."""
+            return gather_numbers(ref, jnp.clip(word - start, 0, length - 1), interpret)
+
+        def read_words(start, length, dtype):
+            return [lax.bitcast_convert_type(sums_ref[passed + start + i], dtype) for i in range(length)]
+
+        def locate(item):
             """Place and head of an item, what the row's cursor says, and where its entries lie."""
-            item = item_of(turn)
             place = jnp.minimum(item, items - 1) // heads
             here = entries.at[place, chunk]
             positions = [load(here, layout.reduce(1)) for layout in (keys_layout, updates_layout)]
+            if shape.time > 1 and shape.ring > CHUNK:
+                here = entries.at[place, pl.ds(CHUNK, CHUNK)]
+                positions += [load(here, layout.reduce(1)) for layout in (keys_layout, updates_layout)]
             every = [load(entries.at[place, pl.ds(i, THREADS)], EVERY) for i in range(0, shape.columns, THREADS)]
-            fields = [numbers[place, i] for i in range(FOLDING)]
+            fields = load_words(numbers.at[place], 0, FOLDING)
             return item < items, place, lax.rem(item, heads), fields, positions, every
 
-        def fetch(head, fields):
+        def fetch(i, head, fields):
+            """Half i of a checkpoint."""
+
             @pl.when(fields[HAS_CHECKPOINT] > 0)
             def _():
-                plgpu.copy_gmem_to_smem(checkpoints.at[fields[CHECKPOINT], head], state, barrier)
+                there = checkpoints.at[fields[CHECKPOINT], head, halves[i]]
+                plgpu.copy_gmem_to_smem(there, state.at[halves[i]], barriers[i])
 
         def gather(head, positions):
             """Keys and updates at the positions."""
             refs = (keys.at[:, head // group], keys_layout), (updates.at[:, head], updates_layout)
-            vectors = [_gather(ref, at, layout, interpret) for (ref, layout), at in zip(refs, positions, strict=True)]
+            vectors = [
+                gather_vectors(ref, at, layout, interpret) for (ref, layout), at in zip(refs, positions, strict=True)
+            ]
             return list(zip(vectors, positions, strict=True))
 
         def gather_chunk(place, head, c):
             here = entries.at[place, pl.ds(c * CHUNK, CHUNK)]
             return gather(head, [load(here, layout.reduce(1)) for layout in (keys_layout, updates_layout)])
+
+        def load_pairs(columns):
+            pairs = [rows.at[i, pl.ds(CHUNK, width), columns].transpose((1, 0)) for i in range(shape.planes)]
+            return [load(pair, TALL_RIGHT) for pair in pairs]
+
+        def nothing():
+            """In place of what a chunk holds."""
+            found = []
+            for length, layout in (key_dim, keys_layout), (value_dim, updates_layout):
+                vectors = plgpu.layout_cast(jnp.zeros((CHUNK, length), shape.entry), layout)
+                found.append((vectors, plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.int32), layout.reduce(1))))
+            return found
 
         def gather_next(place, head, c, chunks, found):
             """What the chunk after c holds, if there is one."""
@@ -302,10 +352,11 @@ def _kernel(shape: Shape, interpret: bool):
             """All that an item needs of global memory besides its checkpoint: asked for one item ahead."""
             row = fields[ROW]
             new = [load(ref.at[row, t, head // group], key_vector) for ref in (k_ref, q_ref) for t in range(time)]
-            found = gather(head, positions)
+            found = gather(head, positions[:2])
             values = [load(v_ref.at[row, t, head], value_vector) for t in range(time)]
-            tokens = [(decay_ref[row, t, head], beta_ref[row, t, head], append[place, t]) for t in range(time)]
-            its_gates = [_gather_scalars(gates.at[:, head], at, interpret) for at in every]
+            tokens = decay_ref.at[row, :, head], beta_ref.at[row, :, head], append.at[place]
+            tokens = [load_words(ref, FOLDING + i * time, time) for i, ref in enumerate(tokens)]
+            its_gates = [gather_numbers(gates.at[:, head], at, interpret) for at in every]
             return found, its_gates, new, values, tokens
 
         def write(start, x):
@@ -321,71 +372,93 @@ def _kernel(shape: Shape, interpret: bool):
             """Writes a chunk's keys and updates."""
             layouts, starts = (keys_layout, updates_layout), (0, first_update)
             for (x, positions), layout, start in zip(found, layouts, starts, strict=True):
-                write(start, _living(x, positions, layout, interpret))
+                write(start, select_positive(x, positions, layout, interpret))
 
-        def admit(item, loaded):
-            """An item's inputs, into shared memory and to their places among the entries."""
-            there, _, head, _, _, every = item
+        def admit(every, loaded, fields):
+            """Puts an item's inputs into shared memory, and with them the fields of the item after it."""
             found, its_gates, new, values, tokens = loaded
             stage(found)
-            for i, (gate, positions) in enumerate(zip(its_gates, every, strict=True)):
-                sums_ref[pl.ds(i * THREADS, THREADS)] = jnp.where(positions > 0, gate, zero)
+            words = lax.bitcast_convert_type(fields, jnp.float32)
+            for i, x in enumerate(tokens):
+                x = lax.bitcast_convert_type(x, jnp.float32)
+                words = jnp.where(word >= FOLDING + i * time, x, words)
+            its_gates = [jnp.where(at > 0, gate, zero) for gate, at in zip(its_gates, every, strict=True)]
+            its_gates[-1] = jnp.where(word >= 0, words, its_gates[-1])
+            for i, x in enumerate(its_gates):
+                sums_ref[pl.ds(i * THREADS, THREADS)] = x
             for i, x in enumerate(new):
                 write(CHUNK + i, x)
-            for (gate, _, to), key in zip(tokens, new[:time], strict=True):
-
-                @pl.when(there & (to >= 0))
-                def _(to=to, gate=gate, key=key):
-                    gates[to, head] = gate
-
-                    @pl.when(lax.rem(head, group) == 0)
-                    def _():
-                        keys[to, head // group] = key.astype(shape.entry)
-
             plgpu.commit_smem()
-            return values, tokens
+            return values, new[:time] if shape.planes == 2 else []
 
         def load_update(i):
             here = [rows.at[plane, first_update + i, pl.ds(0, value_dim)] for plane in range(shape.planes)]
             return _whole([load(x, value_vector) for x in here])
 
-        def fold(place, head, live, holds, total):
-            """state · decay + Σ weight · u ⊗ k, in shared memory, a chunk of entries at a time."""
+        def fold(place, head, live, fold_to, holds, total):
+            """state · decay + Σ weight · u ⊗ k, in shared memory and from there to the pool, a chunk of entries at a
+            time."""
 
-            def add(c, found):
-                ahead = gather_next(place, head, c, chunks, found)
+            def add(c, _):
                 weight = jnp.exp(load(sums_ref.at[pl.ds(c * CHUNK, CHUNK)], TALL_LEFT.reduce(0)))
                 decay = jnp.where(c == 0, jnp.exp(total), np.float32(1))
-                for top in tops:
-                    here = [rows.at[i, pl.ds(first_update, CHUNK), pl.ds(top, TILE)] for i in range(shape.planes)]
+                for i, half in enumerate(halves):
+
+                    @pl.when(holds & (c == 0))
+                    def _(i=i):
+                        plgpu.barrier_wait(barriers[i])
+
+                    here = [rows.at[i, pl.ds(first_update, CHUNK), half] for i in range(shape.planes)]
                     update = _whole([load(x.transpose((1, 0)), TALL_LEFT) for x in here])
                     update = _halves(update * spread(weight, update.shape, 1, TALL_LEFT))
                     for columns in parts:
                         these = [load(rows.at[i, chunk, columns], TALL_RIGHT) for i in range(shape.planes)]
-                        there = state.at[pl.ds(top, TILE), columns]
+                        there = state.at[half, columns]
                         old = _where(holds | (c > 0), load(there, TALL).astype(jnp.float32) * decay)
                         there[...] = multiply(old, update, these).astype(shape.state)
-                plgpu.commit_smem()
+                    plgpu.commit_smem()
+
+                    @pl.when(c + 1 == chunks)
+                    def _(half=half):
+                        plgpu.copy_smem_to_gmem(state.at[half], checkpoints.at[fold_to, head, half])
 
                 @pl.when(c + 1 < chunks)
                 def _():
-                    stage(ahead)
+                    # Not asked for ahead: what is on its way when the fold ends would be waited for by all others.
+                    stage(gather_chunk(place, head, c + 1))
                     plgpu.commit_smem()
 
-                return ahead
-
-            chunks, nothing = pl.cdiv(live, CHUNK), []
-            for length, layout in (key_dim, keys_layout), (value_dim, updates_layout):
-                vectors = plgpu.layout_cast(jnp.zeros((CHUNK, length), shape.entry), layout)
-                nothing.append((vectors, plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.int32), layout.reduce(1))))
-            lax.fori_loop(0, chunks, add, nothing)
+            chunks = pl.cdiv(live, CHUNK)
+            lax.fori_loop(0, chunks, add, None)
 
         def serve(turn, carry):
-            here, following, values, tokens = carry
-            _, place, head, (row, length, live, _, has_checkpoint, fold_to), _, _ = here
-            then = locate(turn + 2)  # early, or its arrival would be waited for at the end of the turn
+            (_, place, head, fields, positions), following, values, new_keys = carry
+            row, length, live, _, has_checkpoint, fold_to = fields
+            if positions[2:]:
+                second = lax.cond(live > CHUNK, lambda: gather(head, positions[2:]), nothing)
+            number = count_up(*counter) if draws else None
+            next_fields = read_words(0, FOLDING, jnp.int32)
+            new_gates, betas = (read_words(FOLDING + i * time, time, jnp.float32) for i in range(2))
+            places = read_words(FOLDING + 2 * time, time, jnp.int32)
+            if not shape.frugal:
+                then = locate(deal(turn + 2))
+            there, next_place, next_head, _, next_positions, every = following
+
+            # What the next item needs is asked for early: it arrives while this one is served, if there are registers.
+            def load_next():
+                return load_inputs(next_place, next_head, next_fields, next_positions, every)
+
             has_checkpoint, folds = has_checkpoint > 0, fold_to >= 0
-            new_gates = [gate for gate, _, _ in tokens]
+            for t, (to, gate) in enumerate(zip(places, new_gates, strict=True)):
+
+                @pl.when(to >= 0)
+                def _(t=t, to=to, gate=gate):
+                    gates[to, head] = gate
+
+                    @pl.when(lax.rem(head, group) == 0)
+                    def _():
+                        key = new_keys[t] if new_keys else load(rows.at[0, CHUNK + t, whole], key_vector)
+                        keys[to, head // group] = key.astype(shape.entry)
 
             # Decay from each entry to the last committed token, summed from old to new.
             def add_gates(c, carry):
@@ -404,16 +477,13 @@ def _kernel(shape: Shape, interpret: bool):
                 sums_ref[pl.ds(THREADS * i, THREADS)] = x
             plgpu.commit_smem()
 
-            @pl.when(has_checkpoint & folds)
-            def _():
-                plgpu.barrier_wait(barrier)
-
             @pl.when(folds)
             def _():
-                fold(place, head, live, has_checkpoint, total)
-                plgpu.copy_smem_to_gmem(state, checkpoints.at[fold_to, head])
+                fold(place, head, live, fold_to, has_checkpoint, total)
 
             total = jnp.where(folds, zero, total)
+            if shape.frugal:  # not before the fold, which would wait for it
+                loaded = load_next()
 
             # What the entries of a chunk add to every output, and the products of the tokens among each other.
             def add_entries(c, added):
@@ -438,6 +508,8 @@ def _kernel(shape: Shape, interpret: bool):
                     for i in these:
                         decay = jnp.where(line == i - start, spread(decays[i % time], decay.shape, 1, PRODUCT), decay)
                     products[pl.ds(start, CHUNK), both] = matches * decay
+                if number is not None and isinstance(c, int):  # once a turn
+                    publish(number, sums_ref.at[shape.columns])
                 plgpu.commit_smem()
                 for i in range(CHUNK):
                     update = load_update(i)
@@ -458,39 +530,43 @@ def _kernel(shape: Shape, interpret: bool):
             if shape.ring > CHUNK:
 
                 def add_others():
-                    carry = added, gather_chunk(place, head, 1)
+                    carry = added, second if positions[2:] else gather_chunk(place, head, 1)
                     return lax.fori_loop(1, chunks, add_more_entries, carry)[0]
 
                 added = lax.cond(chunks > 1, add_others, lambda: added)
             added = [_where(~folds, x) for x in added]
-            there, next_place, next_head, next_fields, positions, every = following
-            loaded = load_inputs(next_place, next_head, next_fields, positions, every)
+            if shape.frugal:
+                drawn = 2 * stride + lax.bitcast_convert_type(sums_ref[shape.columns], jnp.int32)
+                then = locate(drawn if draws else deal(turn + 2))
+            else:
+                loaded = load_next()
 
-            @pl.when(has_checkpoint & ~folds)
-            def _():
-                plgpu.barrier_wait(barrier)
+            pairs = {columns.start: load_pairs(columns) for columns in parts} if width <= CHUNK else None
+            for i, half in enumerate(halves):
 
-            for top in tops:
+                @pl.when(has_checkpoint & ~folds)
+                def _(i=i):
+                    plgpu.barrier_wait(barriers[i])
+
                 tile = zeros((TILE, width), TALL)
                 for columns in parts:
-                    pairs = [rows.at[i, pl.ds(CHUNK, width), columns].transpose((1, 0)) for i in range(shape.planes)]
-                    these = load(state.at[pl.ds(top, TILE), columns], TALL_LEFT)
-                    tile = multiply(tile, _halves(these), [load(pair, TALL_RIGHT) for pair in pairs])
+                    these = load(state.at[half, columns], TALL_LEFT)
+                    tile = multiply(tile, _halves(these), pairs[columns.start] if pairs else load_pairs(columns))
                 if shape.frugal:
-                    for i in range(2 * time):
-                        reads[i, pl.ds(top, TILE)] = pick(tile, i, 1, TALL)
+                    for j in range(2 * time):
+                        reads[j, half] = pick(tile, j, 1, TALL)
                 else:
-                    reads[pl.ds(top, TILE), pl.ds(0, width)] = tile
+                    reads[half, pl.ds(0, width)] = tile
 
-            @pl.when(folds)
-            def _():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                @pl.when(folds)
+                def _(i=i):
+                    plgpu.wait_smem_to_gmem(len(halves) - 1 - i, wait_read_only=True)
 
-            plgpu.commit_smem()
+                plgpu.commit_smem()
 
-            @pl.when(there)
-            def _():
-                fetch(next_head, next_fields)
+                @pl.when(there)
+                def _(i=i):
+                    fetch(i, next_head, next_fields)
 
             def read(i):
                 return _where(holds, load(reads.at[i] if shape.frugal else reads.at[:, i], value_vector))
@@ -500,7 +576,7 @@ def _kernel(shape: Shape, interpret: bool):
                 total = total + gate
                 totals.append(jnp.exp(total))
             holds, new_updates = has_checkpoint | folds, []
-            for t, (_, beta, to) in enumerate(tokens):
+            for t, (beta, to) in enumerate(zip(betas, places, strict=True)):
                 recalled, out = added[t], added[time + t]
                 for s, update in enumerate(new_updates):
                     recalled = recalled + products[t, CHUNK + s] * update
@@ -518,23 +594,27 @@ def _kernel(shape: Shape, interpret: bool):
                     updates[to, head] = stored
 
             plgpu.commit_smem()  # all have read what the next item overwrites
-            return following, then, *admit(following, loaded)
+            here = there, next_place, next_head, next_fields, next_positions
+            return here, then, *admit(every, loaded, then[3])
 
-        start, following = locate(0), locate(1)
+        start, following = (locate(turn * stride + lane if draws else deal(turn)) for turn in range(2))
 
         @pl.when(start[0])
         def _():
-            _, place, head, fields, positions, every = start
+            there, place, head, _, positions, every = start
+            fields = [numbers[place, i] for i in range(FOLDING)]
             loaded = load_inputs(place, head, fields, positions, every)
-            fetch(head, fields)
-            carry = start, following, *admit(start, loaded)
+            for i in range(len(halves)):
+                fetch(i, head, fields)
+            here = there, place, head, fields, positions
+            carry = here, following, *admit(every, loaded, following[3])
             lax.while_loop(lambda carry: carry[1][0][0], lambda carry: (carry[0] + 1, serve(*carry)), (0, carry))
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         extend_heads,
         out_type=jax.ShapeDtypeStruct((shape.rows, time, heads, value_dim), shape.out),
-        grid=(grid,),
+        grid=(shape.blocks,),
         grid_names=("block",),
         num_threads=slots,
         thread_name="warpgroup",
@@ -543,75 +623,6 @@ def _kernel(shape: Shape, interpret: bool):
         compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )
-
-
-def _gather(ref, positions: Array, layout, interpret: bool) -> Array:
-    """Vectors [n, length] of a reference [m, length], at positions int32 [n]: each thread asks for what it holds."""
-    if interpret:
-        return jnp.stack([ref[positions[i]] for i in range(positions.shape[0])])
-    dims = positions.shape[0], ref.shape[-1]
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), layout.reduce(1)),
-        return_type=plgpu.ShapeDtypeStruct(dims, ref.dtype, layout=layout),
-    )
-    def load_vectors(_, ref, positions):
-        tiled = layout.to_mgpu()
-        kind = ir.VectorType.get((tiled.vector_length,), ir.MemRefType(ref.type).element_type)
-        registers = np.empty(tiled.registers_shape(dims), object)
-        places, each = tiled.thread_idxs(dims), positions.registers.flat
-        for (i, _), (_, column), at in zip(np.ndenumerate(registers), places, each, strict=True):
-            registers[i] = vector.load(kind, ref, [_index(at), column])
-        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
-
-    return load_vectors(ref, positions)
-
-
-def _gather_scalars(ref, positions: Array, interpret: bool) -> Array:
-    """The numbers [n] of a reference [m] at positions int32 [n]."""
-    if interpret:
-        return jnp.stack([ref[positions[i]] for i in range(positions.shape[0])])
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), EVERY),
-        return_type=plgpu.ShapeDtypeStruct(positions.shape, ref.dtype, layout=EVERY),
-    )
-    def load_scalars(_, ref, positions):
-        kind = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
-        registers = np.empty(positions.registers.shape, object)
-        for i, at in np.ndenumerate(positions.registers):
-            registers[i] = vector.load(kind, ref, [_index(at)])
-        return mgpu.FragmentedArray(_registers=registers, _layout=positions.layout, _is_signed=None)
-
-    return load_scalars(ref, positions)
-
-
-def _living(x: Array, positions: Array, layout, interpret: bool) -> Array:
-    """x where the positions are above 0, else zeros: what is there may be another owner's NaN."""
-    if interpret:
-        return jnp.where(positions[:, None] > 0, x, jnp.zeros_like(x))
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout, layout.reduce(1)), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
-    )
-    def select(_, x, positions):
-        registers = np.empty_like(x.registers)
-        for (i, vectors), at in zip(np.ndenumerate(x.registers), positions.registers.flat, strict=True):
-            zeros = arith.constant(vectors.type, ir.DenseElementsAttr.get_splat(vectors.type, _zero(vectors.type)))
-            lives = arith.cmpi(arith.CmpIPredicate.ne, _index(at), arith.constant(ir.IndexType.get(), 0))
-            registers[i] = arith.select(lives, vectors, zeros)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
-
-    return select(x, positions)
-
-
-def _zero(kind):
-    return ir.FloatAttr.get(ir.VectorType(kind).element_type, 0.0)
-
-
-def _index(register):
-    """A register of one int32, as an index."""
-    return arith.index_cast(ir.IndexType.get(), vector.extract(register, [], [0]))
 
 
 def _halves(x: Array) -> list[Array]:
