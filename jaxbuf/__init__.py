@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from jaxbuf.compilation import cache_compilations
     from jaxbuf.models.checkpoint import CheckpointError
     from jaxbuf.models.language_model import LanguageModel, load
-    from jaxbuf.serving import Event, GenerationResult, SamplingParams, generate
+    from jaxbuf.serving import Beam, Event, GenerationResult, SamplingParams, beam_search, generate
     from jaxbuf.serving.plan import plan
 
 __all__ = [
+    "Beam",
     "CheckpointError",
     "Event",
     "GenerationResult",
     "LanguageModel",
     "SamplingParams",
     "__version__",
+    "beam_search",
     "cache_compilations",
     "generate",
     "load",

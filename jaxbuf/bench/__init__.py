@@ -22,6 +22,9 @@ PROGRAMS = (
     Program(
         "drift", "how far the buffered recurrence drifts from the fp32 recurrence over a long decode", "drift.json"
     ),
+    Program(
+        "likelihood", "what bf16 entries cost in likelihood, a text's against the fp32 recurrence", "likelihood.json"
+    ),
     Program("load", "how much memory loading a checkpoint takes beside its parameters", "load_memory.json"),
     Program(
         "kernels", "how near the decoding kernels come to the memory's bandwidth, and what others take", "kernels.json"

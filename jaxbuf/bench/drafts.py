@@ -4,7 +4,6 @@ Letters in shapes: W tokens of a window, D hidden size, K drafts of a step.
 """
 
 import argparse
-import hashlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,20 +17,21 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxbuf.bench import report
+from jaxbuf.bench.texts import KINDS, WINDOW, Kind, add_text, check_text, cut_prompts, cut_windows, documents_of
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.cache import MTPCache, init_mtp
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.qwen3_5_mtp import draft_mtp
 from jaxbuf.serving import GenerationResult, SamplingParams, generate
-from jaxbuf.serving.speculation import MOST_DRAFTS
+from jaxbuf.serving.drafters import MOST_DRAFTS
+from jaxbuf.serving.drafting import propose_ngram
+from jaxbuf.serving.sampling import History
 
 type Array = jax.Array
 type Name = Literal["mtp", "ngram"]
 
 DRAFTERS: tuple[Name, ...] = ("mtp", "ngram")
-TEXTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-DOCUMENT_BREAK = "\f"
-WINDOW = 512
+PROMPT_TOKENS: dict[Kind, int] = {"text": 64, "code": 256, "logs": 256}  # what repeats itself needs room to
 WINDOWS = 8  # at once
 BATCH = 32
 
@@ -40,10 +40,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="jaxbuf bench drafts",
         description=(__doc__ or "").splitlines()[0],
-        epilog="Two measurements. Teacher-forced (drafter mtp): the model and its MTP layer read windows of "
-        f"{WINDOW} tokens, evenly spread over the text, and at every place the layer drafts in a chain that is kept on "
-        "the text; a draft is accepted where it is the model's own greedy choice. Generated: prompts cut from the text "
-        "at random places are continued greedily and at --temperature, with each drafter, by the buffered form; the "
+        epilog="Two measurements of each of --kinds: the files of --text, Python's standard library as code, and logs "
+        f"that the seed makes up. Teacher-forced: the model reads windows of {WINDOW} tokens, evenly spread over the "
+        "text, and at every place the drafter drafts in a chain that is kept on the text before it; a draft is "
+        "accepted where it is the model's own greedy choice. Generated: prompts cut from the text at random places are "
+        "continued greedily and at --temperature, with each drafter, by the buffered form; the "
         "counts come from the results' stats. A step is one forward pass of the model, so tokens a step is how many "
         "times fewer passes it takes. State moved is compared with the design that keeps a state for each token that "
         "is verified. Rows whose greedy tokens differ from those without a drafter are counted: in float32 only a tie "
@@ -55,65 +56,32 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="to compute in")
     parser.add_argument("--drafters", default=",".join(DRAFTERS), help="who drafts, separated by commas")
     parser.add_argument("--draft-tokens", type=int, default=4, help="the most drafts of a step")
-    parser.add_argument("--text", type=Path, nargs="+", help=f"files; default: the repository's {', '.join(TEXTS)}")
+    add_text(parser)
+    parser.add_argument("--kinds", default="text", help=f"of text, separated by commas, among {', '.join(KINDS)}")
     parser.add_argument("--tokens", type=int, default=20_000, help="of the text, read teacher-forced; in whole windows")
     parser.add_argument("--prompts", type=int, default=100, help=f"to continue, in batches of at most {BATCH}")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="of each prompt")
+    sizes = ", ".join(f"{number} of {kind}" for kind, number in PROMPT_TOKENS.items())
+    parser.add_argument("--prompt-tokens", type=int, default=None, help=f"of each prompt; default: {sizes}")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="the most tokens of each continuation")
     parser.add_argument("--temperature", type=float, default=0.8, help="of the sampled continuations")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts' places and of sampling")
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
     options = parser.parse_args(arguments)
-    options.drafters = options.drafters.split(",")
-    if unknown := set(options.drafters) - set(DRAFTERS):
-        parser.error(f"--drafters must name drafters among {', '.join(DRAFTERS)}, got {', '.join(sorted(unknown))}")
+    for name, known in (("drafters", DRAFTERS), ("kinds", KINDS)):
+        given = getattr(options, name).split(",")
+        if unknown := set(given) - set(known):
+            parser.error(f"--{name} must name {name} among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+        setattr(options, name, given)
     least = {"tokens": options.draft_tokens + 2, "prompts": 1, "prompt_tokens": 1, "max_new_tokens": 2}
     for name, number in (least | {"draft_tokens": 1}).items():
-        if getattr(options, name) < number:
-            parser.error(f"--{name.replace('_', '-')} must be at least {number}, got {getattr(options, name)}")
+        if (given := getattr(options, name)) is not None and given < number:
+            parser.error(f"--{name.replace('_', '-')} must be at least {number}, got {given}")
     if options.draft_tokens > MOST_DRAFTS:
         parser.error(f"--draft-tokens must be at most {MOST_DRAFTS}, got {options.draft_tokens}")
     if options.temperature <= 0:
         parser.error(f"--temperature must be above 0 (greedy is measured anyway), got {options.temperature}")
-    options.text = options.text or [report.ROOT / name for name in TEXTS if (report.ROOT / name).is_file()]
-    if not options.text:
-        parser.error(f"--text must name files: {', '.join(TEXTS)} of the repository are not here")
-    if missing := [str(path) for path in options.text if not path.is_file()]:
-        parser.error(f"--text must name files, there is no {missing[0]}")
+    check_text(parser, options)
     return options
-
-
-def read_documents(lm: LanguageModel, files: Sequence[Path]) -> list[list[int]]:
-    """The tokens of every document of the files, in order."""
-    texts = [text for path in files for text in path.read_text(encoding="utf-8").split(DOCUMENT_BREAK)]
-    return [lm.encode(text.removeprefix("\n")) for text in texts if text.strip()]
-
-
-def cut_windows(lm: LanguageModel, documents: Sequence[Sequence[int]], tokens: int) -> np.ndarray:
-    """int32 [windows, W], at least `tokens` if there are as many: the documents one after another, each closed by the
-    model's end token, and of these the windows that are evenly spread over them.
-    """
-    end = sorted(lm.stop_ids)[:1]
-    stream = np.asarray([token for document in documents for token in [*document, *end]], np.int32)
-    window = max(1, min(WINDOW, len(stream), tokens))
-    windows = stream[: len(stream) // window * window].reshape(-1, window)
-    number = min(len(windows), -(-tokens // window))
-    return windows[np.arange(number) * len(windows) // max(number, 1)]
-
-
-def cut_prompts(documents: Sequence[Sequence[int]], number: int, length: int, seed: int) -> list[list[int]]:
-    """`number` prompts of `length` tokens, each inside one document, from places that are drawn with the seed.
-
-    Raises:
-      ValueError: No document is so long.
-    """
-    starts = [(document, place) for document in documents for place in range(len(document) - length + 1)]
-    if not starts:
-        longest = max(map(len, documents), default=0)
-        raise ValueError(f"--prompt-tokens must be at most the longest document's ({longest}), got {length}")
-    rng = np.random.default_rng(seed)
-    chosen = rng.choice(len(starts), number, replace=number > len(starts))
-    return [list(document[place : place + length]) for document, place in (starts[i] for i in chosen)]
 
 
 @jax.jit
@@ -175,22 +143,43 @@ def compare(drafts: np.ndarray, best: np.ndarray, tokens: np.ndarray) -> tuple[n
     return right, np.concatenate([first, np.logical_and.accumulate(followed, axis=2)], axis=2)
 
 
-def measure_forced(lm: LanguageModel, windows: np.ndarray, draft_tokens: int, progress: Progress) -> dict[str, Any]:
-    """Acceptance of the MTP layer's drafts on a text, int32 [windows, W].
+@partial(jax.jit, static_argnames="draft_tokens")
+def draft_all_ngram(tokens: Array, *, draft_tokens: int) -> Array:
+    """`draft_all` of the n-gram drafter, from int32 [rows, W] tokens; -1 where it has no drafts."""
+    rows, window = tokens.shape
+    none, blank = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, 0), jnp.int32)
+
+    def at(_, newest: Array) -> tuple[None, Array]:
+        history = History(tokens, jnp.full(rows, newest + 1, jnp.int32), blank, none, blank)
+        drafts, count = propose_ngram(history, draft_tokens)
+        return None, jnp.where((count > 0)[:, None], drafts, -1)
+
+    return jax.lax.scan(at, None, jnp.arange(1, window - draft_tokens + 1, dtype=jnp.int32))[1]
+
+
+def measure_forced(
+    lm: LanguageModel, windows: np.ndarray, drafter: Name, draft_tokens: int, progress: Progress
+) -> dict[str, Any]:
+    """Acceptance of a drafter's drafts on a text, int32 [windows, W].
 
     Returns:
-      tokens and places that were judged; of each draft: acceptance, that where the drafts before it are the text
-      (acceptance_on_text, None if they never are), and at how many places they are; and tokens_per_step, 1 + the mean
-      number of drafts that are accepted before the first that is not.
+      tokens and places that were judged, and at how many of those it had drafts; of each draft: acceptance (a place
+      without drafts accepts none), that where the drafts before it are the text (acceptance_on_text, None if they never
+      are), and at how many places they are; and tokens_per_step, 1 + the mean number of drafts that are accepted before
+      the first that is not.
     """
     window = windows.shape[1]
-    rows, rights, followeds = min(WINDOWS, len(windows)), [], []
-    for begin in progress.track(range(0, len(windows), rows), description="reading the text, mtp"):
+    rows, rights, followeds, drafted = min(WINDOWS, len(windows)), [], [], 0
+    for begin in progress.track(range(0, len(windows), rows), description=f"reading the text, {drafter}"):
         part = windows[begin : begin + rows]
         tokens = np.concatenate([part, np.zeros((rows - len(part), window), np.int32)])
         hidden, best = read(lm.model, tokens)
-        memory = init_mtp(lm.config, slots=rows, capacity=window, max_pending=1 + draft_tokens, dtype=hidden.dtype)
-        drafts = draft_all(lm.model, memory, hidden, jnp.asarray(tokens), draft_tokens=draft_tokens)
+        if drafter == "mtp":
+            memory = init_mtp(lm.config, slots=rows, capacity=window, max_pending=1 + draft_tokens, dtype=hidden.dtype)
+            drafts = draft_all(lm.model, memory, hidden, jnp.asarray(tokens), draft_tokens=draft_tokens)
+        else:
+            drafts = draft_all_ngram(jnp.asarray(tokens), draft_tokens=draft_tokens)
+        drafted += int(np.sum(np.asarray(drafts)[:, : len(part), 0] >= 0))
         right, followed = compare(np.asarray(drafts), np.asarray(best), tokens)
         rights.append(right[:, : len(part)].reshape(-1, draft_tokens))
         followeds.append(followed[:, : len(part)].reshape(-1, draft_tokens))
@@ -199,6 +188,7 @@ def measure_forced(lm: LanguageModel, windows: np.ndarray, draft_tokens: int, pr
     return {
         "tokens": windows.size,
         "places": len(right),
+        "places_with_drafts": drafted,
         "acceptance": [round(float(share), 4) for share in right.mean(axis=0)],
         "acceptance_on_text": [round(float(hits / places), 4) if places else None for hits, places in kept],
         "places_on_text": [int(number) for number in followed.sum(axis=0)],
@@ -260,24 +250,27 @@ def measure_generated(
     return figures
 
 
-def show(console: Console, record: dict[str, Any]) -> None:
-    forced = record["teacher_forced"]
-    if forced:
+def show(console: Console, kind: Kind, figures: dict[str, Any], draft_tokens: int) -> None:
+    for drafter, forced in figures["teacher_forced"].items():
         table = Table("draft", "accepted", "where the drafts before it are the text", "such places")
-        table.title = f"mtp, teacher-forced on {forced['tokens']:,} tokens"
+        table.title = f"{kind}: {drafter}, teacher-forced on {forced['tokens']:,} tokens"
         columns = (forced[name] for name in ("acceptance", "acceptance_on_text", "places_on_text"))
         for number, (share, on_text, places) in enumerate(zip(*columns, strict=True), start=1):
             table.add_row(str(number), f"{share:.3f}", "" if on_text is None else f"{on_text:.3f}", f"{places:,}")
-        table.caption = f"{forced['tokens_per_step']:.2f} tokens a step, at {forced['places']:,} places"
+        table.caption = (
+            f"{forced['tokens_per_step']:.2f} tokens a step, at {forced['places']:,} places, of which "
+            f"{forced['places_with_drafts']:,} had drafts"
+        )
         console.print(table)
     headings = ("drafter", "T", "tokens", "steps", "tokens a step", "kept", "state MB", "times fewer", "differ")
-    table = Table(*headings, title=f"{record['prompts']} prompts, at most {record['draft_tokens']} drafts a step")
+    title = f"{kind}: {figures['prompts']} prompts of {figures['prompt_tokens']} tokens, at most {draft_tokens} drafts"
+    table = Table(*headings, title=title)
     table.caption = (
         "T: temperature; kept: share of the drafts; state: what the recurrent layers moved, and how many times less "
         "that is than keeping a state for each verified token would move in these steps; differ: rows whose greedy "
         "tokens differ from those without a drafter"
     )
-    for row in record["generated"]:
+    for row in figures["generated"]:
         accepted = f"{row['accepted_share']:.3f}" if row["drafter"] else ""
         counts = f"{row['new_tokens']:,}", f"{row['steps']:,}", f"{row['tokens_per_step']:.2f}", accepted
         moved = f"{row['bytes'] / 1e6:.0f}", f"{row['snapshot_ratio']:.2f}"
@@ -286,42 +279,49 @@ def show(console: Console, record: dict[str, Any]) -> None:
     console.print(table)
 
 
+def prepare(lm: LanguageModel, kind: Kind, options: argparse.Namespace) -> tuple[np.ndarray, list, dict[str, Any]]:
+    """Windows and prompts of a kind of text, and what its record begins with.
+
+    Raises:
+      ValueError: The text or the model does not serve.
+    """
+    documents, told = documents_of(lm, kind, options.text, options.seed)
+    windows = cut_windows(lm, documents, options.tokens)
+    if windows.size < options.draft_tokens + 2:
+        raise ValueError(f"--text must have at least {options.draft_tokens + 2} tokens, got {windows.size}")
+    length = options.prompt_tokens or PROMPT_TOKENS[kind]
+    if (whole := length + options.max_new_tokens) > lm.max_length:
+        raise ValueError(f"--prompt-tokens and --max-new-tokens together must be at most {lm.max_length}, got {whole}")
+    prompts = cut_prompts(documents, options.prompts, length, options.seed)
+    return windows, prompts, {"text": told, "prompts": len(prompts), "prompt_tokens": length}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status, 2 if the model or the text does not serve."""
     options, console = parse(arguments), Console(highlight=False)
     lm = load(options.model, dtype=options.dtype)
     try:
-        documents = read_documents(lm, options.text)
-        windows = cut_windows(lm, documents, options.tokens)
         if "mtp" in options.drafters and lm.model.mtp is None:
             raise ValueError(f"--drafters must leave out mtp: {lm.name} has no MTP layer")
-        if windows.size < options.draft_tokens + 2:
-            raise ValueError(f"--text must have at least {options.draft_tokens + 2} tokens, got {windows.size}")
-        if (whole := options.prompt_tokens + options.max_new_tokens) > lm.max_length:
-            raise ValueError(
-                f"--prompt-tokens and --max-new-tokens together must be at most {lm.max_length}, got {whole}"
-            )
-        prompts = cut_prompts(documents, options.prompts, options.prompt_tokens, options.seed)
+        prepared = {kind: prepare(lm, kind, options) for kind in options.kinds}
     except ValueError as error:
         console.print(str(error), soft_wrap=True, markup=False)
         return 2
     console.print(f"{lm.name}, {options.dtype}, on {jax.devices()[0].device_kind}; seed {options.seed}")
-    if windows.size < options.tokens:
-        console.print(f"The text has fewer than the {options.tokens:,} tokens asked for: {windows.size:,} are read.")
-    record = report.provenance("scripts/bench_drafts", arguments, report.ROOT) | {
-        "model": lm.name,
-        "dtype": options.dtype,
-        "text": [
-            {"file": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-            for path in options.text
-        ],
-    }
-    settings = ("draft_tokens", "prompts", "prompt_tokens", "max_new_tokens", "seed")
-    record |= {name: getattr(options, name) for name in settings}
-    with Progress(console=Console(stderr=True), redirect_stdout=False) as progress:
-        forced = measure_forced(lm, windows, options.draft_tokens, progress) if "mtp" in options.drafters else None
-        record |= {"teacher_forced": forced, "generated": measure_generated(lm, prompts, options, progress)}
-    show(console, record)
+    record = report.provenance("scripts/bench_drafts", arguments, report.ROOT)
+    record |= {"model": lm.name, "dtype": options.dtype}
+    record |= {name: getattr(options, name) for name in ("draft_tokens", "max_new_tokens", "seed")} | {"kinds": {}}
+    for kind, (windows, prompts, told) in prepared.items():
+        if windows.size < options.tokens:
+            few = f"{windows.size:,}"
+            console.print(f"The {kind} has fewer than the {options.tokens:,} tokens asked for: {few} are read.")
+        with Progress(console=Console(stderr=True), redirect_stdout=False) as progress:
+            forced = {
+                name: measure_forced(lm, windows, name, options.draft_tokens, progress) for name in options.drafters
+            }
+            generated = measure_generated(lm, prompts, options, progress)
+        record["kinds"][kind] = told | {"teacher_forced": forced, "generated": generated}
+        show(console, kind, record["kinds"][kind], options.draft_tokens)
     if options.json:
         report.write(options.json, record)
         console.print(f"wrote {options.json}", soft_wrap=True)

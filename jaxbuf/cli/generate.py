@@ -1,5 +1,7 @@
 """`jaxbuf generate`."""
 
+import contextlib
+import dataclasses
 import threading
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,10 +19,15 @@ from jaxbuf.cli.session import (
     load_model,
     sampling_params,
     write_stream,
+    write_text,
 )
 
 if TYPE_CHECKING:
-    from jaxbuf.serving import Stats
+    from collections.abc import Generator, Iterable
+
+    from jaxbuf.serving import Event, GenerationResult, Stats
+
+COMPILING = "compiling prefill and decode, once per shape ..."
 
 
 @options.with_sampling
@@ -34,6 +41,9 @@ def generate(
     draft_tokens: options.DraftTokens = 4,
     dtype: options.Dtype = None,
     profile: options.Profile = None,
+    samples: options.Samples = 1,
+    beams: options.Beams = None,
+    length_penalty: options.LengthPenalty = 1.0,
     *,
     sampling: dict[str, Any],
 ) -> None:
@@ -52,24 +62,39 @@ def generate(
 
       jaxbuf generate "To install it" --drafter mtp --draft-tokens 3
 
+      jaxbuf generate "To install it" --samples 4 --temperature 0.8
+
+      jaxbuf generate "To install it" --beams 4 --max-new-tokens 20
+
       jaxbuf generate - --model ./checkpoint --dtype bfloat16 < prompt.txt
     """
     err = error_console()
     settings = {"max_new_tokens": max_new_tokens, "limit": limit, "form": form, "draft_tokens": draft_tokens}
     with errors_exit(err):
+        if samples < 1:
+            raise ValueError(f"samples must be a whole number of at least 1, got {samples}")
         check_arguments(sampling, **settings)
+        if beams is not None:
+            others = {"--samples": samples > 1, "--drafter": drafter is not None, "--profile": profile is not None}
+            given = {f"--{name.replace('_', '-')}": name != "ignore_eos" for name in sampling}
+            _check_search(beams, length_penalty, [name for name, there in (others | given).items() if there])
         text = typer.get_binary_stream("stdin").read().decode() if prompt == "-" else prompt
     with errors_exit(err), interrupt() as interrupted:
-        _generate(
-            err,
-            interrupted,
-            prompt=text,
-            model=model,
-            drafter=drafter,
-            dtype=dtype,
-            sampling=sampling,
-            settings=settings | {"profile": profile},
-        )
+        if beams is not None:
+            del settings["draft_tokens"]
+            settings |= {"beams": beams, "length_penalty": length_penalty, **sampling}
+            _search(err, interrupted, prompt=text, model=model, dtype=dtype, settings=settings)
+        else:
+            _generate(
+                err,
+                interrupted,
+                prompt=text,
+                model=model,
+                drafter=drafter,
+                dtype=dtype,
+                sampling=sampling | {"n": samples},
+                settings=settings | {"profile": profile},
+            )
     if interrupted.is_set():
         raise typer.Exit(130)
 
@@ -91,13 +116,75 @@ def _generate(
     settings = settings | {"drafter": load_drafter(err, drafter, dtype), "sampling": sampling_params(lm, sampling)}
     if interrupted.is_set():
         return
+    params = settings["sampling"]
+    if params.n > 1 and params.temperature == 0:
+        err.print("the samples are all the same, as the temperature is 0: give a --temperature", style="dim")
     events = jaxbuf.generate(lm, [prompt], stream=True, **settings)
-    err.print("compiling prefill and decode, once per shape ...", style="dim")
+    err.print(COMPILING, style="dim")
     started = time.perf_counter()
+    if params.n > 1:
+        results = _collect(events, interrupted, params.n)
+        for number, result in enumerate(results, 1):
+            write_text(err, f"sample {number} of {params.n}, {result.finish_reason}:", result.text)
+        _print_statistics(err, [(time.perf_counter() - started, _sum(result.stats for result in results))])
+        return
     marks = []
     for event in write_stream(events, interrupted):
         marks.append((time.perf_counter() - started, event.result.stats))
     _print_statistics(err, marks)
+
+
+def _collect(
+    events: "Generator[Event, None, None]", interrupted: threading.Event, samples: int
+) -> "list[GenerationResult]":
+    """What the samples led to, at their end or at a Ctrl-C."""
+    results = {}
+    with contextlib.closing(events):
+        for event in events:
+            results[event.sample] = event.result
+            if interrupted.is_set() and len(results) == samples:
+                break
+    return [results[sample] for sample in range(samples)]
+
+
+def _sum(stats: "Iterable[Stats]") -> "Stats":
+    """Of all samples together; their prompt was read once."""
+    first, *others = stats
+    names = ("new_tokens", "steps", "folds", "checkpoint_reads", "live_entries", "drafted", "accepted")
+    names = (*names, "bytes", "snapshot_bytes")
+    summed = {name: sum(getattr(each, name) for each in (first, *others)) for name in names}
+    return dataclasses.replace(first, **summed)
+
+
+def _check_search(beams: int, length_penalty: float, others: list[str]) -> None:
+    from jaxbuf.serving.beams import check_beams
+
+    check_beams(beams, length_penalty)
+    if others:
+        raise ValueError(f"--beams searches and does not sample: leave out {', '.join(others)}")
+
+
+def _search(
+    err: Console,
+    interrupted: threading.Event,
+    *,
+    prompt: str,
+    model: str,
+    dtype: str | None,
+    settings: dict[str, Any],
+) -> None:
+    import jaxbuf
+
+    lm = load_model(err, model, dtype)
+    if interrupted.is_set():
+        return
+    err.print(COMPILING, style="dim")
+    started = time.perf_counter()
+    (found,) = jaxbuf.beam_search(lm, [prompt], **settings)
+    for number, beam in enumerate(found, 1):
+        score = f"log-probability {beam.score:.3f}, ranked by {beam.ranking_score:.3f}"
+        write_text(err, f"beam {number} of {len(found)}, {beam.finish_reason}, {score}:", beam.text)
+    err.print(f"{time.perf_counter() - started:.2f} s, compilation included", style="dim")
 
 
 def _print_statistics(err: Console, marks: "list[tuple[float, Stats]]") -> None:

@@ -30,6 +30,27 @@ Drafter = Annotated[
     ),
 ]
 DraftTokens = Annotated[int, typer.Option(help="How many tokens are drafted at most at a time.")]
+Samples = Annotated[
+    int,
+    typer.Option(
+        help="How many samples of the continuation to draw, from as many seeds in a row. The prompt is read once and "
+        "they share its memory; they differ with a --temperature above 0. They are printed when all are done."
+    ),
+]
+Beams = Annotated[
+    int | None,
+    typer.Option(
+        help="Search the most probable continuations with this many beams, in place of sampling, and print as many, "
+        "best first. More beams find more probable texts, which need not be better ones.",
+        show_default=False,
+    ),
+]
+LengthPenalty = Annotated[
+    float,
+    typer.Option(
+        help="With --beams: ranks them by log-probability / length ^ this; 0 favours short ones, 1 ranks by the mean."
+    ),
+]
 Profile = Annotated[
     Path | None,
     typer.Option(help="A directory to write a jax.profiler trace of the generation to.", show_default=False),

@@ -130,6 +130,14 @@ def _load(err: Console, model: str, dtype: str | None, task_name: str) -> "Langu
         bar.stop()
 
 
+def write_text(err: Console, heading: str, text: str) -> None:
+    """A text that is there as a whole, on standard output; its heading goes to standard error."""
+    err.print(heading, style="dim")
+    stdout = typer.get_text_stream("stdout", errors="replace")
+    stdout.write(text + "\n")
+    stdout.flush()
+
+
 def write_stream(events: "Generator[Event, None, None]", interrupted: threading.Event) -> "Iterator[Event]":
     """Writes text as it comes, to its end or to a Ctrl-C, and a newline after it; yields each event once written."""
     stdout = typer.get_text_stream("stdout", errors="replace")

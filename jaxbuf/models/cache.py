@@ -19,6 +19,7 @@ from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.recurrence import Cursor, Pool, buffered
 from jaxbuf.recurrence.convolution import init_ring, init_ring_order
 from jaxbuf.recurrence.sharing import raise_exhausted as raise_exhausted_states
+from jaxbuf.recurrence.traffic import ring_entries
 from jaxbuf.recurrence.tree import path_first, permute
 from jaxbuf.sharing import NOWHERE, Ownership, clear_flag, init_ownership, raise_missing
 
@@ -122,6 +123,47 @@ def init_cache(
         ring_order=init_ring_order(slots=slots, width=width, max_pending=max_pending) if trees else None,
         pages=ownership,
     )
+
+
+def forked_sizes(
+    *,
+    slots: int,
+    prompts: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    limit: int = 16,
+    max_pending: int = 8,
+    block_size: int = 8,
+    page_size: int = 16,
+    trees: bool = False,
+    again: bool = False,
+) -> dict[str, int]:
+    """The `states`, `blocks` and `pages` with which `init_cache` makes a memory that can't run out, for prompts that
+    are read once, with keep=0, and forked to all slots.
+
+    Args:
+      slots: Of all prompts together.
+      prompts: How many are read, each into one of the slots.
+      prompt_tokens, new_tokens: The most that a prompt has, and the most that each slot adds to it.
+      limit, max_pending, block_size, page_size, trees: As `init_cache` is given them.
+      again: Whether slots are forked later on, too, all of them at once at worst (beams).
+    """
+    width = ring_entries(limit, max_pending, block_size) // block_size
+    # Prefill leaves one checkpoint a prompt. A slot's first fold needs a row of its own, and where slots fold together
+    # what they share is given back only after it: then each of their groups, of two slots or more, has one row more.
+    groups = slots // 2 if again else min(prompts, slots // 2)
+    # Prefill leaves no entry, so a ring fills with its own blocks. A fork copies the two that are partly alive, one at
+    # each end, before it gives back what the target had.
+    blocks = slots * (width + (min(width, 2) if again else 0))
+    # Full pages of a prompt are shared. The page that it ends in, and those after it, are each slot's own: most of them
+    # where `rest` or more of its tokens are on that last page, the most pages in all if it is as long as can be, too.
+    added = new_tokens + (max_pending - 1 if trees else 0)
+    own, whole = -(-(page_size - 1 + added) // page_size), -(-(prompt_tokens + added) // page_size)
+    rest = page_size * (own - 1) - added + 1
+    shared = max(prompt_tokens - rest, 0) // page_size
+    # A later fork copies the last page of each slot before it gives back what the target had.
+    pages = min(prompts * shared + slots * own, slots * whole) + (slots if again else 0)
+    return {"states": slots + groups, "blocks": blocks, "pages": pages}
 
 
 @jax.tree_util.register_dataclass

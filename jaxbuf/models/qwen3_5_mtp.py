@@ -91,6 +91,7 @@ def draft_mtp(
     draft_tokens: int,
     lengths: Array | None = None,
     slots: Array | None = None,
+    most: Array | None = None,
     choose: Callable[[Array, Array, Any], tuple[Array, Any, Any]] = most_probable,
     state: Any = (),
 ) -> tuple[Array, Any, MTPCache]:
@@ -117,6 +118,7 @@ def draft_mtp(
       lengths: int32 [rows], positions of each row to read; None: all T. A row with 0 reads and writes nothing, and its
         drafts and scores are unspecified.
       slots: As in `mtp_extend`.
+      most: int32 scalar, how many drafts are needed: those past them, and past the first, are not made but 0; None: all
       choose: (scores f32 [rows, V], int32 number of the draft from 0, state) -> the drafts int32 [rows], what to return
         of them (arrays [rows, ...]), and the state for the next.
       state: What `choose` begins with.
@@ -137,17 +139,20 @@ def draft_mtp(
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     own = jnp.take_along_axis(further, last, axis=1)
     draft, told, state = choose(logits(model, own[:, 0]), jnp.int32(0), state)
-    first = draft, told
     reading = jnp.minimum(lengths, 1)
 
-    def step(carry, number):
-        own, draft, memory, state = carry
+    def put(found, number, new):
+        return jax.tree.map(lambda x, y: x.at[:, number].set(y), found, new)
+
+    def step(number, carry):
+        own, draft, memory, state, found = carry
         position = start + lengths + number - 1
         own, memory = mtp_extend(model, memory, own, draft[:, None], start=position, lengths=reading, slots=slots)
         draft, told, state = choose(logits(model, own[:, 0]), number, state)
-        return (own, draft, memory, state), (draft, told)
+        return own, draft, memory, state, put(found, number, (draft, told))
 
-    numbers = jnp.arange(1, draft_tokens, dtype=jnp.int32)
-    (_, _, memory, _), rest = jax.lax.scan(step, (own, draft, memory, state), numbers)
-    drafts, told = jax.tree.map(lambda one, more: jnp.moveaxis(jnp.concatenate([one[None], more]), 0, 1), first, rest)
+    empty = jax.tree.map(lambda x: jnp.zeros((x.shape[0], draft_tokens, *x.shape[1:]), x.dtype), (draft, told))
+    found = put(empty, 0, (draft, told))
+    end = draft_tokens if most is None else jnp.minimum(most, draft_tokens)
+    _, _, memory, _, (drafts, told) = jax.lax.fori_loop(1, end, step, (own, draft, memory, state, found))
     return drafts, told, memory

@@ -116,9 +116,15 @@ def accept_tree(
         kept, left = _walk_chosen(target, drafts, parents, coin)
     else:
         kept, left = _walk_drawn(target, draft, drafts, parents, coin)
+    return *path_of(kept), draw(left, key)
+
+
+def path_of(kept: Array) -> tuple[Array, Array]:
+    """The path int32 [rows, nodes] (-1 past its end) and its length int32 [rows], of kept bool [rows, nodes]."""
     accepted = jnp.sum(kept.astype(jnp.int32), axis=1)
     path = jnp.argsort(~kept, axis=1).astype(jnp.int32)
-    return jnp.where(node < accepted[:, None], path, -1), accepted, draw(left, key)
+    index = jnp.arange(kept.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(index < accepted[:, None], path, -1), accepted
 
 
 def _walk_drawn(target: Array, draft: Array, drafts: Array, parents: Array, coin: Array) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.scoring import Logprobs, token_logprobs
+from jaxbuf.serving.samples import Samples
 from jaxbuf.serving.sampling import History, Sampling
 
 type Array = jax.Array
@@ -57,9 +58,10 @@ class Carry:
       allowed: bool [vocab], the tokens that may be sampled: ids that the tokenizer lacks may not.
       logprobs: [rows, room] of the generated tokens, in the model's own distribution (before any setting changes it);
         [rows, 0] if nobody asked.
-      prompt_logprobs: [rows, bucket] of the prompts' tokens likewise; the token at i + 1 has its own at i.
+      prompt_logprobs: [prompts, bucket] of the prompts' tokens likewise; the token at i + 1 has its own at i.
       counters: What was done so far.
       speculation: None without a drafter.
+      samples: Which rows continue which prompt; None: each row has a prompt of its own.
     """
 
     cache: qwen3_5.Cache
@@ -73,11 +75,22 @@ class Carry:
     prompt_logprobs: Logprobs
     counters: Counters
     speculation: Speculation | None = None
+    samples: Samples | None = None
 
     @property
     def position(self) -> Array:
         """int32 [rows]: the position of the newest token, as many as the model has committed."""
         return self.cache.cursor.position[1:]
+
+    @property
+    def prompts_read(self) -> tuple[Array, Array, Array | None]:
+        """The prompts, each once: int32 [prompts, bucket] and their lengths int32 [prompts], and int32 [prompts] the
+        slots that read them; None: all in order."""
+        history, samples = self.history, self.samples
+        if samples is None:
+            return history.prompts, history.lengths, None
+        row = jnp.maximum(samples.readers - 1, 0)
+        return history.prompts[row], jnp.where(samples.readers > 0, history.lengths[row], 0), samples.readers
 
 
 def append_token(history: History, token: Array, real: Array) -> History:

@@ -1,5 +1,6 @@
 """Text in, text out: what people call, over the two compiled programs of `loop.py`."""
 
+import dataclasses
 import os
 from collections.abc import Generator, Sequence
 from typing import Literal, overload
@@ -33,6 +34,7 @@ def generate(
     entry_dtype: str | None = None,
     drafter: Speculator | None = None,
     draft_tokens: int = DRAFT_TOKENS,
+    adaptive_drafts: bool = False,
     stream: Literal[False] = False,
     segment: int = SEGMENT,
     profile: str | os.PathLike[str] | None = None,
@@ -49,6 +51,7 @@ def generate(
     entry_dtype: str | None = None,
     drafter: Speculator | None = None,
     draft_tokens: int = DRAFT_TOKENS,
+    adaptive_drafts: bool = False,
     stream: Literal[True],
     segment: int = SEGMENT,
     profile: str | os.PathLike[str] | None = None,
@@ -64,14 +67,18 @@ def generate(
     entry_dtype: str | None = None,
     drafter: Speculator | None = None,
     draft_tokens: int = DRAFT_TOKENS,
+    adaptive_drafts: bool = False,
     stream: bool = False,
     segment: int = SEGMENT,
     profile: str | os.PathLike[str] | None = None,
 ) -> list[GenerationResult] | Generator[Event, None, None]:
     """Continues every prompt, all of them in one batch and one compiled loop.
 
-    Compilation happens once for a shape: the number of prompts, the longest prompt and max_new_tokens, each rounded up
-    to a power of two; and the drafter with draft_tokens. Sampling settings, seeds, stop tokens and the form are data.
+    Compilation happens once for a shape: the number of prompts, that of their samples, the longest prompt and
+    max_new_tokens, each rounded up to a power of two; and the drafter with draft_tokens. Sampling settings, seeds, stop
+    tokens and the form are data.
+
+    A prompt with several samples (`SamplingParams.n`) is read once; its samples share the memory of it.
 
     Args:
       lm: From `jaxbuf.load`.
@@ -87,8 +94,11 @@ def generate(
         Greedy tokens are those without a drafter (up to rounding, as with `form`); sampled ones are distributed as
         without, but a seed gives others. "ngram" copies what followed the last tokens where they occurred before, "mtp"
         is the model's own MTP layer, another model drafts with a memory of its own, and a `Drafter` is one that you
-        wrote, whose own draft_tokens counts. None: nobody.
+        wrote, or one of `jaxbuf.serving.drafters`, whose own draft_tokens counts: `NGram(8, branches=2)` and
+        `MTP(6, branches=2)` draft trees. None: nobody.
       draft_tokens: The most drafts of a step, at most 15.
+      adaptive_drafts: Let each prompt draft as many tokens as pay by what was kept of its drafts so far, and none where
+        none do (see `Adaptive`). What holds of the tokens does not change.
       stream: Return an iterator of events, which hold the text as it comes, in place of a list of results. Nothing runs
         until it is read, and its `close` ends the generation.
       segment: Steps between two looks at the text, which streams and stop strings need. A step gives each prompt one
@@ -97,9 +107,10 @@ def generate(
         before it begins: a program's first run is slower than all others.
 
     Returns:
-      One result a prompt, in order. With stream, an iterator of `Event`: one a prompt for its first token, and then one
-      every `segment` steps until the prompt is done. The pieces of a prompt's text together are the text that its
-      result has without stream; they never split a character.
+      One result a prompt, in order: that of its first sample, which has all of them in `samples`. With stream, an
+      iterator of `Event`: one a sample for its first token, and then one every `segment` steps until the sample is
+      done. The pieces of a sample's text together are the text that its result has without stream; they never split a
+      character.
 
     Raises:
       ValueError: An empty prompt, one that with max_new_tokens exceeds the model's max_position_embeddings, a token
@@ -110,14 +121,19 @@ def generate(
         raise ValueError(f"segment must be a whole number of at least 1, got {segment!r}")
     if not prompts:
         return (event for event in ()) if stream else []
-    request = check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype, drafter, draft_tokens)
+    speculation = drafter, draft_tokens, adaptive_drafts
+    request = check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype, *speculation)
     if profile is not None:
         make_directory(profile, "profile")
     if stream:
         return _events(request, segment, profile)
     events = _events(request, segment if request.has_stop_texts else max_new_tokens, profile)
-    results = {event.index: event.result for event in events}
-    return [results[index] for index in range(len(prompts))]
+    results = {(event.index, event.sample): event.result for event in events}
+    found = []
+    for index, setting in enumerate(request.settings):
+        first, *others = (results[index, sample] for sample in range(setting.n))
+        found.append(dataclasses.replace(first, other_samples=tuple(others)) if others else first)
+    return found
 
 
 def _events(request: Request, segment: int, profile: str | os.PathLike[str] | None) -> Generator[Event, None, None]:

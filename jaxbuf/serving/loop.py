@@ -19,8 +19,9 @@ from jaxbuf.serving.carry import STOPPED as STOPPED
 from jaxbuf.serving.carry import Carry as Carry
 from jaxbuf.serving.carry import Counters as Counters
 from jaxbuf.serving.carry import Speculation, record
+from jaxbuf.serving.samples import Samples, fork_rows, init_cache
 from jaxbuf.serving.sampling import History, Sampling, adjust, sample
-from jaxbuf.serving.speculation import Drafter, most_drafts, verify
+from jaxbuf.serving.speculation import Drafter, Proposal, drafts_trees, most_drafts, verify, with_root
 
 type Array = jax.Array
 
@@ -43,13 +44,14 @@ def start(
     top: int | None = None,
     prompt_top: int | None = None,
     drafter: Drafter | None = None,
+    samples: Samples | None = None,
 ) -> Carry:
-    """Reads the prompts into a new cache and samples the first token of each.
+    """Reads the prompts into a new cache and samples the first token of each row.
 
     Args:
       model: The parameters; their dtype is the compute dtype.
-      prompts: int32 [rows, bucket], right-padded.
-      lengths: int32 [rows]; 0 for a row that is only there to fill the batch.
+      prompts: int32 [prompts, bucket], right-padded.
+      lengths: int32 [prompts]; 0 for one that is only there to fill the batch.
       limit: int32 [rows], entries from which the row folds, at most ring_limit: 1 is the recurrent form.
       max_new_tokens, sampling, allowed: As in `Carry`.
       stop_ids: int32 [rows, n], padded with -1.
@@ -60,21 +62,25 @@ def start(
       top: How many top tokens to report at each step, beside the chosen one's log-probability; None: neither.
       prompt_top: The same for each token of the prompts.
       drafter: Who drafts tokens in `generate_tokens`, which must be given the same; None: nobody.
+      samples: Which rows continue which prompt: each is read once, and the rows share what they do not write. None: as
+        many rows as prompts, and each has its own memory.
     """
-    rows, bucket = prompts.shape
+    rows, (number, bucket) = limit.shape[0], prompts.shape
     dtype = model.embed_tokens[...].dtype
-    cache = qwen3_5.init_cache(
+    cache = init_cache(
         model.config,
-        slots=rows,
+        samples,
+        rows=rows,
+        bucket=bucket,
         capacity=capacity,
         limit=ring_limit,
         max_pending=1 if drafter is None else 1 + drafter.draft_tokens,
+        trees=drafts_trees(drafter),
         dtype=dtype,
         entry_dtype=entry_dtype,
     )
-    limits = jnp.concatenate([jnp.ones(1, jnp.int32), limit])
-    cache = dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=limits))
-    hidden, cache = qwen3_5.prefill(model, cache, prompts, lengths=lengths)
+    slots = None if samples is None else samples.readers
+    hidden, cache = qwen3_5.prefill(model, cache, prompts, lengths=lengths, slots=slots)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     logits = qwen3_5.logits(model, jnp.take_along_axis(hidden, last, axis=1)[:, 0])
 
@@ -82,11 +88,17 @@ def start(
         return jnp.zeros(rows, jnp.int32)
 
     if prompt_top is None:
-        prompt_logprobs = _no_logprobs(rows, 0, 0)
+        prompt_logprobs = _no_logprobs(number, 0, 0)
     else:
         following = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1)))
-        block = fitting_block(rows, bucket, model.config.vocab_size)
+        block = fitting_block(number, bucket, model.config.vocab_size)
         prompt_logprobs = hidden_logprobs(model, hidden, following, block=block, top=prompt_top)
+    if samples is not None:
+        cache = fork_rows(cache, samples)
+        prompts, logits = prompts[samples.prompt], logits[samples.prompt]
+        lengths = jnp.where(samples.source > 0, lengths[samples.prompt], 0)
+    limits = jnp.concatenate([jnp.ones(1, jnp.int32), limit])
+    cache = dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=limits))
     carry = Carry(
         cache=cache,
         history=History(prompts, lengths, jnp.zeros((rows, room), jnp.int32), zero(), stop_ids),
@@ -98,6 +110,7 @@ def start(
         logprobs=_no_logprobs(rows, 0 if top is None else room, top or 0),
         prompt_logprobs=prompt_logprobs,
         counters=Counters(zero(), zero(), zero(), zero()),
+        samples=samples,
     )
     token = _choose(carry, logits, carry.position)
     carry = record(carry, token[:, None], (carry.state == RUNNING).astype(jnp.int32), logits[:, None])
@@ -145,23 +158,47 @@ def _step(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter | None) -> Carr
     if drafter is None:
         hidden, after = _read(model, carry, carry.last[:, None], active)
         logits = qwen3_5.logits(model, hidden[:, 0])
-        tokens, number, logits = _choose(carry, logits, carry.position + 1)[:, None], active, logits[:, None]
-    else:
-        proposal, state = drafter.propose(model, carry, most_drafts(carry, drafter.draft_tokens))
-        read = jnp.concatenate([carry.last[:, None], proposal.drafts], axis=1)
-        hidden, after = _read(model, carry, read, active * (1 + proposal.count))
-        logits = qwen3_5.logits(model, hidden)
-        tokens, number, accepted = verify(carry, proposal, logits)
-        state = drafter.settle(model, state, hidden, tokens, number)
-        after = dataclasses.replace(after, speculation=_count_drafts(carry, state, active * proposal.count, accepted))
-    after = dataclasses.replace(after, cache=qwen3_5.commit(after.cache, number))
+        tokens = _choose(carry, logits, carry.position + 1)
+        after = dataclasses.replace(after, cache=qwen3_5.commit(after.cache, active))
+        return record(after, tokens[:, None], active, logits[:, None])
+    proposal, state = drafter.propose(model, carry, most_drafts(carry, drafter.draft_tokens))
+    if not getattr(drafter, "adaptive", False):
+        return _verify_drafts(model, carry, drafter, proposal, state)
+    none = jnp.zeros_like(carry.last)
+    nothing = Proposal(none[:, None][:, :0], none)
+    return jax.lax.cond(
+        jnp.any(proposal.count > 0),
+        lambda: _verify_drafts(model, carry, drafter, proposal, state),
+        lambda: _verify_drafts(model, carry, drafter, nothing, state),
+    )
+
+
+def _verify_drafts(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter, proposal: Proposal, state: Any) -> Carry:
+    """The step after `propose`, which gave `proposal` and `state`."""
+    active = (carry.state == RUNNING).astype(jnp.int32)
+    parents = None if proposal.parents is None else with_root(proposal.parents)
+    if parents is not None and carry.cache.page_order is None:
+        name = type(drafter).__name__
+        raise ValueError(f"a drafter whose proposals have parents must have trees = True, got {name} without")
+    read = jnp.concatenate([carry.last[:, None], proposal.drafts], axis=1)
+    hidden, after = _read(model, carry, read, active * (1 + proposal.count), parents)
+    logits = qwen3_5.logits(model, hidden)
+    tokens, number, accepted, path = verify(carry, proposal, logits)
+    if path is not None:
+        hidden, logits = (jnp.take_along_axis(x, path[..., None], axis=1) for x in (hidden, logits))
+    missing = ((0, 0), (0, 1 + drafter.draft_tokens - read.shape[1]))
+    state = drafter.settle(model, state, jnp.pad(hidden, (*missing, (0, 0))), jnp.pad(tokens, missing), number)
+    after = dataclasses.replace(after, speculation=_count_drafts(carry, state, active * proposal.count, accepted))
+    after = dataclasses.replace(after, cache=qwen3_5.commit(after.cache, number, path=path))
     return record(after, tokens, number, logits)
 
 
-def _read(model: qwen3_5.Qwen3_5, carry: Carry, tokens: Array, lengths: Array) -> tuple[Array, Carry]:
+def _read(
+    model: qwen3_5.Qwen3_5, carry: Carry, tokens: Array, lengths: Array, parents: Array | None = None
+) -> tuple[Array, Carry]:
     """Reads the first `lengths` of tokens int32 [rows, T], which stay pending: their hidden states, and the carry."""
     before, active = carry.cache.cursor, jnp.minimum(lengths, 1)
-    hidden, cache = qwen3_5.extend(model, carry.cache, tokens, lengths=lengths)
+    hidden, cache = qwen3_5.extend(model, carry.cache, tokens, lengths=lengths, parents=parents)
     folds = (cache.cursor.folded > before.folded)[1:].astype(jnp.int32)
     counters = Counters(
         steps=carry.counters.steps + active,

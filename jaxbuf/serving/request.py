@@ -11,8 +11,10 @@ import numpy as np
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.serving import forms
+from jaxbuf.serving.drafters import DRAFT_TOKENS, check_draft_tokens, make_drafter
+from jaxbuf.serving.samples import group_rows
 from jaxbuf.serving.sampling import SamplingParams, pack, whole
-from jaxbuf.serving.speculation import Drafter, check_draft_tokens, make_drafter
+from jaxbuf.serving.speculation import Drafter
 
 log = logging.getLogger("jaxbuf")
 
@@ -23,7 +25,6 @@ GREEDY = SamplingParams(temperature=0.0)
 PROMPT_BUCKET = 64  # the smallest shapes that are compiled; larger ones are powers of two
 ROOM = 16
 STOP_IDS = 4
-DRAFT_TOKENS = 4
 TOP = (0, 1, 5, 20)  # numbers of top tokens that are compiled for
 
 
@@ -31,7 +32,9 @@ TOP = (0, 1, 5, 20)  # numbers of top tokens that are compiled for
 class Request:
     """Checked arguments of a batch: what `loop.start` takes, and what its results are read with.
 
-    `form` is the one that runs: never "auto".
+    Attributes:
+      prompts, settings: One each a prompt.
+      form: The one that runs: never "auto".
     """
 
     lm: LanguageModel
@@ -45,6 +48,11 @@ class Request:
     def drafter(self) -> Drafter | None:
         """Who drafts tokens."""
         return self.arguments["drafter"]
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """The prompt and the sample of each row."""
+        return [(index, sample) for index, setting in enumerate(self.settings) for sample in range(setting.n)]
 
     @property
     def has_stop_texts(self) -> bool:
@@ -67,14 +75,21 @@ def check_settings(
 
 
 def check(
-    lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype, drafter=None, draft_tokens=DRAFT_TOKENS
+    lm,
+    prompts,
+    max_new_tokens,
+    sampling,
+    limit,
+    form,
+    entry_dtype,
+    drafter=None,
+    draft_tokens=DRAFT_TOKENS,
+    adaptive_drafts=False,
 ) -> Request:
     """Checks and packs the arguments of `generate`; errors as there."""
-    if isinstance(prompts, str):
-        raise ValueError(f"prompts must be a list of texts or token lists, got one text: [{prompts[:20]!r}...]")
     check_settings(max_new_tokens, limit, form, entry_dtype, draft_tokens)
-    drafter = make_drafter(lm, drafter, draft_tokens)
-    encoded = [_encode(lm, prompt, f"prompts[{i}]", max_new_tokens) for i, prompt in enumerate(prompts)]
+    drafter = make_drafter(lm, drafter, draft_tokens, adaptive_drafts)
+    encoded = encode_prompts(lm, prompts, max_new_tokens)
     settings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     if not isinstance(settings, Sequence) or not all(isinstance(setting, SamplingParams) for setting in settings):
         raise ValueError(f"sampling must be one SamplingParams or a list of them, got {sampling!r}")
@@ -84,34 +99,28 @@ def check(
 
     for i, setting in enumerate(settings):
         for name in ("logit_bias", "stop_token_ids"):
-            outside = [token for token in getattr(setting, name) if token >= lm.vocab_size]
-            if outside:
-                raise ValueError(f"{name} must name token ids in [0, {lm.vocab_size}), got {outside[0]} (prompt {i})")
+            check_token_ids(lm, name, getattr(setting, name), f" (prompt {i})")
         if setting.stop_texts and lm.tokenizer is None:
             raise ValueError(f"stop must be empty for a model without a tokenizer, got {setting.stop!r} (prompt {i})")
 
-    rows = power_of_two_from(len(encoded))
-    bucket = power_of_two_from(max(map(len, encoded)), PROMPT_BUCKET)
+    each = [sample for setting in settings for sample in setting.samples]
+    tokens, lengths = pack_prompts(encoded)
+    (batch, bucket), rows = tokens.shape, power_of_two_from(len(each))
     room = power_of_two_from(max_new_tokens, ROOM)
-    padding = rows - len(encoded)
-    tokens = np.zeros((rows, bucket), np.int32)
-    for row, prompt in enumerate(encoded):
-        tokens[row, : len(prompt)] = prompt
-    stops = [tuple(s.stop_token_ids) + (() if s.ignore_eos else tuple(lm.stop_ids)) for s in settings]
+    stops = [tuple(s.stop_token_ids) + (() if s.ignore_eos else tuple(lm.stop_ids)) for s in each]
     stop_ids = np.full((rows, power_of_two_from(max(map(len, stops)), STOP_IDS)), -1, np.int32)
     for row, ids in enumerate(stops):
         stop_ids[row, : len(ids)] = ids
     dtype = jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype)
-    if form == "auto":
-        form = forms.choose(lm.config.spec, len(encoded), forms.device_kind(lm.model.norm[...]))
-    shape = (rows, bucket, room, form, limit, dtype.name)
-    log.debug("generating: rows %d, prompt bucket %d, room %d, %s form, limit %d, entries %s", *shape)
+    form = choose_form(lm, form, len(each))
+    shape = (batch, rows, bucket, room, form, limit, dtype.name)
+    log.debug("generating: prompts %d, rows %d, prompt bucket %d, room %d, %s form, limit %d, entries %s", *shape)
     arguments = {
         "prompts": tokens,
-        "lengths": np.array([len(p) for p in encoded] + [0] * padding, np.int32),
+        "lengths": lengths,
         "limit": np.full(rows, 1 if form == "recurrent" else limit, np.int32),
         "max_new_tokens": np.full(rows, max_new_tokens, np.int32),
-        "sampling": pack(settings + [GREEDY] * padding),
+        "sampling": pack(each + [GREEDY] * (rows - len(each))),
         "stop_ids": stop_ids,
         "allowed": lm.known_ids,
         "capacity": bucket + room,
@@ -121,8 +130,37 @@ def check(
         "top": _most(s.logprobs for s in settings),
         "prompt_top": _most(s.prompt_logprobs for s in settings),
         "drafter": drafter,
+        "samples": None if len(each) == len(encoded) else group_rows([s.n for s in settings], prompts=batch, rows=rows),
     }
     return Request(lm, encoded, settings, form, dtype, arguments)
+
+
+def encode_prompts(lm: LanguageModel, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
+    """The tokens of every prompt; errors as in `generate`."""
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts must be a list of texts or token lists, got one text: [{prompts[:20]!r}...]")
+    return [_encode(lm, prompt, f"prompts[{i}]", max_new_tokens) for i, prompt in enumerate(prompts)]
+
+
+def pack_prompts(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [prompts, bucket], right-padded, and their lengths int32 [prompts]; both sizes are powers of two."""
+    batch, bucket = power_of_two_from(len(encoded)), power_of_two_from(max(map(len, encoded)), PROMPT_BUCKET)
+    tokens, lengths = np.zeros((batch, bucket), np.int32), np.zeros(batch, np.int32)
+    for row, prompt in enumerate(encoded):
+        tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+    return tokens, lengths
+
+
+def choose_form(lm: LanguageModel, form: Form, rows: int) -> forms.Chosen:
+    """The form that runs for so many rows."""
+    return forms.choose(lm.config.spec, rows, forms.device_kind(lm.model.norm[...])) if form == "auto" else form
+
+
+def check_token_ids(lm: LanguageModel, name: str, ids: Iterable[int], where: str = "") -> None:
+    """Raises ValueError for an id that the vocabulary does not have."""
+    outside = [token for token in ids if token >= lm.vocab_size]
+    if outside:
+        raise ValueError(f"{name} must name token ids in [0, {lm.vocab_size}), got {outside[0]}{where}")
 
 
 def _encode(lm: LanguageModel, prompt: Prompt, name: str, max_new_tokens: int) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxbuf.models.scoring import Logprobs
 from jaxbuf.serving import loop
 from jaxbuf.serving.request import Request
+from jaxbuf.serving.samples import raise_exhausted
 from jaxbuf.serving.sampling import SamplingParams
 from jaxbuf.serving.stats import Stats, snapshot_traffic, state_traffic
 from jaxbuf.serving.text import TextStream
@@ -21,7 +22,7 @@ REASONS: dict[int, FinishReason] = {loop.RUNNING: "unfinished", loop.STOPPED: "s
 
 @dataclasses.dataclass(frozen=True)
 class GenerationResult:
-    """What one prompt led to.
+    """What one prompt led to, or one sample of it.
 
     Attributes:
       text: The generated text, without the stop token and special tokens, cut before a stop string; "" if the model has
@@ -36,6 +37,8 @@ class GenerationResult:
         likewise.
       prompt_logprobs, prompt_top_logprobs: The same of the prompt's tokens. The first of each is None, for nothing
         comes before it; both are None unless SamplingParams.prompt_logprobs asks.
+      other_samples: With SamplingParams.n, the samples after this one, the prompt's first; see `samples`. A sample has
+        none itself.
     """
 
     text: str
@@ -46,6 +49,12 @@ class GenerationResult:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    other_samples: "tuple[GenerationResult, ...]" = ()
+
+    @property
+    def samples(self) -> "tuple[GenerationResult, ...]":
+        """All samples of the prompt in order, SamplingParams.n of them: the first is this result itself."""
+        return (self, *self.other_samples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +63,12 @@ class Event:
 
     Attributes:
       index: Of the prompt in `prompts`.
-      text: What is new of the prompt's text; the pieces together are the text of its last result.
+      text: What is new of the sample's text; the pieces together are the text of its last result.
       tokens: The new tokens. Their text may come with a later event; if that completes a stop string, the result's
         tokens end with it, although there were more.
-      result: What the prompt led to so far.
-      done: Whether this is the prompt's last event.
+      result: What the sample led to so far.
+      done: Whether this is the sample's last event.
+      sample: Which of the prompt's samples it is, from 0; see SamplingParams.n.
     """
 
     index: int
@@ -66,21 +76,22 @@ class Event:
     tokens: list[int]
     result: GenerationResult
     done: bool
+    sample: int = 0
 
 
 class Row:
-    """One prompt's part of a generation, read piece by piece.
+    """One sample's part of a generation, read piece by piece.
 
     Attributes:
       running: Whether there is more to come.
       seen: How many tokens were read.
     """
 
-    def __init__(self, request: Request, index: int, prompt_logprobs: Logprobs):
+    def __init__(self, request: Request, row: int, index: int, sample: int, prompt_logprobs: Logprobs):
         self.running = True
         self.seen = 0
         self._request = request
-        self._index = index
+        self._row, self._index, self._sample = row, index, sample
         self._setting: SamplingParams = request.settings[index]
         self._text = TextStream(request.lm.tokenizer, self._setting.stop_texts)
         self._logprobs: list[float] = []
@@ -109,14 +120,14 @@ class Row:
         tokens = [*self._text.tokens, *stop_token]
         told = {}
         if self._setting.logprobs is not None:
-            chosen, top = _read(logprobs, self._index, slice(self.seen, len(tokens)), self._setting.logprobs)
+            chosen, top = _read(logprobs, self._row, slice(self.seen, len(tokens)), self._setting.logprobs)
             self._logprobs += chosen
             self._top_logprobs += top
             told = {"logprobs": self._logprobs[: len(tokens)], "top_logprobs": self._top_logprobs[: len(tokens)]}
         stats = self._stats(len(tokens), counted)
         result = GenerationResult(self._text.text, tokens, reason, stats, **told, **self._prompt)
         seen, self.seen = self.seen, len(tokens)
-        return Event(self._index, text, tokens[seen:], result, done=not self.running)
+        return Event(self._index, text, tokens[seen:], result, done=not self.running, sample=self._sample)
 
     def _stats(self, new_tokens: int, counted: dict[str, int]) -> Stats:
         config, request = self._request.lm.config, self._request
@@ -135,7 +146,7 @@ class Reader:
 
     def __init__(self, request: Request, carry: loop.Carry):
         prompt_logprobs = jax.device_get(carry.prompt_logprobs)
-        self._rows = [Row(request, index, prompt_logprobs) for index in range(len(request.prompts))]
+        self._rows = [Row(request, row, *which, prompt_logprobs) for row, which in enumerate(request.rows)]
 
     @property
     def running(self) -> bool:
@@ -143,19 +154,24 @@ class Reader:
         return any(row.running for row in self._rows)
 
     def read(self, carry: loop.Carry) -> tuple[loop.Carry, list[Event]]:
-        """The carry with the rows stopped that met a stop string, and an event of each row that ran until now."""
+        """The carry with the rows stopped that met a stop string, and an event of each row that ran until now.
+
+        Raises:
+          PoolExhausted: Memory that samples share ran out, so that what was generated since is wrong.
+        """
+        raise_exhausted(carry)
         counters = {field.name: getattr(carry.counters, field.name) for field in dataclasses.fields(carry.counters)}
         counters |= {name: getattr(carry.speculation, name, None) for name in ("drafted", "accepted")}
         fetched = (carry.history.tokens, carry.history.count, carry.state, carry.logprobs, counters)
         tokens, count, state, logprobs, counters = jax.device_get(fetched)
         events, met_stop = [], np.zeros(state.shape, bool)
-        for index, row in enumerate(self._rows):
+        for place, row in enumerate(self._rows):
             if not row.running:
                 continue
-            counted = {name: 0 if counts is None else int(counts[index]) for name, counts in counters.items()}
-            new = tokens[index, row.seen : count[index]].tolist()
-            events.append(row.read(new, int(state[index]), logprobs, counted))
-            met_stop[index] = state[index] == loop.RUNNING and not row.running
+            counted = {name: 0 if counts is None else int(counts[place]) for name, counts in counters.items()}
+            new = tokens[place, row.seen : count[place]].tolist()
+            events.append(row.read(new, int(state[place]), logprobs, counted))
+            met_stop[place] = state[place] == loop.RUNNING and not row.running
         if met_stop.any():  # by an operation on the old state: its result lies where the program was compiled for
             carry = dataclasses.replace(carry, state=jnp.where(met_stop, loop.STOPPED, carry.state))
         return carry, events

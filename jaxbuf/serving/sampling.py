@@ -41,6 +41,8 @@ class SamplingParams:
       ignore_eos: Do not stop at the model's own end tokens.
       logprobs: None, or how many of the most probable tokens to report at each step, beside the chosen one (0 to 20).
       prompt_logprobs: The same of each token of the prompt.
+      n: How many samples of the prompt, which is read once. Sample j draws as a request with the seed (seed + j) mod
+        2**32 does; greedy ones are all the same.
 
     Raises:
       ValueError: A value is out of range.
@@ -61,17 +63,18 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self):
         positive = "a finite number above 0"
         checks = {
-            "temperature": (_finite(self.temperature) and self.temperature >= 0, "a finite number of at least 0"),
+            "temperature": (is_finite(self.temperature) and self.temperature >= 0, "a finite number of at least 0"),
             "top_k": (_count(self.top_k), "a whole number of at least 0 (0: all tokens)"),
-            "top_p": (_finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (_finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
-            "presence_penalty": (_finite(self.presence_penalty), "a finite number"),
-            "frequency_penalty": (_finite(self.frequency_penalty), "a finite number"),
-            "repetition_penalty": (_finite(self.repetition_penalty) and self.repetition_penalty > 0, positive),
+            "top_p": (is_finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (is_finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
+            "presence_penalty": (is_finite(self.presence_penalty), "a finite number"),
+            "frequency_penalty": (is_finite(self.frequency_penalty), "a finite number"),
+            "repetition_penalty": (is_finite(self.repetition_penalty) and self.repetition_penalty > 0, positive),
             "logit_bias": (_biases(self.logit_bias), "token ids to finite numbers or -inf"),
             "min_tokens": (_count(self.min_tokens), "a whole number of at least 0"),
             "seed": (_count(self.seed) and self.seed < 2**32, "a whole number in [0, 2**32)"),
@@ -86,6 +89,7 @@ class SamplingParams:
             "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
             "logprobs": (_top(self.logprobs), f"None or a whole number in [0, {MOST_LOGPROBS}]"),
             "prompt_logprobs": (_top(self.prompt_logprobs), f"None or a whole number in [0, {MOST_LOGPROBS}]"),
+            "n": (_count(self.n) and self.n >= 1, "a whole number of at least 1"),
         }
         for name, (fits, expected) in checks.items():
             if not fits:
@@ -95,6 +99,13 @@ class SamplingParams:
     def stop_texts(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def samples(self) -> "list[SamplingParams]":
+        """The settings of each of the n samples alone."""
+        if self.n == 1:
+            return [self]
+        return [dataclasses.replace(self, seed=(self.seed + j) % 2**32, n=1) for j in range(self.n)]
 
 
 @jax.tree_util.register_dataclass
@@ -273,7 +284,7 @@ def _count(value: object) -> TypeGuard[int]:
     return whole(value) and value >= 0
 
 
-def _finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     """Whether a value is a number that float32 holds."""
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         return False
@@ -281,7 +292,7 @@ def _finite(value: object) -> bool:
 
 
 def _biases(value: object) -> bool:
-    return isinstance(value, Mapping) and all(_count(i) and (_finite(b) or b == -np.inf) for i, b in value.items())
+    return isinstance(value, Mapping) and all(_count(i) and (is_finite(b) or b == -np.inf) for i, b in value.items())
 
 
 def _top(value: object) -> bool:

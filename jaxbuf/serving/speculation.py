@@ -1,4 +1,4 @@
-"""Speculative decoding: who drafts tokens, and which of them the model keeps after it read them all at once."""
+"""Speculative decoding: what a drafter is, and which of its drafts the model keeps after it read them all at once."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -7,18 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.models import qwen3_5
-from jaxbuf.models.cache import MTPCache, init_mtp
-from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.models.qwen3_5_mtp import draft_mtp, mtp_extend
-from jaxbuf.serving.acceptance import accept, draft_keys, draw, log_distribution
-from jaxbuf.serving.carry import RUNNING, Carry, append_token
-from jaxbuf.serving.drafting import propose_ngram
-from jaxbuf.serving.sampling import History, adjust, keys, whole
+from jaxbuf.recurrence.tree import ancestors, check_parents
+from jaxbuf.serving.acceptance import accept, accept_tree, log_distribution, path_of
+from jaxbuf.serving.carry import RUNNING, Carry
+from jaxbuf.serving.sampling import adjust, keys
 
 type Array = jax.Array
-
-MOST_DRAFTS = 15  # with the newest token 16: the most that the kernels read at once
-NEVER = 2**31 - 1  # a fold threshold that no ring reaches
 
 
 @jax.tree_util.register_dataclass
@@ -27,15 +21,18 @@ class Proposal:
     """What a drafter proposes for one step.
 
     Attributes:
-      drafts: int32 [rows, draft_tokens], the tokens after the newest one.
+      drafts: int32 [rows, draft_tokens]: without parents the tokens after the newest one, in their order.
       count: int32 [rows], how many of them are real, in [0, draft_tokens].
-      log_q: f32 [rows, draft_tokens, vocab], the log-probabilities that the drafts were drawn from, greedy rows' aside;
-        None for drafts that were not drawn.
+      log_q: f32 [rows, draft_tokens, vocab], the log-probabilities that the drafts were drawn from, greedy rows' aside,
+        and of a tree given the siblings before (see `acceptance.accept_tree`); None for drafts that were not drawn.
+      parents: int32 [rows, draft_tokens], for a tree: the draft before each one, of a lower index; -1 is the newest
+        token. None: each follows the one before.
     """
 
     drafts: Array
     count: Array
     log_q: Array | None = None
+    parents: Array | None = None
 
 
 @runtime_checkable
@@ -44,7 +41,8 @@ class Drafter(Protocol):
 
     Its arrays are arguments of the compiled programs, what changes is its state in the carry. Whatever it proposes, the
     tokens are distributed as without it, if each draft was drawn from `log_q`, with numbers that nothing else uses, or
-    chosen without any.
+    chosen without any. One whose proposals have parents says so by an attribute `trees` (static) that is True; one with
+    an attribute `adaptive` that is True gets a program whose steps read one token a row when no row has drafts.
     """
 
     @property
@@ -57,8 +55,10 @@ class Drafter(Protocol):
 
         Args:
           model: The one that verifies.
-          carry: Its speculation is not there yet.
-          hidden: [rows, bucket, D], the model's hidden states of the prompts.
+          carry: Its speculation is not there yet. With carry.samples several rows continue one prompt, which need be
+            read only once: carry.prompts_read has each prompt once.
+          hidden: [prompts, bucket, D], the model's hidden states of the prompts; carry.samples.prompt says which prompt
+            each row continues, without samples each has its own.
           capacity: The most tokens of a row.
           limit: Entries from which a buffered recurrence of the drafter's folds.
         """
@@ -70,10 +70,12 @@ class Drafter(Protocol):
         Args:
           model: The one that verifies.
           carry: Before the step.
-          most: int32 [rows], how many drafts a row can use, at most draft_tokens; 0 for rows that do not run.
+          most: int32 [rows], how many drafts in a chain a row can use, at most draft_tokens; 0 for rows that do not
+            run.
 
         Returns:
-          The proposal, whose count is at most `most`, and the state.
+          The proposal, and the state. The count is at most `most`; of a tree it is 0 where `most` is, and drafts that
+          lie deeper are never kept (see `within_depth`).
         """
         ...
 
@@ -83,194 +85,18 @@ class Drafter(Protocol):
         Args:
           model: The one that verified.
           state: From `propose`.
-          hidden: [rows, 1 + draft_tokens, D], the model's hidden states of the newest token and the drafts.
+          hidden: [rows, 1 + draft_tokens, D], the model's hidden states of the newest token and the drafts; of a tree,
+            of the newest token and the path that was kept.
           tokens: int32 [rows, 1 + draft_tokens], the new tokens: accepted drafts and one more.
-          number: int32 [rows], how many of them are real; 0 for rows that did not run. Of the tokens read, as many were
-            committed.
+          number: int32 [rows], how many of them are real; 0 for rows that did not run. Of the tokens read (on the
+            path), as many were committed.
         """
         ...
 
 
-def make_drafter(lm: LanguageModel, drafter: object, draft_tokens: int) -> Drafter | None:
-    """The drafter that `generate` was asked for; errors as there."""
-    if isinstance(drafter, LanguageModel):
-        if drafter.vocab_size != lm.vocab_size:
-            raise ValueError(
-                f"drafter must have the model's vocabulary ({lm.vocab_size} tokens), got {drafter!r} with "
-                f"{drafter.vocab_size}"
-            )
-        return DraftModel(drafter.model, draft_tokens)
-    if drafter == "mtp":
-        if lm.model.mtp is None:
-            raise ValueError(f'drafter "mtp" needs a model with an MTP layer, {lm.name!r} has none')
-        return MTP(draft_tokens)
-    if drafter == "ngram":
-        return NGram(draft_tokens)
-    if isinstance(drafter, Drafter):
-        check_draft_tokens(drafter.draft_tokens)
-        return drafter
-    if drafter is None:
-        return None
-    raise ValueError(f'drafter must be None, "ngram", "mtp", a LanguageModel or a Drafter, got {drafter!r}')
-
-
-def check_draft_tokens(draft_tokens: int) -> None:
-    """Raises ValueError unless it is in [1, MOST_DRAFTS]."""
-    if not whole(draft_tokens) or not 1 <= draft_tokens <= MOST_DRAFTS:
-        raise ValueError(f"draft_tokens must be a whole number in [1, {MOST_DRAFTS}], got {draft_tokens!r}")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class NGram:
-    """Drafts what followed the row's last tokens where they occurred before; see `drafting.propose_ngram`."""
-
-    draft_tokens: int = dataclasses.field(metadata={"static": True})
-
-    def start(self, model, carry, hidden, *, capacity, limit):
-        return ()
-
-    def propose(self, model, carry, most):
-        drafts, count = propose_ngram(carry.history, self.draft_tokens)
-        return Proposal(drafts, jnp.minimum(count, most)), ()
-
-    def settle(self, model, state, hidden, tokens, number):
-        return ()
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MTPState:
-    """The MTP layer's memory, and what the model read last, which the layer reads before it drafts.
-
-    Attributes:
-      memory: Positions before those of `hidden` are final; the rest is dead.
-      hidden: [rows, 1 + draft_tokens, D], the model's hidden states, of which `number` (int32 [rows]) are real.
-      tokens: int32 [rows, 1 + draft_tokens], the token after each; the last real one is the newest.
-    """
-
-    memory: MTPCache
-    hidden: Array
-    tokens: Array
-    number: Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MTP:
-    """Drafts with the model's MTP layer, which reads its own hidden states for every draft after the first.
-
-    Source: DeepSeek-V3 (2024), section 2.2.
-    """
-
-    draft_tokens: int = dataclasses.field(metadata={"static": True})
-
-    def start(self, model, carry, hidden, *, capacity, limit):
-        prompts, lengths = carry.history.prompts, carry.history.lengths
-        sizes = {"slots": prompts.shape[0], "capacity": capacity, "max_pending": 1 + self.draft_tokens}
-        memory = init_mtp(model.config, **sizes, dtype=model.embed_tokens[...].dtype)
-        following = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1)))
-        known = jnp.maximum(lengths - 1, 0)
-        _, memory = mtp_extend(model, memory, hidden, following, start=jnp.zeros_like(lengths), lengths=known)
-        wide = ((0, 0), (0, self.draft_tokens))
-        newest = jnp.pad(jnp.take_along_axis(hidden, known[:, None, None], axis=1), (*wide, (0, 0)))
-        return MTPState(memory, newest, jnp.pad(carry.last[:, None], wide), jnp.minimum(lengths, 1))
-
-    def propose(self, model, carry, most):
-        state, running = carry.speculation.state, carry.state == RUNNING
-
-        def choose(scores, number, history):
-            draft, log_q = draw_draft(carry, history, scores, number)
-            return draft, log_q, append_token(history, draft, running)
-
-        drafts, log_q, memory = draft_mtp(
-            model,
-            state.memory,
-            state.hidden,
-            state.tokens,
-            start=carry.position - state.number,
-            draft_tokens=self.draft_tokens,
-            lengths=jnp.where(running, state.number, 0),
-            choose=choose,
-            state=carry.history,
-        )
-        return Proposal(drafts, most, log_q), dataclasses.replace(state, memory=memory)
-
-    def settle(self, model, state, hidden, tokens, number):
-        return MTPState(state.memory, hidden, tokens, number)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DraftModel:
-    """Drafts with another model of the same vocabulary; its state is a cache of its own.
-
-    It reads the newest token and every draft, one at a time, and commits as many of them as the model that verifies.
-    """
-
-    model: qwen3_5.Qwen3_5
-    draft_tokens: int = dataclasses.field(metadata={"static": True})
-
-    def start(self, model, carry, hidden, *, capacity, limit):
-        prompts, lengths = carry.history.prompts, carry.history.lengths
-        sizes = {"slots": prompts.shape[0], "capacity": capacity, "limit": limit, "max_pending": 1 + self.draft_tokens}
-        cache = qwen3_5.init_cache(self.model.config, **sizes, dtype=self.model.embed_tokens[...].dtype)
-        return qwen3_5.prefill(self.model, cache, prompts, lengths=lengths)[1]
-
-    def propose(self, model, carry, most):
-        cache, running = carry.speculation.state, carry.state == RUNNING
-        limit = cache.cursor.limit
-
-        def step(chain, number):
-            token, history, cache = chain
-            # A draft that was folded could not leave again: the first of these launches folds for all of them.
-            threshold = jnp.where(number == 0, jnp.maximum(limit - self.draft_tokens, 1), NEVER)
-            cache = dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=threshold))
-            read = (running & (number <= most)).astype(jnp.int32)
-            hidden, cache = qwen3_5.extend(self.model, cache, token[:, None], lengths=read)
-            cache = qwen3_5.commit(cache, read)
-
-            def draft():
-                return draw_draft(carry, history, qwen3_5.logits(self.model, hidden[:, 0]), number)
-
-            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(draft))
-            token, log_q = jax.lax.cond(number < self.draft_tokens, draft, lambda: nothing)
-            return (token, append_token(history, token, running), cache), (token, log_q)
-
-        numbers = jnp.arange(1 + self.draft_tokens, dtype=jnp.int32)
-        (_, _, cache), (drafts, log_q) = jax.lax.scan(step, (carry.last, carry.history, cache), numbers)
-        read = jnp.pad(jnp.where(running, most + 1, 0), (1, 0))
-        cursor = dataclasses.replace(cache.cursor, limit=limit, length=cache.cursor.length - read, pending=read)
-        drafts, log_q = (jnp.moveaxis(x[: self.draft_tokens], 0, 1) for x in (drafts, log_q))
-        return Proposal(drafts, most, log_q), dataclasses.replace(cache, cursor=cursor)
-
-    def settle(self, model, state, hidden, tokens, number):
-        return qwen3_5.commit(state, number)
-
-
-def draw_draft(carry: Carry, history: History, logits: Array, number: Array) -> tuple[Array, Array]:
-    """Draws a row's draft under the settings that its tokens are chosen by.
-
-    Args:
-      carry: Before the step.
-      history: With the drafts before this one counted as generated.
-      logits: f32 [rows, vocab], the drafter's.
-      number: int32 scalar, of the draft, from 0.
-
-    Returns:
-      int32 [rows], and f32 [rows, vocab]: the log-probabilities it was drawn from, zeros if no row is sampled.
-    """
-    with jax.named_scope("sample"):
-        adjusted = adjust(jnp.where(carry.allowed[None], logits, -jnp.inf), carry.sampling, history)
-
-        def drawn():
-            log_q = log_distribution(adjusted, carry.sampling)
-            return draw(log_q, draft_keys(keys(carry.sampling, carry.position + 1 + number), 0)), log_q
-
-        def most_probable():
-            return jnp.argmax(adjusted, axis=-1).astype(jnp.int32), jnp.zeros_like(adjusted)
-
-        return jax.lax.cond(jnp.any(carry.sampling.temperature > 0), drawn, most_probable)
+def drafts_trees(drafter: Drafter | None) -> bool:
+    """Whether the cache must serve a drafter's trees."""
+    return bool(getattr(drafter, "trees", False))
 
 
 def most_drafts(carry: Carry, draft_tokens: int) -> Array:
@@ -279,7 +105,25 @@ def most_drafts(carry: Carry, draft_tokens: int) -> Array:
     return jnp.where(carry.state == RUNNING, left, 0)
 
 
-def verify(carry: Carry, proposal: Proposal, logits: Array) -> tuple[Array, Array, Array]:
+def within_depth(parents: Array, count: Array, most: Array) -> Array:
+    """int32 [rows]: how many of a tree's drafts precede the first that more than `most` - 1 (int32 [rows]) precede.
+
+    A tree in the order of depth is so cut to what `most` drafts in a chain can keep.
+
+    Args:
+      parents, count: As in `Proposal`.
+    """
+    nodes = jnp.arange(parents.shape[1], dtype=jnp.int32)[None]
+    shallow = jnp.sum(ancestors(parents), axis=2, dtype=jnp.int32) <= most[:, None]
+    return jnp.sum(jnp.cumprod((shallow & (nodes < count[:, None])).astype(jnp.int32), axis=1), axis=1)
+
+
+def with_root(parents: Array) -> Array:
+    """int32 [rows, T]: the parents that `extend` takes, of the newest token and the drafts, from a proposal's."""
+    return jnp.pad(parents + 1, ((0, 0), (1, 0)), constant_values=-1)
+
+
+def verify(carry: Carry, proposal: Proposal, logits: Array) -> tuple[Array, Array, Array, Array | None]:
     """Chooses the next tokens of every row: the drafts that the model keeps, and one more.
 
     Args:
@@ -291,29 +135,43 @@ def verify(carry: Carry, proposal: Proposal, logits: Array) -> tuple[Array, Arra
       tokens: int32 [rows, T].
       number: int32 [rows], how many of them are real: nothing after a stop token, 0 for a row that does not run.
       accepted: int32 [rows], how many of those are drafts.
+      path: int32 [rows, T] for a tree, else None: the place in the logits that each token was chosen from. The tokens
+        that were read there are what to commit.
     """
     drafts, count = proposal.drafts, proposal.count
-    length = drafts.shape[1]
+    rows, length = drafts.shape
+    parents = None if proposal.parents is None else check_parents(proposal.parents, rows, length)
     with jax.named_scope("sample"):
-        adjusted = _adjust_all(carry, drafts, jnp.where(carry.allowed[None, None], logits, -jnp.inf))
-        accepted, token = jax.lax.cond(
-            jnp.any(carry.sampling.temperature > 0),
-            lambda: accept(
-                log_distribution(adjusted, carry.sampling),
-                proposal.log_q,
-                drafts,
-                count,
-                keys(carry.sampling, carry.position + 1),
-            ),
-            lambda: _accept_greedy(adjusted, drafts, count),
-        )
+        masked = jnp.where(carry.allowed[None, None], logits, -jnp.inf)
+        adjusted = _adjust_all(carry, drafts, parents, masked)
+        sampled, key = jnp.any(carry.sampling.temperature > 0), keys(carry.sampling, carry.position + 1)
+
+        def target():
+            return log_distribution(adjusted, carry.sampling)
+
+        if parents is None:
+            along, path = drafts, None
+            accepted, token = jax.lax.cond(
+                sampled,
+                lambda: accept(target(), proposal.log_q, drafts, count, key),
+                lambda: _accept_greedy(adjusted, drafts, count),
+            )
+        else:
+            path, accepted, token = jax.lax.cond(
+                sampled,
+                lambda: accept_tree(target(), proposal.log_q, drafts, parents, key, count),
+                lambda: _accept_greedy_tree(adjusted, drafts, parents, count),
+            )
+            along = jnp.take_along_axis(drafts, jnp.maximum(path, 0), axis=1)
+            path = with_root(path)
+            path = path.at[:, 0].set(0)
         index = jnp.arange(length + 1, dtype=jnp.int32)[None]
-        padded = jnp.pad(drafts, ((0, 0), (0, 1)))
+        padded = jnp.pad(along, ((0, 0), (0, 1)))
         tokens = jnp.where(index < accepted[:, None], padded, token[:, None])
         stop = jnp.any(tokens[:, :, None] == carry.history.stop_ids[:, None], axis=-1)
-        first = jnp.min(jnp.where(stop, index, length), axis=1)
+        first = jnp.min(jnp.where(stop, index, most_drafts(carry, length)[:, None]), axis=1)
         number = jnp.where(carry.state == RUNNING, jnp.minimum(accepted, first) + 1, 0)
-        return tokens, number, jnp.minimum(accepted, number)
+        return tokens, number, jnp.minimum(accepted, number), path
 
 
 def _accept_greedy(adjusted: Array, drafts: Array, count: Array) -> tuple[Array, Array]:
@@ -325,8 +183,22 @@ def _accept_greedy(adjusted: Array, drafts: Array, count: Array) -> tuple[Array,
     return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
 
 
-def _adjust_all(carry: Carry, drafts: Array, logits: Array) -> Array:
-    """`sampling.adjust` of logits f32 [rows, T, vocab]: at each place the drafts before it count as generated."""
+def _accept_greedy_tree(adjusted: Array, drafts: Array, parents: Array, count: Array) -> tuple[Array, Array, Array]:
+    """`acceptance.accept_tree` where every row is greedy."""
+    best = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    node = jnp.arange(drafts.shape[1], dtype=jnp.int32)
+    right = (drafts == jnp.take_along_axis(best, parents + 1, axis=1)) & (node[None] < count[:, None])
+
+    def visit(at, i):
+        kept = right[:, i] & (parents[:, i] == at)
+        return jnp.where(kept, i, at), kept
+
+    at, kept = jax.lax.scan(visit, jnp.full(drafts.shape[0], -1, jnp.int32), node)
+    return *path_of(kept.T), jnp.take_along_axis(best, at[:, None] + 1, axis=1)[:, 0]
+
+
+def _adjust_all(carry: Carry, drafts: Array, parents: Array | None, logits: Array) -> Array:
+    """`sampling.adjust` of logits f32 [rows, T, vocab]: at each place the drafts on its path count as generated."""
     sampling, history = carry.sampling, carry.history
     rows, length, vocab = logits.shape
 
@@ -334,13 +206,24 @@ def _adjust_all(carry: Carry, drafts: Array, logits: Array) -> Array:
         return jnp.repeat(x, length, axis=0)
 
     def adjusted():
-        place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None] - history.count[:, None]
-        nearest = jnp.clip(place, 0, length - 2)
-        drafted = (place >= 0) & (place < length - 1)
-        tokens = jnp.where(drafted, jnp.take_along_axis(drafts, nearest, axis=1), history.tokens)
-        more = jnp.tile(jnp.arange(length, dtype=jnp.int32), rows)
-        then = jax.tree.map(flat, dataclasses.replace(history, tokens=tokens))
-        then = dataclasses.replace(then, count=then.count + more)
+        if length == 1:
+            return adjust(logits[:, 0], sampling, history)[:, None]
+        if parents is None:
+            depth = jnp.tile(jnp.arange(length, dtype=jnp.int32), rows)
+            path = flat(drafts)
+        else:
+            reach = ancestors(with_root(parents))
+            depths = jnp.sum(reach, axis=2, dtype=jnp.int32) - 1
+            level = jnp.arange(1, length, dtype=jnp.int32)[None, None, :, None]
+            there = reach[:, :, None] & (depths[:, None, None] == level)  # [rows, place, level, node]
+            path = jnp.sum(jnp.where(there[..., 1:], drafts[:, None, None], 0), axis=3).reshape(-1, length - 1)
+            depth = depths.reshape(-1)
+        then = jax.tree.map(flat, history)
+        place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None] - then.count[:, None]
+        drafted = (place >= 0) & (place < depth[:, None])
+        near = jnp.take_along_axis(path, jnp.clip(place, 0, length - 2), axis=1)
+        tokens = jnp.where(drafted, near, then.tokens)
+        then = dataclasses.replace(then, tokens=tokens, count=then.count + depth)
         return adjust(logits.reshape(-1, vocab), jax.tree.map(flat, sampling), then).reshape(logits.shape)
 
     asked = (

@@ -13,7 +13,7 @@ class Stats:
     """Counts of one request's decoding.
 
     Attributes:
-      prompt_tokens, new_tokens: Tokens read by prefill, and tokens generated.
+      prompt_tokens, new_tokens: Tokens read by prefill (once for all samples of a prompt), and tokens generated.
       steps: Decoding steps the request took part in (the first token comes from prefill and needs none).
       folds: Steps that folded the ring into the checkpoint, i.e. wrote a state.
       checkpoint_reads: Steps that read a checkpoint.

@@ -1,6 +1,7 @@
 """`jaxbuf bench drafts`: what it cuts out of a text, what it calls accepted, and a run on a tiny model."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import nnx
 from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxbuf.bench import drafts
+from jaxbuf.bench import drafts, texts
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.cache import init_mtp
 from jaxbuf.models.language_model import LanguageModel
@@ -53,21 +54,21 @@ def lm() -> LanguageModel:
 def test_windows_are_whole_and_spread_over_the_joined_documents(lm):
     documents = [list(range(100)) * 9, list(range(100)) * 12]
     joined = [*documents[0], EOS, *documents[1], EOS]
-    every = drafts.cut_windows(lm, documents, 10_000)
-    assert every.shape == (4, drafts.WINDOW) and every.reshape(-1).tolist() == joined[: every.size]
-    assert drafts.cut_windows(lm, documents, 2 * drafts.WINDOW - 1).tolist() == every[[0, 2]].tolist()
-    assert drafts.cut_windows(lm, documents, 64).tolist() == [joined[:64]]
-    assert drafts.cut_windows(lm, [], 64).size == 0
+    every = texts.cut_windows(lm, documents, 10_000)
+    assert every.shape == (4, texts.WINDOW) and every.reshape(-1).tolist() == joined[: every.size]
+    assert texts.cut_windows(lm, documents, 2 * texts.WINDOW - 1).tolist() == every[[0, 2]].tolist()
+    assert texts.cut_windows(lm, documents, 64).tolist() == [joined[:64]]
+    assert texts.cut_windows(lm, [], 64).size == 0
 
 
 def test_prompts_lie_inside_documents_and_follow_the_seed():
     documents = [list(range(10)), list(range(20, 24)), list(range(30, 35))]
-    prompts = drafts.cut_prompts(documents, 20, 5, 1)
+    prompts = texts.cut_prompts(documents, 20, 5, 1)
     assert all(np.array_equal(np.diff(prompt), np.ones(4)) for prompt in prompts)
     assert {prompt[0] for prompt in prompts} <= {*range(6), 30}
-    assert prompts == drafts.cut_prompts(documents, 20, 5, 1) != drafts.cut_prompts(documents, 20, 5, 2)
+    assert prompts == texts.cut_prompts(documents, 20, 5, 1) != texts.cut_prompts(documents, 20, 5, 2)
     with pytest.raises(ValueError, match=r"--prompt-tokens must be at most the longest document's \(10\), got 11"):
-        drafts.cut_prompts(documents, 1, 11, 0)
+        texts.cut_prompts(documents, 1, 11, 0)
 
 
 def test_a_draft_is_right_where_the_model_chooses_it(rng):
@@ -106,6 +107,33 @@ def test_drafts_are_those_of_a_chain_that_reads_the_text(lm, rng):
             chained = chained.at[:, place + 1].set(further[:, place])
 
 
+def test_drafts_of_ngrams_are_those_of_the_text_before_them(rng):
+    tokens = rng.integers(4, size=(3, 12)).astype(np.int32)
+    found = np.asarray(drafts.draft_all_ngram(jnp.asarray(tokens), draft_tokens=K))
+    assert found.shape == (12 - K, 3, K)
+    for i, row in np.ndindex(12 - K, 3):
+        text = tokens[row, : i + 2].tolist()
+        before = [
+            (size, end)
+            for size in range(1, 4)
+            for end in range(size, len(text))
+            if text[end - size : end] == text[-size:]
+        ]
+        follows = (text[max(before)[1] :] * K)[:K] if before else [-1] * K
+        assert found[i, row].tolist() == follows
+
+
+def test_made_up_logs_follow_the_seed_and_code_is_pythons(lm):
+    logs = list(texts.make_logs(3))
+    assert logs == list(texts.make_logs(3)) != list(texts.make_logs(4))
+    assert len(logs) == texts.LOGS and {log.count("\n") for log in logs} == {texts.LINES}
+    documents, (told,) = texts.documents_of(lm, "logs", (), 3)
+    assert documents == [lm.encode(log) for log in logs] and told["file"] == "logs of seed 3"
+    lm = SimpleNamespace(encode=len)
+    documents, (told,) = texts.documents_of(lm, "code", (), 3)
+    assert len(documents) > 50 and sum(documents) + len(documents) - 1 <= told["bytes"]
+
+
 def stand_in(batches):
     """A `generate` of fixed counts, one draft in two kept, and says something else where it drafts."""
 
@@ -135,16 +163,19 @@ def test_batches_have_one_size_and_rows_that_differ_are_counted(lm, monkeypatch)
 @pytest.mark.slow
 def test_a_run_keeps_its_figures(lm, tmp_path, monkeypatch, capsys):
     text, path = tmp_path / "text.txt", tmp_path / "drafts.json"
-    text.write_text("abcabcabcabc" * 9 + drafts.DOCUMENT_BREAK + "\nno more of it")
+    text.write_text("abcabcabcabc" * 9 + texts.DOCUMENT_BREAK + "\nno more of it")
     monkeypatch.setattr(drafts, "load", lambda name, dtype: lm)
     words = "--prompts 2 --tokens 64 --prompt-tokens 16 --max-new-tokens 8 --draft-tokens 3".split()
     assert drafts.main([*words, "--text", str(text), "--json", str(path)]) == 0
     record = json.loads(path.read_text())
-    assert record["script"] == "scripts/bench_drafts" and record["text"][0]["file"] == "text.txt"
-    assert record["teacher_forced"]["tokens"] == 64 and record["teacher_forced"]["places"] == 64 - K
-    rows = [(row["drafter"], row["temperature"]) for row in record["generated"]]
+    assert record["script"] == "scripts/bench_drafts" and list(record["kinds"]) == ["text"]
+    figures = record["kinds"]["text"]
+    assert figures["text"][0]["file"] == "text.txt" and list(figures["teacher_forced"]) == ["mtp", "ngram"]
+    for forced in figures["teacher_forced"].values():
+        assert forced["tokens"] == 64 and forced["places"] == 64 - K >= forced["places_with_drafts"]
+    rows = [(row["drafter"], row["temperature"]) for row in figures["generated"]]
     assert rows == [(None, 0), ("mtp", 0), ("mtp", 0.8), ("ngram", 0), ("ngram", 0.8)]
-    for row in record["generated"]:
+    for row in figures["generated"]:
         assert row["accepted"] <= row["drafted"] <= K * row["steps"] and row["steps"] <= row["new_tokens"] - 2
         assert row.get("rows_that_differ", 0) == 0
     assert "seed 0" in capsys.readouterr().out
@@ -154,6 +185,7 @@ def test_a_run_keeps_its_figures(lm, tmp_path, monkeypatch, capsys):
     ("words", "said"),
     [
         ("--drafters mtp,oracle", "--drafters must name drafters among mtp, ngram, got oracle"),
+        ("--kinds code,poems", "--kinds must name kinds among text, code, logs, got poems"),
         ("--draft-tokens 16", "--draft-tokens must be at most 15, got 16"),
         ("--temperature 0", "--temperature must be above 0"),
         ("--prompts 0", "--prompts must be at least 1, got 0"),

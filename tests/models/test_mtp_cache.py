@@ -51,8 +51,8 @@ def run_extend(model, memory, hidden, next_tokens, start, lengths, slots):
 
 
 @_jit
-def run_draft(model, memory, hidden, next_tokens, start, lengths, slots):
-    settings = {"draft_tokens": DRAFTS, "choose": shifted_choice}
+def run_draft(model, memory, hidden, next_tokens, start, lengths, slots, most=DRAFTS):
+    settings = {"draft_tokens": DRAFTS, "most": most, "choose": shifted_choice}
     return qwen3_5_mtp.draft_mtp(
         model, memory, hidden, next_tokens, start=start, lengths=lengths, slots=slots, **settings
     )
@@ -140,6 +140,11 @@ def test_drafts_are_a_chain_over_what_was_committed(model, sequences, rng):
     for _ in range(6):
         hidden, tokens = gather(sequences, slots, count - pending, pending, rng)
         drafts, scores, memory = run_draft(model, memory, hidden, tokens, count - pending, pending, slots)
+        most = rng.integers(1, DRAFTS + 1)  # fewer of them are the first of them
+        few, some, _ = run_draft(model, memory, hidden, tokens, count - pending, pending, slots, most)
+        real = np.arange(DRAFTS) < most
+        np.testing.assert_array_equal(few, np.where(real, drafts, 0))
+        np.testing.assert_array_equal(some, np.where(real[:, None], scores, 0))
         best = np.argmax(np.asarray(scores), axis=-1)
         np.testing.assert_array_equal(drafts, (best + np.arange(DRAFTS)) % CONFIG.vocab_size)
         states, following = (x.copy() for x in sequences)

@@ -1,4 +1,4 @@
-"""Drafts of `propose_ngram` against its definition in plain Python."""
+"""Drafts of `propose_ngram` and `propose_ngram_tree` against their definitions in plain Python."""
 
 import dataclasses
 from functools import partial
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.serving.drafting import propose_ngram
+from jaxbuf.serving.drafting import propose_ngram, propose_ngram_tree
 from jaxbuf.serving.sampling import History
 
 ROWS, BUCKET, ROOM, DRAFTS = 512, 14, 12, 5
@@ -92,3 +92,47 @@ def test_wrong_arguments_are_named(rng):
         propose_ngram(history, -1)
     with pytest.raises(ValueError, match=r"^longest must be at least 1, got 0$"):
         propose_ngram(history, 2, longest=0)
+    with pytest.raises(ValueError, match=r"^branches must be at least 1, got 0$"):
+        propose_ngram_tree(history, 2, 0)
+
+
+def tree_reference(text, draft_tokens, branches, longest):
+    """The trie of what followed the best occurrences, breadth first; nodes as (path of tokens), in order."""
+    ends = []
+    for size in range(min(longest, len(text)), 0, -1):
+        for start in range(len(text) - size - 1, -1, -1):
+            if text[start : start + size] == text[-size:] and start + size not in ends:
+                ends.append(start + size)
+    follows = [(text[end:] * draft_tokens)[:draft_tokens] for end in ends[:branches]]
+    nodes = []
+    for depth in range(1, draft_tokens + 1):
+        for tokens in follows:
+            if tuple(tokens[:depth]) not in nodes:
+                nodes.append(tuple(tokens[:depth]))
+    return nodes[:draft_tokens]
+
+
+@pytest.mark.parametrize(("alphabet", "branches", "longest"), [(1, 2, 3), (2, 3, 3), (3, 2, 2), (3, 4, 3), (30, 2, 3)])
+def test_trees_of_drafts_are_the_definition(rng, alphabet, branches, longest):
+    history = random_history(rng, alphabet)
+    draft = jax.jit(partial(propose_ngram_tree, draft_tokens=DRAFTS, branches=branches, longest=longest))
+    drafts, parents, count = map(np.asarray, draft(history))
+    assert drafts.dtype == parents.dtype == count.dtype == np.int32
+    for row, text in enumerate(texts(history)):
+        paths = []
+        for node in range(count[row]):
+            assert -1 <= parents[row, node] < node
+            before = paths[parents[row, node]] if parents[row, node] >= 0 else ()
+            paths.append((*before, drafts[row, node]))
+        assert paths == tree_reference(text, DRAFTS, branches, longest), f"row {row}: {text}"
+    if alphabet == 3:
+        assert (parents[count == DRAFTS] == np.arange(DRAFTS) - 1).all(1).mean() < 0.9  # not all of them are chains
+
+
+def test_a_tree_of_one_branch_is_the_chain(rng):
+    history = random_history(rng, 3)
+    drafts, parents, count = propose_ngram_tree(history, DRAFTS, 1)
+    chain, number = propose(history)
+    np.testing.assert_array_equal(count, number)
+    np.testing.assert_array_equal(drafts, chain)
+    assert (np.asarray(parents)[np.asarray(count) > 0] == np.arange(DRAFTS) - 1).all()

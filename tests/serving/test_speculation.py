@@ -1,6 +1,5 @@
 """Speculative decoding: a drafter changes no greedy token and no distribution, whatever it drafts."""
 
-import collections
 import dataclasses
 
 import jax
@@ -13,137 +12,51 @@ from typer.testing import CliRunner
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.cli import app
 from jaxbuf.models.language_model import LanguageModel, load
-from jaxbuf.models.qwen3_5 import Qwen3_5
-from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.recurrence.traffic import entry_bytes
 from jaxbuf.serving import SamplingParams, acceptance, generate, generate_tokens, request, speculation, start
+from jaxbuf.serving.drafters import MOST_DRAFTS, MTP, NGram
 from jaxbuf.serving.sampling import noise
-from jaxbuf.serving.speculation import MOST_DRAFTS, Proposal
 from jaxbuf.serving.stats import checkpoint_bytes
-from tests.serving.conftest import CONFIG, byte_tokenizer
-from tests.serving.goodness import chi_square_tail
 from tests.serving.program import loop_bodies, written_in_loops
-
-NEW, DRAFTS, ROWS = 40, 4, 8
-# Log-probabilities are asked for everywhere, so that all tests share their programs.
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=5)
-TIE = 1e-4
-
-
-def random_model(seed: int, **changes) -> LanguageModel:
-    """A model whose parameters are all random; `changes` are of its configuration."""
-    config = Config.from_dict({**CONFIG, "mtp_num_hidden_layers": 1, **changes})
-    leaves, tree = jax.tree.flatten(nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(seed))))
-    rng = np.random.default_rng(seed)
-    noisy = [jnp.asarray(0.15 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
-    tokenizer = byte_tokenizer() if config.vocab_size == CONFIG["vocab_size"] else None
-    return LanguageModel(jax.tree.unflatten(tree, noisy), config, tokenizer, {}, jnp.dtype("float32"), "tiny")
-
-
-@pytest.fixture(scope="module")
-def lm():
-    return random_model(3)
+from tests.serving.speculating import (
+    DRAFTS,
+    GREEDY,
+    MODELS,
+    NEW,
+    ROWS,
+    VOCAB,
+    check_equal,
+    greedy_case,
+    model_named,
+    p_value,
+    script,
+    tiny_models,
+)
 
 
-@pytest.fixture(scope="module")
-def other():
-    return random_model(4)
+@pytest.fixture(scope="module", params=MODELS)
+def architecture(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def case(lm):
-    """Prompts of lengths 1 to 64, the ends included, and their greedy results, none of which is near a tie."""
-    rng = np.random.default_rng()
-    while True:
-        prompts = [rng.integers(0, 256, n).tolist() for n in [1, 64, *rng.integers(2, 64, ROWS - 2)]]
-        with jax.numpy_dtype_promotion("strict"):  # as in the tests: it is part of what was compiled
-            results = generate(lm, prompts, NEW, GREEDY)
-        if all(not near_tie(lm, result) for result in results):
-            return prompts, results
+def lm(architecture):
+    return model_named(architecture, 3)
 
 
 @pytest.fixture(scope="module")
-def prompts(case):
-    return case[0]
+def other(architecture):
+    return model_named(architecture, 4)
 
 
 @pytest.fixture(scope="module")
-def greedy(case):
-    return case[1]
+def prompts(architecture):
+    return greedy_case(architecture)[0]
 
 
-def near_tie(lm, result) -> bool:
-    """Whether some token was hardly better than another."""
-    steps = zip(result.tokens, result.logprobs, result.top_logprobs, strict=True)
-    return any(
-        chosen - other < TIE
-        for token, chosen, top in steps
-        for candidate, other in top.items()
-        if candidate != token and lm.known_ids[candidate]
-    )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scripted:
-    """Knows the tokens that will come, and drafts some of them right, the next one wrong and the others right again.
-
-    Its state counts the tokens so far.
-
-    Attributes:
-      answers: int32 [rows, n], the tokens that will come.
-      right, count: int32 [rows, m]: right drafts before a wrong one, and drafts, when m divides the tokens so far with
-        the remainder of the column.
-    """
-
-    answers: jax.Array
-    right: jax.Array
-    count: jax.Array
-    draft_tokens: int = dataclasses.field(default=DRAFTS, metadata={"static": True})
-
-    def start(self, model, carry, hidden, *, capacity, limit):
-        return carry.history.count
-
-    def propose(self, model, carry, most):
-        so_far = carry.speculation.state
-        now = (so_far % self.right.shape[1])[:, None]
-        right, count = (jnp.take_along_axis(x, now, axis=1) for x in (self.right, self.count))
-        ahead = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None]
-        place = jnp.minimum(so_far[:, None] + ahead, self.answers.shape[1] - 1)
-        drafts = jnp.take_along_axis(self.answers, place, axis=1)
-        return Proposal(jnp.where(ahead == right, (drafts + 1) % 256, drafts), jnp.minimum(count[:, 0], most)), so_far
-
-    def settle(self, model, state, hidden, tokens, number):
-        return state + number
-
-
-def script(results, right, count=DRAFTS) -> Scripted:
-    """From the results of a generation; right and count are a number, one a row, or a table."""
-
-    def table(x):
-        x = np.asarray(x, np.int32)
-        return jnp.asarray(np.broadcast_to(x if x.ndim == 2 else x.reshape(-1, 1), (ROWS, 2)))
-
-    answers = np.zeros((ROWS, NEW), np.int32)
-    for row, result in enumerate(results):
-        answers[row, : len(result.tokens)] = result.tokens
-    return Scripted(jnp.asarray(answers), table(right), table(count))
-
-
-def check_equal(lm, prompts, found, expected) -> int:
-    """Tokens are equal, or first differ where the two best logits are a tie; returns in how many rows they do."""
-    ties = 0
-    for prompt, ours, theirs in zip(prompts, found, expected, strict=True):
-        assert len(ours.tokens) == len(theirs.tokens)
-        if ours.tokens == theirs.tokens:
-            continue
-        place = next(i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if a != b)
-        logits = np.asarray(lm.logits(np.array([prompt + theirs.tokens[:place]])))[0, -1]
-        second, first = np.sort(np.where(lm.known_ids, logits, -np.inf))[-2:]
-        assert first - second < TIE, place
-        ties += 1
-    print(f"{ties} of {len(found)} rows differ from a tie on")
-    return ties
+@pytest.fixture(scope="module")
+def greedy(architecture):
+    return greedy_case(architecture)[1]
 
 
 def drafter_named(name, lm, other):
@@ -320,20 +233,25 @@ def carry_of(lm, prompts, drafter):
 
 
 def test_drafts_cost_entries_and_no_states(lm, prompts):
-    """From the carry's bytes: at most max_pending entries' blocks a layer and slot, and inputs of the convolution."""
+    """From the carry's bytes: at most max_pending entries' blocks a layer and slot, and inputs of the convolution; a
+    tree costs what a chain does, and places of the softmax layers that it may leave open."""
 
     def nbytes(tree):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
-    plain, verifying = (carry_of(lm, prompts, drafter)[1].cache for drafter in (None, "ngram"))
+    drafters = (None, "ngram", NGram(DRAFTS, branches=2))
+    plain, *verifying = (carry_of(lm, prompts, drafter)[1].cache for drafter in drafters)
     spec, blocks = lm.config.spec, 8 * -(-(1 + DRAFTS) // 8)
-    for before, after in zip(plain.layers, verifying.layers, strict=True):
-        if isinstance(before, PagedKV):
-            assert jax.tree.map(jnp.shape, before) == jax.tree.map(jnp.shape, after)
-            continue
-        assert after.pool.checkpoints.shape == before.pool.checkpoints.shape
-        assert 0 <= nbytes(after.pool) - nbytes(before.pool) <= ROWS * blocks * entry_bytes(spec, "float32")
-        assert after.ring.size - before.ring.size == (ROWS + 1) * DRAFTS * lm.config.convolution_channels
+    for cache, page in zip(verifying, (0, 16), strict=True):
+        for before, after in zip(plain.layers, cache.layers, strict=True):
+            if isinstance(before, PagedKV):
+                places = [layer.keys.shape[0] * layer.keys.shape[1] for layer in (before, after)]
+                assert places[1] - places[0] <= ROWS * page
+                assert before.keys.shape[1:] == after.keys.shape[1:]
+                continue
+            assert after.pool.checkpoints.shape == before.pool.checkpoints.shape
+            assert 0 <= nbytes(after.pool) - nbytes(before.pool) <= ROWS * blocks * entry_bytes(spec, "float32")
+            assert after.ring.size - before.ring.size == (ROWS + 1) * DRAFTS * lm.config.convolution_channels
 
 
 @pytest.mark.slow
@@ -377,96 +295,50 @@ def test_a_drafter_must_fit_the_model(lm):
 WORDS = ["the", "configuration", "file", "error", "server", "build", "tests", "install", "cat", "path"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "mtp", "model"])
-def test_the_demo_models_greedy_text_is_the_same_with_every_drafter(rng, name):
-    """The draft model is the demo model in bfloat16; on repetitive prompts n-grams save forwards too."""
-    demo = load("demo")
-    prompts = [" ".join(rng.choice(WORDS, 4)) for _ in range(8)] + [f"{' '.join(rng.choice(WORDS, 3))}. " * 3] * 8
-    prompts = [prompt[0].upper() + prompt[1:] for prompt in prompts]
-    plain = generate(demo, prompts, 60, GREEDY)
-    results = generate(demo, prompts, 60, GREEDY, drafter=load("demo", "bfloat16") if name == "model" else name)
-    check_equal(demo, [demo.encode(prompt) for prompt in prompts], results, plain)
-    lengths = [result.stats.mean_accepted_length for result in results]
-    print(f"{name}: {np.mean(lengths[:8]):.2f} tokens a step, on repetitive prompts {np.mean(lengths[8:]):.2f}")
-    assert np.mean(lengths[8:]) > 1.2
-
-
-VOCAB, PROMPT, EACH, BATCHES = 5, [1, 3, 0, 2, 1, 4, 1, 3], 4096, 8
-SETTINGS = {"temperature": 0.9, "top_p": 0.85, "frequency_penalty": 0.3, "ignore_eos": True}
-
-
-def filtered(logits, generated):
-    """The distribution that SETTINGS make of logits, float64 [VOCAB], after these generated tokens."""
-    scaled = (logits - 0.3 * np.bincount(generated, minlength=VOCAB)) / 0.9
-    p = np.exp(scaled - scaled.max())
-    p /= p.sum()
-    order = np.argsort(-p)
-    kept = order[: 1 + np.searchsorted(np.cumsum(p[order]), 0.85)]
-    out = np.zeros(VOCAB)
-    out[kept] = p[kept] / p[kept].sum()
-    return out
-
-
-def joint_distribution(lm):
-    """Of the second, third and fourth token after PROMPT, float64 [VOCAB] * 3, from the plain forward."""
-    prefixes = np.stack(np.meshgrid(*[np.arange(VOCAB)] * 3, indexing="ij"), -1).reshape(-1, 3)
-    logits = np.asarray(lm.logits(np.concatenate([np.tile(PROMPT, (len(prefixes), 1)), prefixes], 1)), np.float64)
-    joint = np.zeros([VOCAB] * 4)
-    for prefix, rows in zip(prefixes, logits[:, len(PROMPT) - 1 :], strict=True):
-        p = [filtered(rows[i], prefix[:i]) for i in range(4)]
-        joint[tuple(prefix)] = np.prod([p[i][prefix[i]] for i in range(3)]) * p[3]
-    np.testing.assert_allclose(joint.sum(), 1)
-    return joint.sum(0)
-
-
-def p_value(lm, drafter, rng):
-    """Of three tokens of each of BATCHES * EACH rows, against exact enumeration."""
-    counts, drafted = collections.Counter(), 0
-    for _ in range(BATCHES):
-        sampling = [SamplingParams(**SETTINGS, seed=int(seed)) for seed in rng.integers(0, 2**32, EACH)]
-        for result in generate(lm, [PROMPT] * EACH, 5, sampling, drafter=drafter, draft_tokens=2):
-            counts[tuple(result.tokens[1:4])] += 1
-            drafted += result.stats.drafted
-    assert drafted > EACH * BATCHES
-    expected = {cell: p * EACH * BATCHES for cell, p in np.ndenumerate(joint_distribution(lm))}
-    return chi_square_tail(counts, expected)
-
-
 @pytest.fixture(scope="module")
-def tiny():
-    """Two models of five tokens; drafts are kept about as often as not."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "eos_token_id": 4}
-    heads = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8}
-    return random_model(1, **sizes, **heads), random_model(2, **sizes, **heads)
+def hundred():
+    """The demo model, 100 prompts, of which the last 40 repeat themselves, and their greedy results."""
+    demo, rng = load("demo"), np.random.default_rng()
+    prompts = [" ".join(rng.choice(WORDS, rng.integers(1, 8))) for _ in range(60)]
+    prompts += [f"{' '.join(rng.choice(WORDS, 3))}. " * 3 for _ in range(40)]
+    prompts = [demo.encode(prompt[0].upper() + prompt[1:]) for prompt in prompts]
+    return demo, prompts, generate(demo, prompts, NEW, GREEDY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ngram", "mtp", "model", "tree"])
+def test_the_demo_models_greedy_tokens_are_the_same_with_every_drafter(hundred, name):
+    """The draft model is the demo model in bfloat16; on repetitive prompts n-grams save forwards too."""
+    demo, prompts, plain = hundred
+    drafter = {"model": load("demo", "bfloat16"), "tree": MTP(6, branches=2)}.get(name, name)
+    results = generate(demo, prompts, NEW, GREEDY, drafter=drafter)
+    check_equal(demo, prompts, results, plain)
+    lengths = [result.stats.mean_accepted_length for result in results]
+    print(f"{name}: {np.mean(lengths[:60]):.2f} tokens a step, on repetitive prompts {np.mean(lengths[60:]):.2f}")
+    assert np.mean(lengths[60:]) > 1.2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ngram", "mtp", "model"])
-def test_sampled_tokens_are_distributed_as_by_exact_enumeration(tiny, rng, monkeypatch, name):
-    monkeypatch.setattr(request, "PROMPT_BUCKET", 8)
-    monkeypatch.setattr(request, "ROOM", 8)
-    lm, other = tiny
-    p = p_value(lm, drafter_named(name, lm, other), rng)
+def test_sampled_tokens_are_distributed_as_by_exact_enumeration(architecture, rng, monkeypatch, name):
+    lm, other = tiny_models(architecture)
+    p = p_value(lm, drafter_named(name, lm, other), rng, monkeypatch)
     print(f"{name}: p = {p:.3g}")
     assert p > 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", ["always accept", "no residual"])
-def test_the_same_check_flags_wrong_acceptance(tiny, rng, monkeypatch, mutant):
+def test_the_same_check_flags_wrong_acceptance(architecture, rng, monkeypatch, mutant):
     def wrong(target, draft, drafts, count, key):
         accepted = count if mutant == "always accept" else acceptance.accept(target, draft, drafts, count, key)[0]
         after = jnp.take_along_axis(target, accepted[:, None, None], axis=1)[:, 0]
         return accepted, jnp.argmax(after + noise(key, VOCAB), axis=-1).astype(jnp.int32)
 
-    monkeypatch.setattr(request, "PROMPT_BUCKET", 8)
-    monkeypatch.setattr(request, "ROOM", 8)
     monkeypatch.setattr(speculation, "accept", wrong)
-    monkeypatch.setattr("tests.serving.test_speculation.BATCHES", 2)
     generate_tokens.clear_cache()
     try:
-        assert p_value(*tiny, rng) < 1e-9
+        assert p_value(*tiny_models(architecture), rng, monkeypatch, batches=1) < 1e-9
     finally:
         generate_tokens.clear_cache()
 

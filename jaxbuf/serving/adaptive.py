@@ -1,0 +1,125 @@
+"""How many tokens to draft, from how many were kept: each row's own number, by what a draft costs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.recurrence.tree import ancestors
+from jaxbuf.serving.carry import RUNNING
+from jaxbuf.serving.speculation import Drafter, drafts_trees
+
+type Array = jax.Array
+
+COST = 0.1
+FORGETTING = 0.9  # of what was counted, at each step that had drafts
+PRIOR = 0.7  # of a draft's being kept, which weighs as much as one draft
+PROBE = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptiveState:
+    """What was kept so far.
+
+    Attributes:
+      inner: The state of the drafter that drafts.
+      kept, judged: f32 [rows], drafts that were kept, and those that were judged: the kept ones and, if there was one,
+        the first that was not; older ones count less.
+      depth: int32 [rows], how many drafts in a chain the last proposal had.
+    """
+
+    inner: Any
+    kept: Array
+    judged: Array
+    depth: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """Lets another drafter draft as many tokens as pay, as far as that row's text has told.
+
+    If each draft is kept with probability a, k drafts give 1 + a + ... + a**k tokens in a step that costs 1 + cost * k
+    steps without drafts. The k in [0, draft_tokens] with the most tokens for the cost is a row's number; a is what was
+    kept of the drafts that were judged, older steps counting less. Where k is 0, every eighth step of the row drafts
+    one token, to find out whether that still holds. A step in which no row drafts reads one token a row, as without a
+    drafter. All of it looks at the past alone, so that tokens are distributed as without it; greedy ones are the same.
+
+    Attributes:
+      drafter: Who drafts.
+      cost: Of one more draft in a chain (drafting and reading it), as a fraction of a step without drafts (static). The
+        default is meant for steps that are bound by memory; on a CPU, where reading a token is work, the embedded model
+        takes 0.3 or more.
+
+    Raises:
+      ValueError: A cost below 0.
+
+    Source: the tokens of a step are Leviathan et al. (2023), equation 1, and their cost is that of theorem 3.8, with
+    the verification's added.
+    """
+
+    drafter: Drafter
+    cost: float = dataclasses.field(default=COST, metadata={"static": True})
+
+    adaptive = True
+
+    def __post_init__(self):
+        if not self.cost >= 0:
+            raise ValueError(f"cost must be at least 0, got {self.cost!r}")
+
+    @property
+    def draft_tokens(self) -> int:
+        """The most drafts of one step."""
+        return self.drafter.draft_tokens
+
+    @property
+    def trees(self) -> bool:
+        """Whether the drafts are a tree."""
+        return drafts_trees(self.drafter)
+
+    def start(self, model, carry, hidden, *, capacity, limit):
+        rows = carry.last.shape[0]
+        inner = self.drafter.start(model, carry, hidden, capacity=capacity, limit=limit)
+        return AdaptiveState(inner, jnp.zeros(rows), jnp.zeros(rows), jnp.zeros(rows, jnp.int32))
+
+    def propose(self, model, carry, most):
+        state, steps = carry.speculation.state, carry.counters.steps
+        share = (state.kept + PRIOR) / (state.judged + 1)
+        length = best_length(share, self.draft_tokens, self.cost)
+        length = jnp.where((length == 0) & (steps % PROBE == PROBE - 1), 1, length)
+        inside = dataclasses.replace(carry.speculation, state=state.inner)
+        carry = dataclasses.replace(carry, speculation=inside)
+        proposal, inner = self.drafter.propose(model, carry, jnp.minimum(most, length))
+        depth = proposal.count
+        if proposal.parents is not None:
+            real = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None] < proposal.count[:, None]
+            depth = jnp.sum(ancestors(proposal.parents), axis=2, dtype=jnp.int32)
+            depth = jnp.max(jnp.where(real, depth, 0), axis=1)
+        depth = jnp.where(carry.state == RUNNING, depth, 0)
+        return proposal, dataclasses.replace(state, inner=inner, depth=depth)
+
+    def settle(self, model, state, hidden, tokens, number):
+        inner = self.drafter.settle(model, state.inner, hidden, tokens, number)
+        drafted = (state.depth > 0) & (number > 0)
+        kept = jnp.minimum(number - 1, state.depth)
+        judged = jnp.minimum(kept + 1, state.depth)
+
+        def count(old, new):
+            return jnp.where(drafted, FORGETTING * old + new.astype(jnp.float32), old)
+
+        return AdaptiveState(inner, count(state.kept, kept), count(state.judged, judged), state.depth)
+
+
+def best_length(share: Array, most: int, cost: float) -> Array:
+    """The number of drafts in [0, most] with the most tokens for the cost, int32 [rows]; the least of equals.
+
+    Args:
+      share: f32 [rows], the probability that a draft is kept.
+      most: At least 1.
+      cost: As in `Adaptive`.
+    """
+    number = jnp.arange(most + 1, dtype=jnp.float32)[None]
+    tokens = jnp.cumsum(share[:, None] ** number, axis=1)
+    return jnp.argmax(tokens / (1 + cost * number), axis=1).astype(jnp.int32)

@@ -1,0 +1,397 @@
+"""Beam search: the most probable continuations, by one compiled loop over beams that share what they have in common."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.models import qwen3_5
+from jaxbuf.models.cache import all_slots
+from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.shapes import power_of_two_from
+from jaxbuf.serving.carry import FULL, RUNNING, STOPPED
+from jaxbuf.serving.request import (
+    ROOM,
+    Form,
+    Prompt,
+    check_settings,
+    check_token_ids,
+    choose_form,
+    encode_prompts,
+    pack_prompts,
+)
+from jaxbuf.serving.samples import Samples, init_cache, raise_exhausted
+from jaxbuf.serving.sampling import SamplingParams, is_finite, whole
+from jaxbuf.serving.text import TextStream
+
+type Array = jax.Array
+
+STEEPEST = 5  # of length penalties: length ** penalty stays a float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Beam:
+    """One continuation that beam search found.
+
+    Attributes:
+      text: Without the stop token and special tokens; "" if the model has no tokenizer.
+      tokens: The generated tokens, a stop token included.
+      score: The sum of their log-probabilities (natural logarithms) in the model's own distribution.
+      ranking_score: score / len(tokens) ** length_penalty, by which beams are ordered.
+      finish_reason: "stop" (a stop token) or "length" (max_new_tokens).
+    """
+
+    text: str
+    tokens: list[int]
+    score: float
+    ranking_score: float
+    finish_reason: Literal["stop", "length"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The best hypotheses of each prompt that ended at a stop token, best first; each is [prompts, beams].
+
+    Attributes:
+      rank: f32, the ranking score; -inf where there is none.
+      score: f32.
+      length: int32, its tokens, the stop token included.
+      parent, token: int32, the beam that it ended from, and the stop token.
+    """
+
+    rank: Array
+    score: Array
+    length: Array
+    parent: Array
+    token: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """A beam search between two steps. Beam b of prompt p has the slot 1 + p · beams + b.
+
+    Attributes:
+      cache: The model's memory.
+      last: int32 [prompts, beams], the newest token of each beam, which the model has not read yet.
+      score: f32 [prompts, beams], best first; -inf for a beam that is not alive.
+      tokens, parents: int32 [room, prompts, beams], of each step the token that every beam went on with, and the beam
+        of the step before that it went on from.
+      length: int32 scalar, tokens of each beam of a running prompt.
+      state: int32 [prompts]: RUNNING, STOPPED (the ended hypotheses are the result) or FULL (the beams compete, too).
+      ended: What ended so far.
+      stop_ids: int32 [prompts, n], padded with -1.
+      allowed: bool [vocab], the tokens that may be chosen.
+      max_new_tokens: int32 scalar.
+      length_penalty: f32 scalar.
+      early_stopping: bool scalar.
+    """
+
+    cache: qwen3_5.Cache
+    last: Array
+    score: Array
+    tokens: Array
+    parents: Array
+    length: Array
+    state: Array
+    ended: Ended
+    stop_ids: Array
+    allowed: Array
+    max_new_tokens: Array
+    length_penalty: Array
+    early_stopping: Array
+
+
+def beam_search(
+    lm: LanguageModel,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int = 64,
+    *,
+    beams: int = 4,
+    length_penalty: float = 1.0,
+    early_stopping: bool = True,
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    limit: int = 16,
+    form: Form = "auto",
+    entry_dtype: str | None = None,
+) -> list[list[Beam]]:
+    """Searches the continuations of highest probability of every prompt, all of them in one batch and one loop.
+
+    Each step extends the `beams` best hypotheses of a prompt by every token and looks at the best of all of these. What
+    ends in a stop token and is among the best `beams` is put aside as ended; the best `beams` that do not end go on.
+    Ended ones are ranked by score / length ** length_penalty, where the score is the sum of the log-probabilities and
+    the length counts the generated tokens with the stop token; the best `beams` of them are kept. Of equal scores the
+    one of the better beam comes first, then the lower token id; of equal ranks the one that ended earlier.
+
+    The search of a prompt ends as soon as `beams` hypotheses have ended; with early_stopping=False not before that
+    changes nothing any more: when no beam could rank above the worst of them, were all its further tokens certain (at
+    max_new_tokens, or for a negative penalty at the next token). At max_new_tokens it ends in any case, and what did
+    not end is ranked with what did. So one beam is greedy decoding, with the default early stopping.
+
+    A prompt is read once. Beams share the memory of what they have in common: going on from another beam copies what
+    is partly filled (a page of each softmax layer, two blocks of entries and the convolution's inputs of each recurrent
+    one), no state. Compilation happens once for a shape: the numbers of prompts, beams and stop tokens, the longest
+    prompt and max_new_tokens. Penalty, stop tokens and form are data.
+
+    Args:
+      lm: From `jaxbuf.load`.
+      prompts: Texts, or token lists; lengths may differ.
+      max_new_tokens: The most tokens of a continuation.
+      beams: How many hypotheses go on, and how many come back.
+      length_penalty: The exponent of the length, in [-5, 5]. 0 ranks by probability alone, which favours short ones; 1
+        by the mean log-probability of a token.
+      early_stopping: Whether to end when `beams` hypotheses have ended, though a longer one might rank above them.
+      stop_token_ids: Tokens that end a hypothesis, beside the model's own.
+      ignore_eos: Do not end at the model's own end tokens.
+      limit, form, entry_dtype: As in `generate`.
+
+    Returns:
+      For each prompt, in order, its beams, best ranking score first: `beams` of them, fewer only where the vocabulary
+      has no more.
+
+    Raises:
+      ValueError: A setting out of range, or a prompt that `generate` would not take.
+    """
+    check_settings(max_new_tokens, limit, form, entry_dtype)
+    check_beams(beams, length_penalty)
+    if not isinstance(early_stopping, bool):
+        raise ValueError(f"early_stopping must be True or False, got {early_stopping!r}")
+    setting = SamplingParams(stop_token_ids=stop_token_ids, ignore_eos=ignore_eos)  # checks them
+    check_token_ids(lm, "stop_token_ids", setting.stop_token_ids)
+    encoded = encode_prompts(lm, prompts, max_new_tokens)
+    if not encoded:
+        return []
+    tokens, lengths = pack_prompts(encoded)
+    room = power_of_two_from(max_new_tokens, ROOM)
+    stops = [*setting.stop_token_ids, *(() if ignore_eos else lm.stop_ids)]
+    recurrent = choose_form(lm, form, len(encoded) * beams) == "recurrent"
+    search = start_beams(
+        lm.model,
+        tokens,
+        lengths,
+        np.int32(1 if recurrent else limit),
+        np.array(stops + [-1] * (power_of_two_from(len(stops)) - len(stops)), np.int32),
+        lm.known_ids,
+        np.int32(max_new_tokens),
+        np.float32(length_penalty),
+        np.bool_(early_stopping),
+        beams=beams,
+        capacity=tokens.shape[1] + room,
+        room=room,
+        ring_limit=limit,
+        entry_dtype=jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype),
+    )
+    search = search_beams(lm.model, search)
+    raise_exhausted(search)
+    return _read(lm, search, len(encoded))
+
+
+def check_beams(beams: int, length_penalty: float) -> None:
+    """Raises ValueError as `beam_search` does."""
+    if not whole(beams) or beams < 1:
+        raise ValueError(f"beams must be a whole number of at least 1, got {beams!r}")
+    if not is_finite(length_penalty) or abs(length_penalty) > STEEPEST:
+        raise ValueError(f"length_penalty must be a number in [-{STEEPEST}, {STEEPEST}], got {length_penalty!r}")
+
+
+@partial(jax.jit, static_argnames=("beams", "capacity", "room", "ring_limit", "entry_dtype"))
+def start_beams(
+    model: qwen3_5.Qwen3_5,
+    prompts: Array,
+    lengths: Array,
+    limit: Array,
+    stop_ids: Array,
+    allowed: Array,
+    max_new_tokens: Array,
+    length_penalty: Array,
+    early_stopping: Array,
+    *,
+    beams: int,
+    capacity: int,
+    room: int,
+    ring_limit: int,
+    entry_dtype: jnp.dtype,
+) -> Search:
+    """Reads the prompts, each into the slot of its first beam, and chooses the first token of every beam.
+
+    Args:
+      model: The parameters; their dtype is the compute dtype.
+      prompts, lengths: As `loop.start` takes them.
+      limit: int32 scalar, entries from which slots fold.
+      stop_ids, allowed, max_new_tokens, length_penalty, early_stopping: As in `Search`.
+      beams: Of each prompt (static, as the following).
+      capacity, room, ring_limit, entry_dtype: As in `loop.start`.
+    """
+    number, bucket = prompts.shape
+    rows = number * beams
+    prompt = jnp.repeat(jnp.arange(number, dtype=jnp.int32), beams)
+    readers = jnp.where(lengths > 0, 1 + beams * jnp.arange(number, dtype=jnp.int32), 0)
+    samples = Samples(prompt, readers[prompt], readers) if beams > 1 else None
+    sizes: dict[str, Any] = {"rows": rows, "bucket": bucket, "capacity": capacity, "limit": ring_limit}
+    dtypes = {"dtype": model.embed_tokens[...].dtype, "entry_dtype": entry_dtype}
+    cache = init_cache(model.config, samples, **sizes, max_pending=1, **dtypes, again=True)
+    limits = jnp.concatenate([jnp.ones(1, jnp.int32), jnp.broadcast_to(limit, (rows,))])
+    cache = dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=limits))
+    hidden, cache = qwen3_5.prefill(model, cache, prompts, lengths=lengths, slots=readers)
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
+    logits = qwen3_5.logits(model, jnp.take_along_axis(hidden, last, axis=1))
+
+    def integers(*shape):
+        return jnp.zeros(shape, jnp.int32)
+
+    nothing = jnp.full((number, beams), -jnp.inf)
+    each = [integers(number, beams) for _ in range(3)]
+    search = Search(
+        cache=cache,
+        last=integers(number, beams),
+        score=nothing.at[:, 0].set(0.0),
+        tokens=integers(room, number, beams),
+        parents=integers(room, number, beams),
+        length=integers(),
+        state=jnp.where(lengths > 0, RUNNING, STOPPED).astype(jnp.int32),
+        ended=Ended(nothing, nothing, *each),
+        stop_ids=stop_ids,
+        allowed=allowed,
+        max_new_tokens=max_new_tokens,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+    )
+    return _advance(search, logits)
+
+
+@partial(jax.jit, donate_argnames="search")
+def search_beams(model: qwen3_5.Qwen3_5, search: Search) -> Search:
+    """Runs a search to its end: one `lax.while_loop`, inside which nothing returns to the host.
+
+    Args:
+      model: The parameters, the same as `start_beams` had.
+      search: From there. Its memory is reused (it is donated, so the argument must not be used again).
+    """
+
+    def running(search):
+        return jnp.any(search.state == RUNNING)
+
+    def step(search):
+        alive = _alive(search).reshape(-1).astype(jnp.int32)
+        hidden, cache = qwen3_5.extend(model, search.cache, search.last.reshape(-1, 1), lengths=alive)
+        logits = qwen3_5.logits(model, hidden[:, 0]).reshape(*search.last.shape, -1)
+        return _advance(dataclasses.replace(search, cache=qwen3_5.commit(cache, alive)), logits)
+
+    return jax.lax.while_loop(running, step, search)
+
+
+def _alive(search: Search) -> Array:
+    """bool [prompts, beams]: which beams go on."""
+    return (search.state == RUNNING)[:, None] & (search.score > -jnp.inf)
+
+
+def _advance(search: Search, logits: Array) -> Search:
+    """The next token of every beam, from f32 [prompts, n, vocab] after each of the first n beams, and their memory."""
+    with jax.named_scope("beams"):
+        search, parent = _choose(search, logits)
+        prompts, beams = search.last.shape
+        if beams == 1:
+            return search
+        slot = 1 + beams * jnp.arange(prompts, dtype=jnp.int32)[:, None] + parent
+        source = jnp.where(_alive(search), slot, 0)
+        return dataclasses.replace(
+            search, cache=qwen3_5.fork(search.cache, source.reshape(-1), all_slots(search.cache))
+        )
+
+
+def _choose(search: Search, logits: Array) -> tuple[Search, Array]:
+    """The search after a step, but for its memory, and int32 [prompts, beams] the beam that each one goes on from."""
+    (prompts, beams), (_, number, vocab) = search.last.shape, logits.shape
+    score = search.score[:, :number, None] + jax.nn.log_softmax(logits, axis=-1)
+    score = jnp.where(search.allowed[None, None], score, -jnp.inf).reshape(prompts, number * vocab)
+    # Of the best of all, at most one a beam and stop token ends: so many hold the best `beams` that do not end.
+    most = (1 + search.stop_ids.shape[0]) * beams
+    score = jnp.pad(score, ((0, 0), (0, max(most - number * vocab, 0))), constant_values=-jnp.inf)
+    score, place = jax.lax.top_k(score, most)
+    parent, token = jnp.minimum(place // vocab, number - 1), place % vocab
+    ends = jnp.any(token[..., None] == search.stop_ids[None, None], axis=-1)
+    length = search.length + 1
+
+    ended = jnp.where(ends[:, :beams], score[:, :beams], -jnp.inf)
+    new = Ended(
+        _rank(search, ended, length),
+        ended,
+        jnp.full((prompts, beams), length),
+        parent[:, :beams],
+        token[:, :beams],
+    )
+    both = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), search.ended, new)
+    _, best = jax.lax.top_k(both.rank, beams)
+    ended = jax.tree.map(lambda x: jnp.take_along_axis(x, best, axis=1), both)
+
+    score, best = jax.lax.top_k(jnp.where(ends, -jnp.inf, score), beams)
+    parent, token = (jnp.take_along_axis(x, best, axis=1) for x in (parent, token))
+
+    # The score can only fall, so this length ranks a beam's best continuation best.
+    most_favourable = jnp.where(search.length_penalty < 0, length + 1, search.max_new_tokens)
+    longest = jnp.minimum(most_favourable, search.max_new_tokens)
+    worst = ended.rank[:, -1]
+    settled = (worst > -jnp.inf) & (search.early_stopping | (_rank(search, score[:, 0], longest) <= worst))
+    state = jnp.where(length >= search.max_new_tokens, FULL, RUNNING)
+    state = jnp.where(settled | (score[:, 0] == -jnp.inf), STOPPED, state).astype(jnp.int32)
+
+    running = search.state == RUNNING
+
+    def keep(new, old):
+        return jax.tree.map(lambda a, b: jnp.where(running.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
+
+    after = dataclasses.replace(
+        search,
+        last=keep(token, search.last),
+        score=keep(score, search.score),
+        tokens=search.tokens.at[search.length].set(token),
+        parents=search.parents.at[search.length].set(parent),
+        length=length,
+        state=keep(state, search.state),
+        ended=keep(ended, search.ended),
+    )
+    return after, parent
+
+
+def _rank(search: Search, score: Array, length: Array) -> Array:
+    """score / length ** length_penalty."""
+    return score / length.astype(jnp.float32) ** search.length_penalty
+
+
+def _read(lm: LanguageModel, search: Search, prompts: int) -> list[list[Beam]]:
+    """The results, from the arrays of a search that has ended."""
+    rank = _rank(search, search.score, search.max_new_tokens)
+    fetched = search.tokens, search.parents, search.state, search.score, rank, search.ended
+    tokens, parents, state, score, rank, ended = jax.device_get(fetched)
+    length, beams = int(search.max_new_tokens), score.shape[1]
+
+    def trace(prompt: int, length: int, beam: int) -> list[int]:
+        """The first `length` tokens of a beam of that step."""
+        found = []
+        for step in reversed(range(length)):
+            found.append(int(tokens[step, prompt, beam]))
+            beam = int(parents[step, prompt, beam])
+        return found[::-1]
+
+    def make(found: list[int], score: float, rank: float, stopped: bool) -> Beam:
+        text = TextStream(lm.tokenizer).extend(found[: len(found) - stopped], last=True)
+        return Beam(text, found, float(score), float(rank), "stop" if stopped else "length")
+
+    def read(prompt: int) -> list[Beam]:
+        found = []
+        for i in np.flatnonzero(ended.rank[prompt] > -np.inf):
+            parent, token = int(ended.parent[prompt, i]), int(ended.token[prompt, i])
+            text = [*trace(prompt, int(ended.length[prompt, i]) - 1, parent), token]
+            found.append(make(text, ended.score[prompt, i], ended.rank[prompt, i], True))
+        if state[prompt] == FULL:
+            for i in np.flatnonzero(score[prompt] > -np.inf):
+                found.append(make(trace(prompt, length, int(i)), score[prompt, i], rank[prompt, i], False))
+        return sorted(found, key=lambda beam: -beam.ranking_score)[:beams]
+
+    return [read(prompt) for prompt in range(prompts)]

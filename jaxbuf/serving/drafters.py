@@ -1,0 +1,336 @@
+"""Who drafts tokens: repetition in the text, the model's own MTP layer, or another model."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.models import qwen3_5
+from jaxbuf.models.cache import MTPCache, all_slots, fork_mtp, init_mtp
+from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.qwen3_5_mtp import draft_mtp, mtp_extend
+from jaxbuf.serving.acceptance import draft_keys, log_distribution
+from jaxbuf.serving.adaptive import Adaptive
+from jaxbuf.serving.carry import RUNNING, Carry, append_token
+from jaxbuf.serving.drafting import propose_ngram, propose_ngram_tree
+from jaxbuf.serving.samples import fork_rows, init_cache
+from jaxbuf.serving.sampling import History, adjust, keys, noise, whole
+from jaxbuf.serving.speculation import Drafter, Proposal, within_depth
+
+type Array = jax.Array
+
+MOST_DRAFTS = 15  # with the newest token 16: the most that the kernels read at once
+DRAFT_TOKENS = 4
+NEVER = 2**31 - 1  # a fold threshold that no ring reaches
+
+
+def make_drafter(
+    lm: LanguageModel, drafter: object, draft_tokens: int, adaptive_drafts: bool = False
+) -> Drafter | None:
+    """The drafter that `generate` was asked for; errors as there."""
+    if adaptive_drafts:
+        inner = make_drafter(lm, drafter, draft_tokens)
+        if inner is None:
+            raise ValueError("adaptive_drafts needs a drafter, got None")
+        return inner if isinstance(inner, Adaptive) else Adaptive(inner)
+    if isinstance(drafter, LanguageModel):
+        if drafter.vocab_size != lm.vocab_size:
+            raise ValueError(
+                f"drafter must have the model's vocabulary ({lm.vocab_size} tokens), got {drafter!r} with "
+                f"{drafter.vocab_size}"
+            )
+        return DraftModel(drafter.model, draft_tokens)
+    if drafter == "mtp":
+        if lm.model.mtp is None:
+            raise ValueError(f'drafter "mtp" needs a model with an MTP layer, {lm.name!r} has none')
+        return MTP(draft_tokens)
+    if drafter == "ngram":
+        return NGram(draft_tokens)
+    if isinstance(drafter, Drafter):
+        check_draft_tokens(drafter.draft_tokens)
+        return drafter
+    if drafter is None:
+        return None
+    raise ValueError(f'drafter must be None, "ngram", "mtp", a LanguageModel or a Drafter, got {drafter!r}')
+
+
+def check_draft_tokens(draft_tokens: int) -> None:
+    """Raises ValueError unless it is in [1, MOST_DRAFTS]."""
+    if not whole(draft_tokens) or not 1 <= draft_tokens <= MOST_DRAFTS:
+        raise ValueError(f"draft_tokens must be a whole number in [1, {MOST_DRAFTS}], got {draft_tokens!r}")
+
+
+def check_branches(branches: int, draft_tokens: int) -> None:
+    """Raises ValueError unless draft_tokens is as in `check_draft_tokens`, and branches in [1, draft_tokens]."""
+    check_draft_tokens(draft_tokens)
+    if not whole(branches) or not 1 <= branches <= draft_tokens:
+        raise ValueError(
+            f"branches must be a whole number in [1, {draft_tokens}], up to draft_tokens, got {branches!r}"
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NGram:
+    """Drafts what followed the row's last tokens where they occurred before.
+
+    Attributes:
+      draft_tokens: The most drafts of a step (static).
+      branches: How many occurrences it follows at once; with more than one the drafts are a tree (static).
+
+    Raises:
+      ValueError: A number is out of range.
+
+    Source: Saxena, Prompt lookup decoding (2023); see `drafting.propose_ngram` and `propose_ngram_tree`.
+    """
+
+    draft_tokens: int = dataclasses.field(default=DRAFT_TOKENS, metadata={"static": True})
+    branches: int = dataclasses.field(default=1, metadata={"static": True})
+
+    def __post_init__(self):
+        check_branches(self.branches, self.draft_tokens)
+
+    @property
+    def trees(self) -> bool:
+        """Whether the drafts are a tree."""
+        return self.branches > 1
+
+    def start(self, model, carry, hidden, *, capacity, limit):
+        return ()
+
+    def propose(self, model, carry, most):
+        if not self.trees:
+            drafts, count = propose_ngram(carry.history, self.draft_tokens)
+            return Proposal(drafts, jnp.minimum(count, most)), ()
+        drafts, parents, count = propose_ngram_tree(carry.history, self.draft_tokens, self.branches)
+        return Proposal(drafts, within_depth(parents, count, most), parents=parents), ()
+
+    def settle(self, model, state, hidden, tokens, number):
+        return ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MTPState:
+    """The MTP layer's memory, and what the model read last, which the layer reads before it drafts.
+
+    Attributes:
+      memory: Positions before those of `hidden` are final; the rest is dead.
+      hidden: [rows, 1 + draft_tokens, D], the model's hidden states, of which `number` (int32 [rows]) are real.
+      tokens: int32 [rows, 1 + draft_tokens], the token after each; the last real one is the newest.
+    """
+
+    memory: MTPCache
+    hidden: Array
+    tokens: Array
+    number: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MTP:
+    """Drafts with the model's MTP layer, which reads its own hidden states for every draft after the first.
+
+    With more than one branch the drafts are a tree: a chain, and beside each of its first draft_tokens // (1 +
+    branches) drafts (at least one) the next-best branches - 1 tokens there; on sampled rows they are drawn, without
+    replacement.
+
+    Attributes:
+      draft_tokens: The most drafts of a step, those beside the chain included (static).
+      branches: Candidates at each of those places (static).
+
+    Raises:
+      ValueError: A number is out of range.
+
+    Source: DeepSeek-V3 (2024), section 2.2; Chen et al., Sequoia (2024), for siblings without replacement.
+    """
+
+    draft_tokens: int = dataclasses.field(default=DRAFT_TOKENS, metadata={"static": True})
+    branches: int = dataclasses.field(default=1, metadata={"static": True})
+
+    def __post_init__(self):
+        check_branches(self.branches, self.draft_tokens)
+
+    @property
+    def trees(self) -> bool:
+        """Whether the drafts are a tree."""
+        return self.branches > 1
+
+    @property
+    def places(self) -> np.ndarray:
+        """Of each draft in order, int32 [draft_tokens]: how many of the chain precede it."""
+        wide = max(1, self.draft_tokens // (1 + self.branches)) if self.trees else 0
+        chain = self.draft_tokens - wide * (self.branches - 1)
+        width = np.where(np.arange(chain) < wide, self.branches, 1)
+        return np.repeat(np.arange(chain, dtype=np.int32), width)
+
+    def start(self, model, carry, hidden, *, capacity, limit):
+        prompts, lengths, slots = carry.prompts_read
+        sizes = {"slots": carry.last.shape[0], "capacity": capacity, "max_pending": 1 + self.draft_tokens}
+        memory = init_mtp(model.config, **sizes, dtype=model.embed_tokens[...].dtype)
+        following = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1)))
+        known = jnp.maximum(lengths - 1, 0)
+        read = {"start": jnp.zeros_like(lengths), "lengths": known, "slots": slots}
+        _, memory = mtp_extend(model, memory, hidden, following, **read)
+        newest = jnp.take_along_axis(hidden, known[:, None, None], axis=1)
+        if carry.samples is not None:
+            memory = fork_mtp(memory, carry.samples.source, all_slots(carry.cache))
+            newest = newest[carry.samples.prompt]
+        wide = ((0, 0), (0, self.draft_tokens))
+        newest, tokens = jnp.pad(newest, (*wide, (0, 0))), jnp.pad(carry.last[:, None], wide)
+        return MTPState(memory, newest, tokens, jnp.minimum(carry.history.lengths, 1))
+
+    def propose(self, model, carry, most):
+        state, running = carry.speculation.state, carry.state == RUNNING
+
+        def choose(scores, number, history):
+            candidates, log_q = draw_drafts(carry, history, scores, number, self.branches)
+            return candidates[:, 0], (candidates, log_q), append_token(history, candidates[:, 0], running)
+
+        place = self.places
+        _, (candidates, log_q), memory = draft_mtp(
+            model,
+            state.memory,
+            state.hidden,
+            state.tokens,
+            start=carry.position - state.number,
+            draft_tokens=int(place[-1]) + 1,
+            most=jnp.max(most),
+            lengths=jnp.where(running, state.number, 0),
+            choose=choose,
+            state=carry.history,
+        )
+        state = dataclasses.replace(state, memory=memory)
+        if not self.trees:
+            return Proposal(candidates[:, :, 0], most, log_q), state
+        first = np.searchsorted(place, place)  # of each draft's siblings, the one on the chain
+        rank = np.arange(len(place)) - first
+        parents = np.where(place > 0, np.searchsorted(place, place - 1), -1).astype(np.int32)
+        parents = jnp.broadcast_to(jnp.asarray(parents)[None], (most.shape[0], len(place)))
+        log_q = jax.lax.cond(
+            jnp.any(carry.sampling.temperature > 0),
+            lambda: without_siblings(log_q[:, place], candidates[:, place], rank),
+            lambda: log_q[:, place],
+        )
+        count = within_depth(parents, jnp.full_like(most, len(place)), most)
+        return Proposal(candidates[:, place, rank], count, log_q, parents), state
+
+    def settle(self, model, state, hidden, tokens, number):
+        return MTPState(state.memory, hidden, tokens, number)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """Drafts with another model of the same vocabulary; its state is a cache of its own.
+
+    It reads the newest token and every draft, one at a time, and commits as many of them as the model that verifies.
+    """
+
+    model: qwen3_5.Qwen3_5
+    draft_tokens: int = dataclasses.field(metadata={"static": True})
+
+    def start(self, model, carry, hidden, *, capacity, limit):
+        prompts, lengths, slots = carry.prompts_read
+        sizes = {"rows": carry.last.shape[0], "bucket": prompts.shape[1], "capacity": capacity}
+        sizes |= {"limit": limit, "max_pending": 1 + self.draft_tokens}
+        dtype = self.model.embed_tokens[...].dtype
+        cache = init_cache(self.model.config, carry.samples, **sizes, dtype=dtype)
+        cache = qwen3_5.prefill(self.model, cache, prompts, lengths=lengths, slots=slots)[1]
+        return cache if carry.samples is None else fork_rows(cache, carry.samples)
+
+    def propose(self, model, carry, most):
+        cache, running = carry.speculation.state, carry.state == RUNNING
+        limit = cache.cursor.limit
+
+        def step(number, chain):
+            token, history, cache, drafts, log_qs = chain
+            # A draft that was folded could not leave again: the first of these launches folds for all of them.
+            threshold = jnp.where(number == 0, jnp.maximum(limit - self.draft_tokens, 1), NEVER)
+            cache = dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=threshold))
+            read = (running & (number <= most)).astype(jnp.int32)
+            hidden, cache = qwen3_5.extend(self.model, cache, token[:, None], lengths=read)
+            cache = qwen3_5.commit(cache, read)
+
+            def draft():
+                candidates, log_q = draw_drafts(carry, history, qwen3_5.logits(self.model, hidden[:, 0]), number)
+                return candidates[:, 0], log_q
+
+            token, log_q = jax.lax.cond(number < self.draft_tokens, draft, lambda: (token, log_qs[0]))
+            drafts, log_qs = (x.at[number].set(new, mode="drop") for x, new in ((drafts, token), (log_qs, log_q)))
+            return token, append_token(history, token, running), cache, drafts, log_qs
+
+        drafts = jnp.zeros((self.draft_tokens, most.shape[0]), jnp.int32)
+        log_qs = jnp.zeros((*drafts.shape, model.config.vocab_size), jnp.float32)
+        chain = carry.last, carry.history, cache, drafts, log_qs
+        _, _, cache, drafts, log_qs = jax.lax.fori_loop(0, jnp.max(most) + 1, step, chain)
+        read = jnp.pad(jnp.where(running, most + 1, 0), (1, 0))
+        cursor = dataclasses.replace(cache.cursor, limit=limit, length=cache.cursor.length - read, pending=read)
+        drafts, log_q = (jnp.moveaxis(x, 0, 1) for x in (drafts, log_qs))
+        return Proposal(drafts, most, log_q), dataclasses.replace(cache, cursor=cursor)
+
+    def settle(self, model, state, hidden, tokens, number):
+        return qwen3_5.commit(state, number)
+
+
+def draw_drafts(carry: Carry, history: History, logits: Array, number: Array, branches: int = 1) -> tuple[Array, Array]:
+    """Draws a row's candidates for one place, without replacement, under the settings that its tokens are chosen by.
+
+    Args:
+      carry: Before the step.
+      history: With the drafts before this place counted as generated.
+      logits: f32 [rows, vocab], the drafter's.
+      number: int32 scalar, of the place, from 0.
+      branches: How many candidates.
+
+    Returns:
+      int32 [rows, branches], and f32 [rows, vocab]: the log-probabilities that the first was drawn from, zeros if no
+      row is sampled. On greedy rows, and past the last token that has any probability, they are the most probable of
+      the others.
+    """
+    with jax.named_scope("sample"):
+        adjusted = adjust(jnp.where(carry.allowed[None], logits, -jnp.inf), carry.sampling, history)
+
+        def drawn():
+            log_q = log_distribution(adjusted, carry.sampling)
+            key = draft_keys(keys(carry.sampling, carry.position + 1 + number), 0)
+            return _best(log_q + noise(key, log_q.shape[-1]), adjusted, branches), log_q
+
+        def most_probable():
+            return _best(adjusted, adjusted, branches), jnp.zeros_like(adjusted)
+
+        return jax.lax.cond(jnp.any(carry.sampling.temperature > 0), drawn, most_probable)
+
+
+def _best(scores: Array, otherwise: Array, number: int) -> Array:
+    """int32 [rows, number]: the best of scores f32 [rows, vocab], one after another; of `otherwise` where no score is
+    left above -inf."""
+    token, chosen = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1), []
+    for _ in range(number):
+        some = jnp.any(scores > -jnp.inf, axis=1, keepdims=True)
+        chosen.append(jnp.argmax(jnp.where(some, scores, otherwise), axis=1, keepdims=True).astype(jnp.int32))
+        scores, otherwise = (jnp.where(token == chosen[-1], -jnp.inf, x) for x in (scores, otherwise))
+    return jnp.concatenate(chosen, axis=1)
+
+
+def without_siblings(log_q: Array, candidates: Array, rank: np.ndarray) -> Array:
+    """What each of several candidates was drawn from, once those before it were taken away.
+
+    Args:
+      log_q: f32 [rows, n, vocab], what the first candidate of each draft's place was drawn from.
+      candidates: int32 [rows, n, branches], of that place.
+      rank: [n], which of them the draft is.
+
+    Returns:
+      f32 [rows, n, vocab], log-probabilities; 0 at the candidate alone where nothing was left to draw from.
+    """
+    token = jax.lax.broadcasted_iota(jnp.int32, log_q.shape, 2)
+    left = log_q
+    for before in range(candidates.shape[2] - 1):
+        taken = (before < rank)[None, :, None] & (token == candidates[:, :, before, None])
+        left = jnp.where(taken, -jnp.inf, left)
+    own = jnp.take_along_axis(candidates, jnp.asarray(rank, jnp.int32)[None, :, None], axis=2)
+    some = jnp.any(left > -jnp.inf, axis=2, keepdims=True)
+    point = jnp.where(token == own, 0.0, -jnp.inf)
+    return jnp.where(some, jax.nn.log_softmax(jnp.where(some, left, 0.0), axis=2), point)

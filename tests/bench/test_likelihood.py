@@ -1,0 +1,76 @@
+"""`jaxbuf bench likelihood`: what it reads is the text's likelihood, and what it calls a difference."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxbuf.bench import likelihood
+from jaxbuf.models.language_model import load
+
+WORDS = "server file path default option module returns the value of a list and if error connection table".split()
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load("demo", dtype="float32")
+
+
+def prose(rng, sentences):
+    """Text of words that the model knows, in an order that it does not."""
+    return " ".join(f"{' '.join(rng.choice(WORDS, 9)).capitalize()}." for _ in range(sentences))
+
+
+def test_rows_are_spread_over_the_joined_documents(demo):
+    documents, end = [list(range(1, 40)), list(range(40, 100))], sorted(demo.stop_ids)[0]
+    joined = [*documents[0], end, *documents[1], end]
+    rows = likelihood.cut_rows(demo, documents, 3, 9)
+    assert rows.tolist() == [joined[start : start + 10] for start in (0, 33, 66)]
+    with pytest.raises(ValueError, match=r"--text must have at least 102 tokens, got 101"):
+        likelihood.cut_rows(demo, documents, 3, 33)
+
+
+def test_a_difference_is_relative_and_by_quarter():
+    recurrent = np.tile(np.array([1.0, 3, 2, 2, 4, 4, 5, 1]), (2, 1))
+    buffered = recurrent * np.repeat([1.0, 1.1, 0.9, 1.0], 2)
+    quarters = likelihood.compare(recurrent, buffered)
+    assert [quarter["tokens"] for quarter in quarters] == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert [quarter["recurrent_nats"] for quarter in quarters] == [2, 2, 4, 3]
+    np.testing.assert_allclose([quarter["relative_difference"] for quarter in quarters], [0, 0.1, -0.1, 0], atol=1e-9)
+    np.testing.assert_allclose([q["mean_absolute_difference_nats"] for q in quarters], [0, 0.2, 0.4, 0], atol=1e-9)
+
+
+@pytest.mark.slow
+def test_bf16_entries_cost_no_likelihood(demo, rng, tmp_path, monkeypatch, capsys):
+    """On 2 rows of 512 tokens; the recurrent form's likelihood is that of the parallel forward."""
+    text, path = tmp_path / "text.txt", tmp_path / "likelihood.json"
+    text.write_text(prose(rng, 400))
+    words = ["--text", str(text), "--rows", "2", "--tokens", "512", "--json", str(path)]
+    assert likelihood.main(words) == 0
+    record = json.loads(path.read_text())
+    assert record["script"] == "scripts/bench_likelihood" and record["text"][0]["file"] == "text.txt"
+    rows = likelihood.cut_rows(demo, likelihood.read_documents(demo, [text]), 2, 512)
+    exact = -np.asarray(demo.score(rows), np.float64)[:, 1:]
+    for quarter, part in zip(record["quarters"], np.array_split(exact, 4, axis=1), strict=True):
+        np.testing.assert_allclose(quarter["recurrent_nats"], part.mean(), rtol=1e-4)
+        assert abs(quarter["relative_difference"]) <= likelihood.BOUND
+        assert quarter["mean_absolute_difference_nats"] > 1e-5  # the entries were rounded
+    found = likelihood.compare(exact, exact * np.repeat([1, 1, 1, 1.01], 128))
+    monkeypatch.setattr(likelihood, "likelihood", lambda *_, **settings: exact)
+    monkeypatch.setattr(likelihood, "compare", lambda *_: found)
+    assert likelihood.main(words[:-2]) == 1
+    assert "DOES NOT HOLD" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--tokens 3", "--tokens must be at least 4, got 3"),
+        ("--limit 1", "--limit must be at least 2, got 1"),
+        ("--text nowhere.txt", "there is no nowhere.txt"),
+    ],
+)
+def test_a_setting_out_of_range_is_an_error_that_names_it(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        likelihood.parse(words.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err

@@ -1,0 +1,233 @@
+"""What every test of speculative decoding stands on: random models, drafters that know the text, and two judgements.
+
+Greedy tokens must be those without a drafter (`check_equal`); of sampled ones, three in a row must have the joint
+distribution of exact enumeration (`p_value`). An architecture joins by a line in MODELS.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.qwen3_5 import Qwen3_5
+from jaxbuf.models.qwen3_5_config import Config
+from jaxbuf.recurrence.tree import ancestors
+from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
+from jaxbuf.serving.speculation import Proposal
+from tests.serving.conftest import CONFIG, byte_tokenizer
+from tests.serving.goodness import chi_square_tail
+
+NEW, DRAFTS, ROWS = 40, 4, 8
+# Log-probabilities are asked for everywhere, so that all tests share their programs.
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=5)
+TIE = 1e-4
+
+
+def random_qwen3_5(seed: int, **changes) -> LanguageModel:
+    """A Qwen3.5 model with an MTP layer whose parameters are all random; `changes` are of its configuration."""
+    config = Config.from_dict({**CONFIG, "mtp_num_hidden_layers": 1, **changes})
+    leaves, tree = jax.tree.flatten(nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(seed))))
+    rng = np.random.default_rng(seed)
+    noisy = [jnp.asarray(0.15 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
+    tokenizer = byte_tokenizer() if config.vocab_size == CONFIG["vocab_size"] else None
+    return LanguageModel(jax.tree.unflatten(tree, noisy), config, tokenizer, {}, jnp.dtype("float32"), "tiny")
+
+
+# name -> (seed, changes of the configuration) -> a random model
+MODELS: dict[str, Callable[..., LanguageModel]] = {"qwen3_5": random_qwen3_5}
+
+
+@functools.cache
+def model_named(architecture: str, seed: int) -> LanguageModel:
+    return MODELS[architecture](seed)
+
+
+@functools.cache
+def greedy_case(architecture: str) -> tuple[list[list[int]], list]:
+    """Prompts of lengths 1 to 64, the ends included, and their greedy results, none of which is near a tie."""
+    rng, lm = np.random.default_rng(), model_named(architecture, 3)
+    while True:
+        prompts = [rng.integers(0, 256, n).tolist() for n in [1, 64, *rng.integers(2, 64, ROWS - 2)]]
+        with jax.numpy_dtype_promotion("strict"):  # as in the tests: it is part of what was compiled
+            results = generate(lm, prompts, NEW, GREEDY)
+        if all(not near_tie(lm, result) for result in results):
+            return prompts, results
+
+
+def near_tie(lm, result) -> bool:
+    """Whether some token was hardly better than another."""
+    steps = zip(result.tokens, result.logprobs, result.top_logprobs, strict=True)
+    return any(
+        chosen - other < TIE
+        for token, chosen, top in steps
+        for candidate, other in top.items()
+        if candidate != token and lm.known_ids[candidate]
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scripted:
+    """Knows the tokens that will come, and drafts some of them right, the next one wrong and the others right again.
+
+    Its state counts the tokens so far.
+
+    Attributes:
+      answers: int32 [rows, n], the tokens that will come.
+      right, count: int32 [rows, m]: right drafts before a wrong one, and drafts, when m divides the tokens so far with
+        the remainder of the column.
+    """
+
+    answers: jax.Array
+    right: jax.Array
+    count: jax.Array
+    draft_tokens: int = dataclasses.field(default=DRAFTS, metadata={"static": True})
+
+    def start(self, model, carry, hidden, *, capacity, limit):
+        return carry.history.count
+
+    def propose(self, model, carry, most):
+        so_far = carry.speculation.state
+        now = (so_far % self.right.shape[1])[:, None]
+        right, count = (jnp.take_along_axis(x, now, axis=1) for x in (self.right, self.count))
+        ahead = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None]
+        place = jnp.minimum(so_far[:, None] + ahead, self.answers.shape[1] - 1)
+        drafts = jnp.take_along_axis(self.answers, place, axis=1)
+        return Proposal(jnp.where(ahead == right, (drafts + 1) % 256, drafts), jnp.minimum(count[:, 0], most)), so_far
+
+    def settle(self, model, state, hidden, tokens, number):
+        return state + number
+
+
+def script(results, right, count=DRAFTS) -> Scripted:
+    """From the results of a generation; right and count are a number, one a row, or a table."""
+
+    def table(x):
+        x = np.asarray(x, np.int32)
+        return jnp.asarray(np.broadcast_to(x if x.ndim == 2 else x.reshape(-1, 1), (ROWS, 2)))
+
+    answers = np.zeros((ROWS, NEW), np.int32)
+    for row, result in enumerate(results):
+        answers[row, : len(result.tokens)] = result.tokens
+    return Scripted(jnp.asarray(answers), table(right), table(count))
+
+
+def check_equal(lm, prompts, found, expected) -> int:
+    """Tokens are equal, or first differ where the two best logits are a tie; returns in how many rows they do."""
+    ties = 0
+    for prompt, ours, theirs in zip(prompts, found, expected, strict=True):
+        assert len(ours.tokens) == len(theirs.tokens)
+        if ours.tokens == theirs.tokens:
+            continue
+        place = next(i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if a != b)
+        logits = np.asarray(lm.logits(np.array([prompt + theirs.tokens[:place]])))[0, -1]
+        second, first = np.sort(np.where(lm.known_ids, logits, -np.inf))[-2:]
+        assert first - second < TIE, place
+        ties += 1
+    print(f"{ties} of {len(found)} rows differ from a tie on")
+    return ties
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScriptedTree:
+    """Knows the tokens that will come, and drafts trees whose nodes are right or wrong.
+
+    A node that is right is the token that will come at its depth, so it is kept if all before it are. Its state counts
+    the tokens so far.
+
+    Attributes:
+      answers: int32 [rows, n], the tokens that will come.
+      parents: int32 [rows, m, drafts], when m divides the tokens so far with the remainder of the middle index.
+      right: bool [rows, m, drafts].
+      count: int32 [rows, m].
+    """
+
+    answers: jax.Array
+    parents: jax.Array
+    right: jax.Array
+    count: jax.Array
+
+    trees = True
+
+    @property
+    def draft_tokens(self):
+        return self.parents.shape[2]
+
+    def start(self, model, carry, hidden, *, capacity, limit):
+        return carry.history.count
+
+    def propose(self, model, carry, most):
+        so_far = carry.speculation.state
+        row, now = jnp.arange(so_far.shape[0], dtype=jnp.int32), so_far % self.parents.shape[1]
+        parents, right, count = (x[row, now] for x in (self.parents, self.right, self.count))
+        depth = jnp.sum(ancestors(parents), axis=2, dtype=jnp.int32) - 1
+        place = jnp.minimum(so_far[:, None] + depth, self.answers.shape[1] - 1)
+        drafts = jnp.take_along_axis(self.answers, place, axis=1)
+        wrong = (drafts + 1 + jnp.arange(self.draft_tokens, dtype=jnp.int32)[None]) % 256
+        return Proposal(jnp.where(right, drafts, wrong), jnp.where(most > 0, count, 0), parents=parents), so_far
+
+    def settle(self, model, state, hidden, tokens, number):
+        return state + number
+
+
+VOCAB, PROMPT, EACH, BATCHES = 5, [1, 3, 0, 2, 1, 4, 1, 3], 4096, 8
+SETTINGS = {"temperature": 0.9, "top_p": 0.85, "frequency_penalty": 0.3, "ignore_eos": True}
+TINY = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "eos_token_id": 4} | {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 8,
+}
+
+
+@functools.cache
+def tiny_models(architecture: str) -> tuple[LanguageModel, LanguageModel]:
+    """Two models of five tokens; drafts are kept about as often as not."""
+    return MODELS[architecture](1, **TINY), MODELS[architecture](2, **TINY)
+
+
+def filtered(logits, generated):
+    """The distribution that SETTINGS make of logits, float64 [VOCAB], after these generated tokens."""
+    scaled = (logits - 0.3 * np.bincount(generated, minlength=VOCAB)) / 0.9
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    order = np.argsort(-p)
+    kept = order[: 1 + np.searchsorted(np.cumsum(p[order]), 0.85)]
+    out = np.zeros(VOCAB)
+    out[kept] = p[kept] / p[kept].sum()
+    return out
+
+
+def joint_distribution(lm):
+    """Of the second, third and fourth token after PROMPT, float64 [VOCAB] * 3, from the plain forward."""
+    prefixes = np.stack(np.meshgrid(*[np.arange(VOCAB)] * 3, indexing="ij"), -1).reshape(-1, 3)
+    logits = np.asarray(lm.logits(np.concatenate([np.tile(PROMPT, (len(prefixes), 1)), prefixes], 1)), np.float64)
+    joint = np.zeros([VOCAB] * 4)
+    for prefix, rows in zip(prefixes, logits[:, len(PROMPT) - 1 :], strict=True):
+        p = [filtered(rows[i], prefix[:i]) for i in range(4)]
+        joint[tuple(prefix)] = np.prod([p[i][prefix[i]] for i in range(3)]) * p[3]
+    np.testing.assert_allclose(joint.sum(), 1)
+    return joint.sum(0)
+
+
+def p_value(lm, drafter, rng, monkeypatch, *, batches=BATCHES):
+    """Of three tokens of each of batches * EACH rows, against exact enumeration."""
+    monkeypatch.setattr(request, "PROMPT_BUCKET", 8)
+    monkeypatch.setattr(request, "ROOM", 8)
+    counts, drafted = collections.Counter(), 0
+    for seeds in rng.choice(2**32, (batches, EACH), replace=False).tolist():
+        sampling = [SamplingParams(**SETTINGS, seed=seed) for seed in seeds]
+        arguments = request.check(lm, [PROMPT] * EACH, 5, sampling, 16, "buffered", None, drafter, 2).arguments
+        carry = generate_tokens(lm.model, start(lm.model, **arguments), np.int32(5), arguments["drafter"])
+        assert np.asarray(carry.history.count).tolist() == [5] * EACH
+        counts.update(map(tuple, np.asarray(carry.history.tokens)[:, 1:4].tolist()))
+        drafted += int(np.asarray(carry.speculation.drafted).sum())
+    assert drafted > EACH * batches
+    expected = {cell: p * EACH * batches for cell, p in np.ndenumerate(joint_distribution(lm))}
+    return chi_square_tail(counts, expected)
