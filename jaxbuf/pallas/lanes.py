@@ -99,6 +99,24 @@ def select_positive(x: Array, positions: Array, layout, interpret: bool) -> Arra
     return _inline(select, (layout, layout.reduce(1)), out)(x, positions)
 
 
+def round_now(x: Array, layout, interpret: bool) -> Array:
+    """x float32 [n], in layout, rounded here: a product would be fused with a sum that follows."""
+    if interpret:
+        return x
+
+    def move(_, x):
+        registers = np.empty_like(x.registers)
+        for i, numbers in np.ndenumerate(x.registers):
+            for j in range(ir.VectorType(numbers.type).shape[0]):
+                number = vector.extract(numbers, [], [j])
+                number = llvm.inline_asm(number.type, [number], "mov.b32 $0, $1;", "=f,f")
+                numbers = vector.insert(number, numbers, [], [j])
+            registers[i] = numbers
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return _inline(move, (layout,), plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout))(x)
+
+
 def count_up(counter) -> Array:
     """Adds 1 to an int32 [1] in global memory; the first thread gets what it was: int32 [THREADS], `EVERY`."""
 

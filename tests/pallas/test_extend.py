@@ -42,14 +42,21 @@ def error(found, expected):
 
 
 @pytest.mark.parametrize(
-    "time, limit, state",
-    [(1, 16, "float32"), (5, 32, "float32"), (9, 32, "float32"), (1, 256, "float32"), (1, 16, "bfloat16")],
+    "time, limit, state, entry",
+    [
+        (1, 16, "float32", "bfloat16"),
+        (5, 32, "float32", "bfloat16"),
+        (9, 32, "float32", "bfloat16"),
+        (1, 256, "float32", "bfloat16"),
+        (1, 16, "bfloat16", "bfloat16"),
+        (5, 32, "float32", "float32"),
+    ],
 )
-def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, limit, state):
+def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, limit, state, entry):
     rows, max_pending = 128, 8 if time <= 8 else 16
-    cache = jax.eval_shape(
-        lambda: buffered.init(QWEN, slots=rows, limit=limit, max_pending=max_pending, state_dtype=jnp.dtype(state))
-    )
+    sizes = {"slots": rows, "limit": limit, "max_pending": max_pending}
+    dtypes = {"state_dtype": jnp.dtype(state), "entry_dtype": jnp.dtype(entry)}
+    cache = jax.eval_shape(lambda: buffered.init(QWEN, **sizes, **dtypes))
     inputs = jax.eval_shape(lambda: new_inputs(np.random.default_rng(0), QWEN, rows, time, jnp.bfloat16))
 
     def step(cache, *inputs):

@@ -3,11 +3,14 @@
 A multiprocessor runs one block of up to three warpgroups, each of which serves one head of a row after the other, on
 its own: while one computes, the checkpoints of the others stream in.
 
-A warpgroup multiplies the keys of the live entries, sixteen at a time, with the T new keys and queries and sums the
-entries' part of every output, a thread a row of the state [value_dim, key_dim]; asks for the next item's entries;
-multiplies the checkpoint once with all new keys and queries, and lets the next one stream in; substitutes forward over
-the T tokens and appends their entries. For a row that folds it first adds the entries to the checkpoint in shared
-memory, which goes back to the pool meanwhile.
+An item is a head of a row. A warpgroup sums the entries' part of every output, sixteen entries at a time: it multiplies
+their keys with the T new keys and queries on the tensor cores, then the products with their updates, a thread a row of
+the state [value_dim, key_dim]. Then it multiplies the checkpoint with all new keys and queries, half after half, and
+lets the next item's stream in behind; substitutes forward over the T tokens; appends their entries. For a row that
+folds it first adds the entries to the checkpoint in shared memory, which goes back to the pool meanwhile.
+
+Nothing is waited for where it is asked for: cursors are read two items ahead; entries, gates and inputs one, by vectors
+of sixteen bytes a thread, and staged in shared memory when an item is done.
 
 Floor: (checkpoint · (1 + folds per step) + live entries + appends + inputs and outputs) / read bandwidth.
 
@@ -35,6 +38,7 @@ from jaxbuf.pallas.lanes import (
     gather_vectors,
     load,
     publish,
+    round_now,
     select_positive,
     vectors_layout,
 )
@@ -582,8 +586,10 @@ def _kernel(shape: Shape, interpret: bool):
                     recalled = recalled + products[t, CHUNK + s] * update
                 recalled = recalled + totals[t] * read(t)
                 stored = (beta * (values[t].astype(jnp.float32) - recalled)).astype(shape.entry)
-                # As a later launch finds it.
-                new_updates.append(_whole(_halves(stored.astype(jnp.float32)) if shape.planes == 2 else [stored]))
+                update = stored.astype(jnp.float32)
+                if shape.planes == 2:  # as a later launch finds it
+                    update = _whole(_halves(round_now(update, value_vector, interpret)))
+                new_updates.append(update)
                 for s, update in enumerate(new_updates):
                     out = out + products[time + t, CHUNK + s] * update
                 out = out + totals[t] * read(time + t)
