@@ -31,7 +31,7 @@ type Array = jax.Array
 type Name = Literal["mtp", "ngram"]
 
 DRAFTERS: tuple[Name, ...] = ("mtp", "ngram")
-PROMPT_TOKENS: dict[Kind, int] = {"text": 64, "code": 256, "logs": 256}  # what repeats itself needs room to
+PROMPT_TOKENS: dict[Kind, int] = {"text": 64, "code": 1024, "logs": 1024}  # what repeats itself needs room to
 WINDOWS = 8  # at once
 BATCH = 32
 

@@ -37,6 +37,7 @@ PARTS = {
 }
 SMALL = (1, 2, 4, 8, 16, 64)
 VERIFY = {5: (3,), 9: (9, 5), 2: (2,), 3: (2,)}  # tokens a step: how many of them are accepted
+JUDGED = (5, 9)  # tokens a step that there is a target for
 LIMITS = (4, 8, 24, 32)
 KV_LENGTHS = (16, 64, 112, 144, 176, 200, 224, 256)
 LONG = 4096  # tokens in the checkpoint of a slot that has one; any number above 0 measures the same
@@ -134,10 +135,12 @@ def plan(options: argparse.Namespace) -> list[AnyCase]:
         make(part, batch, limit=limit) for part, limit in (("decode", 16), ("recurrent", 1)) for batch in large
     ]
     cases += [Case("fla", most)]
-    cases += [make("verify", batch, time, accepted, 32) for time, accepted in VERIFY.items() for batch in large]
+    verify = [make("verify", batch, time, accepted, 32) for time, accepted in VERIFY.items() for batch in large]
+    cases += [case for case in verify if case.time in JUDGED]
     cases += [make("state", most, state_dtype="bfloat16")]
     cases += [make("kv", middle, longest=KV_LENGTHS[-1])]
     cases += [make(part, batch, limit=limit) for batch in small for part, limit in (("decode", 16), ("recurrent", 1))]
+    cases += [case for case in verify if case.time not in JUDGED]
     cases += [make("limits", middle, limit=limit) for limit in LIMITS]
     cases += companions.plan(options.implementation, [*((batch, 1) for batch in large), (middle, 5)])
     cases += [Case("xla", batch, implementation="xla") for batch in large]
