@@ -19,7 +19,7 @@ from tests.models.test_chat import write_chat_model
 from tests.serving.conftest import lm as lm  # the tiny random model; a fixture
 
 PROMPT = "The configuration file"
-SAMPLING_OPTIONS = [f"--{name.replace('_', '-')}" for name in options.SAMPLING]
+SHARED_OPTIONS = [f"--{name.replace('_', '-')}" for name in (*options.SAMPLING, *options.DRAFTING)]
 COMMAND = [sys.executable, "-m", "jaxbuf.cli"]
 
 
@@ -40,7 +40,7 @@ def test_help_teaches_with_examples():
         "--form",
         "--dtype",
         "--profile",
-        *SAMPLING_OPTIONS,
+        *SHARED_OPTIONS,
     )
     assert all(option in text for option in expected)
     assert f'jaxbuf generate "{PROMPT}"' in text
@@ -199,6 +199,25 @@ def test_ctrl_c_keeps_the_text_so_far_and_prints_its_statistics():
     assert "Traceback" not in stderr.decode()
 
 
+def test_ctrl_c_ends_a_search_at_once():
+    """It runs in one piece, of some minutes here; there is no text before its end."""
+    process = subprocess.Popen(
+        [*COMMAND, "generate", PROMPT, "--beams", "8", "--max-new-tokens", "8000", "--ignore-eos"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    try:
+        while b"compiling" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, stdout, stderr) == (-signal.SIGINT, b"", b"")
+
+
 def numbers(stdout: str) -> list[list[str]]:
     """The rows of the table that `score` prints: its cells, without the heading."""
     rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in stdout.splitlines() if line[0] in "│┃"]
@@ -349,5 +368,5 @@ def test_help_of_score_and_chat_teaches_with_examples():
     wide = {"COLUMNS": "200", "TERMINAL_WIDTH": "200"}
     score, chat = (invoke(command, "--help", env=wide).stdout for command in ("score", "chat"))
     assert all(option in score for option in ("--model", "--context", "--dtype", "jaxbuf score README.md"))
-    shared = ("--model", "--system", "--max-new-tokens", "--limit", *SAMPLING_OPTIONS)
+    shared = ("--model", "--system", "--max-new-tokens", "--limit", *SHARED_OPTIONS)
     assert all(option in chat for option in (*shared, "--form", "--dtype", "/reset", "/exit", "jaxbuf chat --model"))

@@ -80,7 +80,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--draft-tokens must be at most {MOST_DRAFTS}, got {options.draft_tokens}")
     if options.temperature <= 0:
         parser.error(f"--temperature must be above 0 (greedy is measured anyway), got {options.temperature}")
-    check_text(parser, options)
+    if "text" in options.kinds:
+        check_text(parser, options)
+    elif options.text:
+        parser.error(f"--text is read as the kind text, which --kinds leaves out, got {','.join(options.kinds)}")
     return options
 
 

@@ -146,6 +146,8 @@ def main(arguments: Sequence[str]) -> int:
     options, console = parse(arguments), Console(highlight=False)
     lm = load(options.model, dtype="float32")
     try:
+        if options.tokens > lm.max_length:
+            raise ValueError(f"--tokens must be at most {lm.max_length} for {lm.name}, got {options.tokens}")
         rows = cut_rows(lm, read_documents(lm, options.text), options.rows, options.tokens)
     except ValueError as error:
         console.print(str(error), soft_wrap=True, markup=False)
@@ -155,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
         recurrent = likelihood(lm.model, rows, limit=1, entry_dtype="float32", progress=progress)
         buffered = likelihood(lm.model, rows, limit=options.limit, entry_dtype=options.entries, progress=progress)
     quarters = compare(recurrent, buffered)
-    worst = max(abs(quarter["relative_difference"]) for quarter in quarters)
+    worst = float(np.max([abs(quarter["relative_difference"]) for quarter in quarters]))  # NaN if one is
     name = f"every quarter within {BOUND:.1%} of the fp32 recurrence (at most {worst:.4%})"
     settings = {name: getattr(options, name) for name in ("rows", "tokens", "limit", "entries")}
     record = report.provenance("scripts/bench_likelihood", arguments, report.ROOT) | {"model": lm.name}

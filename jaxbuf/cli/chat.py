@@ -28,18 +28,17 @@ if TYPE_CHECKING:
 HINT = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
-@options.with_sampling
+@options.with_settings
 def chat(
     model: options.Model,
     system: Annotated[str | None, typer.Option(help="An instruction that the conversation starts with.")] = None,
     max_new_tokens: options.MaxNewTokens = 512,
     limit: options.Limit = 16,
     form: options.Form = "auto",
-    drafter: options.Drafter = None,
-    draft_tokens: options.DraftTokens = 4,
     dtype: options.Dtype = None,
     *,
     sampling: dict[str, Any],
+    drafting: dict[str, Any],
 ) -> None:
     """Talk to a model: each line is a message, and its answer streams to standard output.
 
@@ -53,14 +52,16 @@ def chat(
       jaxbuf chat --model ./checkpoint
 
       jaxbuf chat --model ./checkpoint --system "Answer in one sentence." --temperature 0.7 --top-p 0.9
+
+      jaxbuf chat --model ./checkpoint --drafter mtp --adaptive-drafts
     """
     err = error_console()
     with errors_exit(err):
-        shared = {"limit": limit, "form": form, "draft_tokens": draft_tokens}
-        check_arguments(sampling, max_new_tokens=max_new_tokens, **shared)
+        shared = {"limit": limit, "form": form}
+        check_arguments(sampling, drafting, max_new_tokens=max_new_tokens, **shared)
         lm = load_model(err, model, dtype)
         params = sampling_params(lm, sampling, stop_token_ids=_end_of_turn(lm))
-        settings = shared | {"sampling": params, "drafter": load_drafter(err, drafter, dtype)}
+        settings = shared | {"sampling": params} | load_drafter(err, drafting, dtype)
         conversation = Conversation(lm, system, max_new_tokens, settings)
         conversation.check()
         _converse(err, conversation)

@@ -12,11 +12,13 @@ from rich.console import Console
 from jaxbuf.cli import options
 from jaxbuf.cli.session import (
     check_arguments,
+    end_at_interrupt,
     error_console,
     errors_exit,
     interrupt,
     load_drafter,
     load_model,
+    option_names,
     sampling_params,
     write_stream,
     write_text,
@@ -30,28 +32,27 @@ if TYPE_CHECKING:
 COMPILING = "compiling prefill and decode, once per shape ..."
 
 
-@options.with_sampling
+@options.with_settings
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; [bold]-[/bold] reads it from standard input.")],
     model: options.Model = "demo",
     max_new_tokens: options.MaxNewTokens = 64,
     limit: options.Limit = 16,
     form: options.Form = "auto",
-    drafter: options.Drafter = None,
-    draft_tokens: options.DraftTokens = 4,
     dtype: options.Dtype = None,
     profile: options.Profile = None,
     samples: options.Samples = 1,
     beams: options.Beams = None,
-    length_penalty: options.LengthPenalty = 1.0,
+    length_penalty: options.LengthPenalty = None,
     *,
     sampling: dict[str, Any],
+    drafting: dict[str, Any],
 ) -> None:
     """Continue a prompt, streaming the text as it is generated.
 
     The text alone goes to standard output; the device, the progress and the statistics go to standard error.
     It runs on the device that JAX picks; JAX_PLATFORMS=cpu picks the CPU.
-    Ctrl-C stops it and prints the statistics so far.
+    Ctrl-C stops it and prints the statistics so far; a search with --beams ends without a text.
     The checkpoint's generation_config.json gives the sampling settings that you don't; without one it is greedy.
 
     [bold]Examples[/bold]
@@ -62,6 +63,8 @@ def generate(
 
       jaxbuf generate "To install it" --drafter mtp --draft-tokens 3
 
+      jaxbuf generate "To install it" --drafter mtp --draft-tokens 6 --branches 2 --adaptive-drafts
+
       jaxbuf generate "To install it" --samples 4 --temperature 0.8
 
       jaxbuf generate "To install it" --beams 4 --max-new-tokens 20
@@ -69,32 +72,35 @@ def generate(
       jaxbuf generate - --model ./checkpoint --dtype bfloat16 < prompt.txt
     """
     err = error_console()
-    settings = {"max_new_tokens": max_new_tokens, "limit": limit, "form": form, "draft_tokens": draft_tokens}
+    settings = {"max_new_tokens": max_new_tokens, "limit": limit, "form": form}
     with errors_exit(err):
         if samples < 1:
             raise ValueError(f"samples must be a whole number of at least 1, got {samples}")
-        check_arguments(sampling, **settings)
+        search = {"beams": beams, "length_penalty": length_penalty}
+        search = {name: value for name, value in search.items() if value is not None}
+        if beams is None and search:
+            raise ValueError(f"{option_names(search)} must come with --beams: it ranks them")
         if beams is not None:
-            others = {"--samples": samples > 1, "--drafter": drafter is not None, "--profile": profile is not None}
-            given = {f"--{name.replace('_', '-')}": name != "ignore_eos" for name in sampling}
-            _check_search(beams, length_penalty, [name for name, there in (others | given).items() if there])
+            others = {"samples": samples > 1, "profile": profile is not None}
+            others |= {name: name != "ignore_eos" for name in (*drafting, *sampling)}
+            _check_search(search, [name for name, there in others.items() if there])
+        check_arguments(sampling, drafting, **settings)
         text = typer.get_binary_stream("stdin").read().decode() if prompt == "-" else prompt
+    if beams is not None:
+        with errors_exit(err), end_at_interrupt():
+            _search(err, prompt=text, model=model, dtype=dtype, settings=settings | search | sampling)
+        return
     with errors_exit(err), interrupt() as interrupted:
-        if beams is not None:
-            del settings["draft_tokens"]
-            settings |= {"beams": beams, "length_penalty": length_penalty, **sampling}
-            _search(err, interrupted, prompt=text, model=model, dtype=dtype, settings=settings)
-        else:
-            _generate(
-                err,
-                interrupted,
-                prompt=text,
-                model=model,
-                drafter=drafter,
-                dtype=dtype,
-                sampling=sampling | {"n": samples},
-                settings=settings | {"profile": profile},
-            )
+        _generate(
+            err,
+            interrupted,
+            prompt=text,
+            model=model,
+            dtype=dtype,
+            sampling=sampling | {"n": samples},
+            drafting=drafting,
+            settings=settings | {"profile": profile},
+        )
     if interrupted.is_set():
         raise typer.Exit(130)
 
@@ -105,15 +111,15 @@ def _generate(
     *,
     prompt: str,
     model: str,
-    drafter: str | None,
     dtype: str | None,
     sampling: dict[str, Any],
+    drafting: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
     import jaxbuf
 
     lm = load_model(err, model, dtype)
-    settings = settings | {"drafter": load_drafter(err, drafter, dtype), "sampling": sampling_params(lm, sampling)}
+    settings = settings | load_drafter(err, drafting, dtype) | {"sampling": sampling_params(lm, sampling)}
     if interrupted.is_set():
         return
     params = settings["sampling"]
@@ -156,28 +162,18 @@ def _sum(stats: "Iterable[Stats]") -> "Stats":
     return dataclasses.replace(first, **summed)
 
 
-def _check_search(beams: int, length_penalty: float, others: list[str]) -> None:
+def _check_search(search: dict[str, Any], others: list[str]) -> None:
     from jaxbuf.serving.beams import check_beams
 
-    check_beams(beams, length_penalty)
+    check_beams(**search)
     if others:
-        raise ValueError(f"--beams searches and does not sample: leave out {', '.join(others)}")
+        raise ValueError(f"--beams searches and does not sample: leave out {option_names(others)}")
 
 
-def _search(
-    err: Console,
-    interrupted: threading.Event,
-    *,
-    prompt: str,
-    model: str,
-    dtype: str | None,
-    settings: dict[str, Any],
-) -> None:
+def _search(err: Console, *, prompt: str, model: str, dtype: str | None, settings: dict[str, Any]) -> None:
     import jaxbuf
 
     lm = load_model(err, model, dtype)
-    if interrupted.is_set():
-        return
     err.print(COMPILING, style="dim")
     started = time.perf_counter()
     (found,) = jaxbuf.beam_search(lm, [prompt], **settings)

@@ -21,15 +21,6 @@ Form = Annotated[
     Literal["auto", "recurrent", "buffered"],
     typer.Option(help="auto, recurrent (the state is written every step) or buffered (only when the buffer fills)."),
 ]
-Drafter = Annotated[
-    str | None,
-    typer.Option(
-        help="Who drafts tokens that the model then checks all at once: [bold]ngram[/bold] (repetition in the text), "
-        "[bold]mtp[/bold] (the model's own MTP layer), or another model as in --model, of the same vocabulary.",
-        show_default=False,
-    ),
-]
-DraftTokens = Annotated[int, typer.Option(help="How many tokens are drafted at most at a time.")]
 Samples = Annotated[
     int,
     typer.Option(
@@ -46,9 +37,10 @@ Beams = Annotated[
     ),
 ]
 LengthPenalty = Annotated[
-    float,
+    float | None,
     typer.Option(
-        help="With --beams: ranks them by log-probability / length ^ this; 0 favours short ones, 1 ranks by the mean."
+        help="With --beams: ranks them by log-probability / length ^ this; 0 favours short ones, 1 ranks by the mean.",
+        show_default="1.0",
     ),
 ]
 Profile = Annotated[
@@ -94,21 +86,62 @@ SAMPLING = {
 }
 
 
-def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of `SAMPLING`: those that were given reach it as its argument `sampling`, a dict."""
+def _drafting_option(help: str, *names: str, default: str | None = None):
+    return typer.Option(*names, help=help, rich_help_panel="Drafts", show_default=default or False)
+
+
+DRAFTING = {
+    "drafter": Annotated[
+        str | None,
+        _drafting_option(
+            "Who drafts tokens that the model then checks all at once: [bold]ngram[/bold] (repetition in the text), "
+            "[bold]mtp[/bold] (the model's own MTP layer), or another model as in --model, of the same vocabulary."
+        ),
+    ],
+    "draft_tokens": Annotated[
+        int | None, _drafting_option("How many tokens are drafted at most at a time.", default="4")
+    ],
+    "branches": Annotated[
+        int | None,
+        _drafting_option(
+            "With ngram or mtp, draft a tree: ngram follows this many earlier places at once, mtp takes this many "
+            "candidates for the next tokens. All of them count as --draft-tokens.",
+            default="1",
+        ),
+    ],
+    "adaptive_drafts": Annotated[
+        bool | None,
+        _drafting_option(
+            "Draft only as many tokens as pay by what was kept of the drafts so far, and none where none do.",
+            "--adaptive-drafts",
+        ),
+    ],
+}
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of `SAMPLING` and `DRAFTING`: those that were given reach it as its arguments
+    `sampling` and `drafting`, each a dict."""
+    groups = {"sampling": SAMPLING, "drafting": DRAFTING}
 
     @functools.wraps(command)
     def wrapped(**arguments: Any) -> None:
-        sampling = {name: arguments.pop(name) for name in SAMPLING}
-        given = {name: value for name, value in sampling.items() if value not in (None, [])}
-        if "logit_bias" in given:
-            given["logit_bias"] = _parse_biases(given["logit_bias"])
-        command(**arguments, sampling=given)
+        for group, options in groups.items():
+            values = {name: arguments.pop(name) for name in options}
+            arguments[group] = {name: value for name, value in values.items() if value not in (None, [])}
+        sampling = arguments["sampling"]
+        if "logit_bias" in sampling:
+            sampling["logit_bias"] = _parse_biases(sampling["logit_bias"])
+        command(**arguments)
 
     own = inspect.signature(command).parameters.values()
     kind = inspect.Parameter.KEYWORD_ONLY
-    added = [inspect.Parameter(name, kind, default=None, annotation=option) for name, option in SAMPLING.items()]
-    parameters = [*(parameter for parameter in own if parameter.name != "sampling"), *added]
+    added = [
+        inspect.Parameter(name, kind, default=None, annotation=option)
+        for options in groups.values()
+        for name, option in options.items()
+    ]
+    parameters = [*(parameter for parameter in own if parameter.name not in groups), *added]
     wrapped.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return wrapped
 

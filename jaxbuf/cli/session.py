@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -63,17 +63,45 @@ def interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
 
 
-def check_arguments(sampling: dict[str, Any], *, max_new_tokens: int, limit: int, form: Any, draft_tokens: int) -> None:
+@contextlib.contextmanager
+def end_at_interrupt() -> Iterator[None]:
+    """A Ctrl-C ends the process at once, for what runs in one piece and has nothing to show before its end.
+
+    Python would not see it before the compiled program has ended.
+    """
+    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def check_arguments(
+    sampling: dict[str, Any], drafting: dict[str, Any], *, max_new_tokens: int, limit: int, form: Any
+) -> None:
     """Checks what no model makes right or wrong, before JAX starts and one is loaded.
 
     Raises:
-      ValueError: As `jaxbuf.SamplingParams` and `jaxbuf.generate`.
+      ValueError: As `jaxbuf.SamplingParams` and `jaxbuf.generate`, or options of drafts without who drafts.
     """
     import jaxbuf
+    from jaxbuf.serving.drafters import DRAFT_TOKENS, check_branches
     from jaxbuf.serving.request import check_settings
 
     jaxbuf.SamplingParams(**sampling)
+    draft_tokens, drafter = drafting.get("draft_tokens", DRAFT_TOKENS), drafting.get("drafter")
     check_settings(max_new_tokens, limit, form, draft_tokens=draft_tokens)
+    if drafting and drafter is None:
+        raise ValueError(f"{option_names(drafting)} must come with a --drafter: ngram, mtp or a model")
+    if "branches" in drafting:
+        check_branches(drafting["branches"], draft_tokens)
+        if drafter not in ("ngram", "mtp"):
+            raise ValueError(f"--branches must come with --drafter ngram or mtp, got {drafter}: it drafts no trees")
+
+
+def option_names(names: Iterable[str]) -> str:
+    """As they are typed."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def sampling_params(lm: "LanguageModel", given: dict[str, Any], **more: Any) -> "SamplingParams":
@@ -109,9 +137,17 @@ def load_model(err: Console, model: str, dtype: str | None) -> "LanguageModel":
     return _load(err, model, dtype, "loading")
 
 
-def load_drafter(err: Console, drafter: str | None, dtype: str | None) -> Any:
-    """What `jaxbuf.generate` takes for --drafter; a model is loaded, with the errors of `load_model`."""
-    return drafter if drafter in (None, "ngram", "mtp") else _load(err, drafter, dtype, "loading the drafter")
+def load_drafter(err: Console, drafting: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """What `jaxbuf.generate` takes for the options of drafts; a model is loaded, with the errors of `load_model`."""
+    from jaxbuf.serving.drafters import DRAFT_TOKENS, MTP, NGram
+
+    settings = {"draft_tokens": DRAFT_TOKENS} | drafting
+    name, branches = drafting.get("drafter"), settings.pop("branches", 1)
+    if name not in (None, "ngram", "mtp"):
+        settings["drafter"] = _load(err, name, dtype, "loading the drafter")
+    elif name is not None and branches > 1:
+        settings["drafter"] = {"ngram": NGram, "mtp": MTP}[name](settings["draft_tokens"], branches)
+    return settings
 
 
 def _load(err: Console, model: str, dtype: str | None, task_name: str) -> "LanguageModel":

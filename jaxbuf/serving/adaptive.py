@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxbuf.recurrence.tree import ancestors
 from jaxbuf.serving.carry import RUNNING
+from jaxbuf.serving.sampling import is_finite
 from jaxbuf.serving.speculation import Drafter, drafts_trees
 
 type Array = jax.Array
@@ -54,7 +55,7 @@ class Adaptive:
         takes 0.3 or more.
 
     Raises:
-      ValueError: A cost below 0.
+      ValueError: A cost that is no finite number of at least 0.
 
     Source: the tokens of a step are Leviathan et al. (2023), equation 1, and their cost is that of theorem 3.8, with
     the verification's added.
@@ -66,8 +67,8 @@ class Adaptive:
     adaptive = True
 
     def __post_init__(self):
-        if not self.cost >= 0:
-            raise ValueError(f"cost must be at least 0, got {self.cost!r}")
+        if not is_finite(self.cost) or self.cost < 0:
+            raise ValueError(f"cost must be a finite number of at least 0, got {self.cost!r}")
 
     @property
     def draft_tokens(self) -> int:

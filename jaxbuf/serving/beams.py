@@ -192,7 +192,7 @@ def beam_search(
     return _read(lm, search, len(encoded))
 
 
-def check_beams(beams: int, length_penalty: float) -> None:
+def check_beams(beams: int, length_penalty: float = 1.0) -> None:
     """Raises ValueError as `beam_search` does."""
     if not whole(beams) or beams < 1:
         raise ValueError(f"beams must be a whole number of at least 1, got {beams!r}")

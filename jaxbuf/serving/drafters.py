@@ -29,6 +29,8 @@ def make_drafter(
     lm: LanguageModel, drafter: object, draft_tokens: int, adaptive_drafts: bool = False
 ) -> Drafter | None:
     """The drafter that `generate` was asked for; errors as there."""
+    if not isinstance(adaptive_drafts, bool):
+        raise ValueError(f"adaptive_drafts must be True or False, got {adaptive_drafts!r}")
     if adaptive_drafts:
         inner = make_drafter(lm, drafter, draft_tokens)
         if inner is None:
@@ -42,13 +44,14 @@ def make_drafter(
             )
         return DraftModel(drafter.model, draft_tokens)
     if drafter == "mtp":
-        if lm.model.mtp is None:
-            raise ValueError(f'drafter "mtp" needs a model with an MTP layer, {lm.name!r} has none')
-        return MTP(draft_tokens)
+        drafter = MTP(draft_tokens)
     if drafter == "ngram":
         return NGram(draft_tokens)
-    if isinstance(drafter, Drafter):
-        check_draft_tokens(drafter.draft_tokens)
+    who = drafter.drafter if isinstance(drafter, Adaptive) else drafter
+    if isinstance(who, MTP) and lm.model.mtp is None:
+        raise ValueError(f'drafter "mtp" needs a model with an MTP layer, {lm.name!r} has none')
+    if isinstance(drafter, Drafter) and isinstance(who, Drafter):
+        check_draft_tokens(who.draft_tokens)
         return drafter
     if drafter is None:
         return None

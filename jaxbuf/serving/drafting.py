@@ -7,12 +7,15 @@ from jaxbuf.serving.sampling import History
 
 type Array = jax.Array
 
+REMAINDERS, MOST_VOTES = 4096, 255  # of the counts of tokens that followed
+
 
 def propose_ngram(history: History, draft_tokens: int, longest: int = 3) -> tuple[Array, Array]:
-    """Drafts the tokens that followed the last time that a row's last tokens occurred in its prompt and generation.
+    """Drafts the tokens that followed when a row's last tokens occurred before in its prompt and generation.
 
-    The longest occurrence counts, of at most `longest` tokens, and of these the latest. Where it lies so near the end
-    that fewer than draft_tokens follow, they are repeated: text of a short period is drafted on in that period.
+    The longest occurrences count, of at most `longest` tokens; of these the ones that the same token follows most
+    often, and of these the latest. Where it lies so near the end that fewer than draft_tokens follow, they are
+    repeated: text of a short period is drafted on in that period.
 
     Args:
       history: The prompts and generated tokens.
@@ -28,7 +31,7 @@ def propose_ngram(history: History, draft_tokens: int, longest: int = 3) -> tupl
 
     Source: Saxena, Prompt lookup decoding (2023); the repetition is that of Lempel and Ziv's copies (1977).
     """
-    follows, found = _continuations(history, 1, draft_tokens, longest)
+    follows, found = _continuations(history, 1, draft_tokens, longest, voting=True)
     return follows[:, 0], jnp.where(found[:, 0], draft_tokens, 0).astype(jnp.int32)
 
 
@@ -37,7 +40,8 @@ def propose_ngram_tree(
 ) -> tuple[Array, Array, Array]:
     """Drafts what followed several earlier occurrences of a row's last tokens, as a tree.
 
-    The occurrences are the best `branches` in the order of `propose_ngram`: longer ones first, and of these later ones.
+    The occurrences are the longest `branches`, and of equally long ones the latest: a tree has room for what follows
+    less often. With one branch it is the chain of `propose_ngram`.
     What follows them is merged where it begins alike. The tree is filled from its root down, in each depth the better
     occurrences first, until it has draft_tokens nodes: where all occurrences agree it is the chain of `propose_ngram`.
 
@@ -54,7 +58,7 @@ def propose_ngram_tree(
     """
     if branches < 1:
         raise ValueError(f"branches must be at least 1, got {branches}")
-    follows, found = _continuations(history, branches, draft_tokens, longest)
+    follows, found = _continuations(history, branches, draft_tokens, longest, voting=branches == 1)
     rows, number, length = follows.shape
     # A node stands for all branches that begin with the same tokens, and belongs to the first of them.
     alike = (follows[:, :, None] == follows[:, None]) & found[:, None, :, None]
@@ -73,7 +77,9 @@ def propose_ngram_tree(
     return drafts, parents, jnp.minimum(jnp.sum(by_depth, axis=1), draft_tokens)
 
 
-def _continuations(history: History, number: int, draft_tokens: int, longest: int) -> tuple[Array, Array]:
+def _continuations(
+    history: History, number: int, draft_tokens: int, longest: int, *, voting: bool
+) -> tuple[Array, Array]:
     """What followed the `number` best occurrences, int32 [rows, number, draft_tokens], and whether there are so many,
     bool [rows, number]."""
     if draft_tokens < 0:
@@ -90,7 +96,8 @@ def _continuations(history: History, number: int, draft_tokens: int, longest: in
         same = token == jnp.where(length > back, last, -2)
         matched = matched + ((matched == back) & same).astype(jnp.int32)
     matched = jnp.where(place < length - 1, matched, 0)
-    score = jnp.where(matched > 0, matched * text.shape[1] + place, -1)
+    rank = matched * (MOST_VOTES + 1) + _votes(text, matched) if voting else matched
+    score = jnp.where(matched > 0, rank * text.shape[1] + place, -1)
     places = []
     for _ in range(number):
         best = jnp.argmax(score, axis=1, keepdims=True).astype(jnp.int32)
@@ -103,6 +110,17 @@ def _continuations(history: History, number: int, draft_tokens: int, longest: in
     index = jnp.where(found[..., None], follows[..., None] + ahead, 0)
     drafts = jnp.take_along_axis(text, index.reshape(text.shape[0], -1), axis=1).reshape(index.shape)
     return jnp.where(found[..., None], drafts, 0), found
+
+
+def _votes(text: Array, matched: Array) -> Array:
+    """How many of a row's longest occurrences the same token follows as this place, int32 [rows, places], up to
+    MOST_VOTES."""
+    row = jnp.arange(text.shape[0], dtype=jnp.int32)[:, None]
+    longest = (matched > 0) & (matched == jnp.max(matched, axis=1, keepdims=True))
+    # Counted by remainder: a table of the whole vocabulary would be large, and tokens that meet spoil a guess at most.
+    remainder = jnp.pad(text[:, 1:], ((0, 0), (0, 1))) % REMAINDERS
+    counts = jnp.zeros((text.shape[0], REMAINDERS), jnp.int32).at[row, remainder].add(longest.astype(jnp.int32))
+    return jnp.minimum(counts[row, remainder], MOST_VOTES)
 
 
 def _text(history: History) -> tuple[Array, Array]:

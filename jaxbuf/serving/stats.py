@@ -42,7 +42,10 @@ class Stats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens that a step gave on average, 1 + accepted / steps; 1 where no step was needed."""
+        """Tokens that a step gave on average, 1 + accepted / steps; 1 where no step was needed.
+
+        A last step whose last token is a draft (a stop token, say) gave no token beside its drafts and counts one more.
+        """
         return 1 + self.accepted / max(self.steps, 1)
 
 

@@ -18,6 +18,7 @@ from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.serving import GenerationResult
 from jaxbuf.serving.stats import Stats
+from tests.serving.test_drafting import reference
 
 EOS = 256
 CONFIG = Config(
@@ -113,14 +114,8 @@ def test_drafts_of_ngrams_are_those_of_the_text_before_them(rng):
     assert found.shape == (12 - K, 3, K)
     for i, row in np.ndindex(12 - K, 3):
         text = tokens[row, : i + 2].tolist()
-        before = [
-            (size, end)
-            for size in range(1, 4)
-            for end in range(size, len(text))
-            if text[end - size : end] == text[-size:]
-        ]
-        follows = (text[max(before)[1] :] * K)[:K] if before else [-1] * K
-        assert found[i, row].tolist() == follows
+        follows, count = reference(text, K, 3)
+        assert found[i, row].tolist() == (follows if count else [-1] * K)
 
 
 def test_made_up_logs_follow_the_seed_and_code_is_pythons(lm):
@@ -190,6 +185,7 @@ def test_a_run_keeps_its_figures(lm, tmp_path, monkeypatch, capsys):
         ("--temperature 0", "--temperature must be above 0"),
         ("--prompts 0", "--prompts must be at least 1, got 0"),
         ("--text nowhere.txt", "there is no nowhere.txt"),
+        ("--kinds code,logs --text README.md", "--text is read as the kind text, which --kinds leaves out"),
     ],
 )
 def test_a_setting_out_of_range_is_an_error_that_names_it(words, said, capsys):
@@ -208,3 +204,4 @@ def test_what_the_model_or_the_text_cannot_serve_is_said(lm, tmp_path, monkeypat
     with pytest.raises(SystemExit):
         drafts.parse([])
     assert "--text must name files" in capsys.readouterr().err
+    assert drafts.parse(["--kinds", "code,logs"]).text is None, "these need no files"

@@ -62,6 +62,19 @@ def test_bf16_entries_cost_no_likelihood(demo, rng, tmp_path, monkeypatch, capsy
     assert "DOES NOT HOLD" in capsys.readouterr().out
 
 
+def test_a_likelihood_that_is_no_number_is_no_pass(rng, tmp_path, monkeypatch, capsys):
+    """Of the last quarter alone: what comes before it is within the bound."""
+    text = tmp_path / "text.txt"
+    text.write_text(prose(rng, 10))
+    exact = np.ones((1, 8))
+    broken = np.where(np.arange(8) < 6, exact, np.nan)
+    monkeypatch.setattr(likelihood, "likelihood", lambda *_, limit, **settings: exact if limit == 1 else broken)
+    assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8"]) == 1
+    assert "DOES NOT HOLD" in capsys.readouterr().out
+    assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8193"]) == 2
+    assert capsys.readouterr().out == "--tokens must be at most 8192 for demo, got 8193\n"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

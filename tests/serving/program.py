@@ -3,6 +3,8 @@
 import math
 import re
 
+import jax
+
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call"}
 
 
@@ -80,3 +82,18 @@ def outputs_in_loops(hlo: str) -> list[str]:
     for body in bodies:
         visit(body)
     return found
+
+
+def check_on_device(hlo: str) -> None:
+    """The program has a loop and never talks to the host."""
+    assert loop_bodies(hlo)
+    for line in (line for lines in computations(hlo).values() for line in lines):
+        line = re.sub(r"metadata=\{.*?\}", "", line)  # names of Python functions, tests among them
+        for word in ("infeed", "outfeed", "send(", "recv(", "callback", "host_"):
+            assert word not in line, line
+
+
+def check_reused(hlo: str, carry: object) -> None:
+    """All arrays of the carry are aliased to outputs: the donated memory is the memory of the result."""
+    header = hlo.splitlines()[0]
+    assert header.count("may-alias") + header.count("must-alias") == len(jax.tree.leaves(carry))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxbuf.models.language_model import LanguageModel
@@ -58,6 +59,26 @@ def greedy_case(architecture: str) -> tuple[list[list[int]], list]:
             results = generate(lm, prompts, NEW, GREEDY)
         if all(not near_tie(lm, result) for result in results):
             return prompts, results
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def architecture(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def lm(architecture):
+    return model_named(architecture, 3)
+
+
+@pytest.fixture(scope="module")
+def prompts(architecture):
+    return greedy_case(architecture)[0]
+
+
+@pytest.fixture(scope="module")
+def greedy(architecture):
+    return greedy_case(architecture)[1]
 
 
 def near_tie(lm, result) -> bool:

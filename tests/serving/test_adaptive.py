@@ -11,36 +11,22 @@ import pytest
 from jaxbuf.serving import generate, generate_tokens, request, start
 from jaxbuf.serving.adaptive import COST, FORGETTING, PRIOR, PROBE, Adaptive, best_length
 from jaxbuf.serving.drafters import MTP
-from tests.serving.program import computations, loop_bodies, operation, written_in_loops
+from tests.serving.program import check_reused, computations, operation, written_in_loops
 from tests.serving.speculating import (
     DRAFTS,
     GREEDY,
-    MODELS,
     NEW,
     ROWS,
     Scripted,
     check_equal,
-    greedy_case,
-    model_named,
     p_value,
     script,
     tiny_models,
 )
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def architecture(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def lm(architecture):
-    return model_named(architecture, 3)
-
-
-@pytest.fixture(scope="module")
-def case(architecture):
-    return greedy_case(architecture)
+from tests.serving.speculating import architecture as architecture
+from tests.serving.speculating import greedy as greedy
+from tests.serving.speculating import lm as lm
+from tests.serving.speculating import prompts as prompts
 
 
 @jax.tree_util.register_dataclass
@@ -98,9 +84,8 @@ def count_by_hand(right, count, new):
     return steps, drafted, accepted, without
 
 
-def test_rows_draft_by_what_was_kept_of_theirs_and_no_token_changes(lm, case):
+def test_rows_draft_by_what_was_kept_of_theirs_and_no_token_changes(lm, prompts, greedy):
     """By row: all right, all wrong, half of them, in turns, and a drafter that has few or none."""
-    prompts, greedy = case
     right = [[4, 4], [0, 0], [2, 2], [4, 0], [0, 4], [1, 1], [4, 4], [1, 3]]
     count = [[4, 4], [4, 4], [4, 4], [4, 4], [4, 4], [4, 4], [0, 0], [4, 1]]
     drafter = watch(greedy, right, count)
@@ -115,9 +100,8 @@ def test_rows_draft_by_what_was_kept_of_theirs_and_no_token_changes(lm, case):
     assert worst.drafted < worst.steps / 2
 
 
-def test_a_step_in_which_no_row_drafts_reads_one_token(lm, case):
+def test_a_step_in_which_no_row_drafts_reads_one_token(lm, prompts, greedy):
     """All rows are wrong, so most steps are such; log-probabilities and state traffic are those without a drafter."""
-    prompts, greedy = case
     results = generate(lm, prompts, NEW, GREEDY, drafter=watch(greedy, 0), adaptive_drafts=True)
     assert check_equal(lm, prompts, results, greedy) == 0
     steps, drafted, _, without = count_by_hand([0, 0], [4, 4], NEW)
@@ -136,27 +120,29 @@ def test_a_step_in_which_no_row_drafts_reads_one_token(lm, case):
 def test_wrong_arguments_are_named(lm):
     with pytest.raises(ValueError, match="adaptive_drafts needs a drafter, got None"):
         generate(lm, [[1]], adaptive_drafts=True)
-    with pytest.raises(ValueError, match=r"cost must be at least 0, got -0\.1"):
-        Adaptive(MTP(4), cost=-0.1)
-    with pytest.raises(ValueError, match=r"cost must be at least 0, got nan"):
-        Adaptive(MTP(4), cost=float("nan"))
+    with pytest.raises(ValueError, match="adaptive_drafts must be True or False, got 'no'"):
+        generate(lm, [[1]], drafter="ngram", adaptive_drafts="no")
+    with pytest.raises(ValueError, match=r"drafter must be .* got Adaptive\(drafter='mtp'"):
+        generate(lm, [[1]], drafter=Adaptive("mtp"))
+    for cost in (-0.1, float("nan"), float("inf"), "0.1"):
+        with pytest.raises(ValueError, match=f"cost must be a finite number of at least 0, got {cost!r}"):
+            Adaptive(MTP(4), cost=cost)
 
 
 @pytest.mark.slow
-def test_the_program_copies_no_pool(lm, case):
+def test_the_program_copies_no_pool(lm, prompts, greedy):
     """Not in either of the two branches; what the memory of a whole model holds is written in place."""
     drafter = Adaptive(MTP(DRAFTS))
-    arguments = request.check(lm, case[0], NEW, GREEDY, 16, "auto", None, drafter).arguments
+    arguments = request.check(lm, prompts, NEW, GREEDY, 16, "auto", None, drafter).arguments
     carry = jax.eval_shape(lambda model: start(model, **arguments), lm.model)
     text = generate_tokens.lower(lm.model, carry, np.int32(9), drafter).compile().as_text()
-    assert loop_bodies(text) and written_in_loops(text, lm.config.spec.state_shape) == []
+    assert written_in_loops(text, lm.config.spec.state_shape) == []
     recurrent, softmax = carry.cache.layers
     pools = recurrent.pool.checkpoints, recurrent.pool.keys, recurrent.pool.updates, softmax.keys
     shapes = [re.escape(f"[{','.join(map(str, pool.shape))}]") for pool in pools]
     lines = [line for lines in computations(text).values() for line in lines if operation(line)[1].startswith("copy")]
     assert not [line for line in lines if any(re.search(shape, operation(line)[0]) for shape in shapes)]
-    header = text.splitlines()[0]
-    assert header.count("may-alias") + header.count("must-alias") == len(jax.tree.leaves(carry))
+    check_reused(text, carry)
 
 
 @pytest.mark.slow

@@ -8,16 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from typer.testing import CliRunner
 
-from jaxbuf.cli import app
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import replace_parameters
 from jaxbuf.models.qwen3_5 import Qwen3_5
 from jaxbuf.models.qwen3_5_config import Config
-from jaxbuf.serving import Beam, SamplingParams, beam_search, beams, generate, request
+from jaxbuf.serving import SamplingParams, beam_search, beams, generate, request
 from tests.serving.conftest import CONFIG
-from tests.serving.program import loop_bodies, made_in_loops, written_in_loops
+from tests.serving.program import check_on_device, check_reused, made_in_loops, written_in_loops
 
 NEW, BEAMS, LIMIT = 24, 3, 6  # several folds, and pages that fill up while beams fork
 LENGTHS = (63, 1, 37)
@@ -182,13 +180,10 @@ def shape_of(lm, prompts, number):
 def test_the_loop_transfers_nothing_and_copies_no_pool(lm):
     carry = shape_of(lm, [[1] * 900] * 2, 4)
     text = beams.search_beams.lower(lm.model, carry).compile().as_text()
-    assert loop_bodies(text)
-    for word in ("infeed", "outfeed", "send(", "recv(", "callback", "host_"):
-        assert word not in text, word
+    check_on_device(text)
     assert written_in_loops(text, lm.config.spec.state_shape) == []
     assert made_in_loops(text, carry.cache.layers[1].keys.size) == []
-    header = text.splitlines()[0]
-    assert header.count("may-alias") + header.count("must-alias") == len(jax.tree.leaves(carry))
+    check_reused(text, carry)
 
 
 def test_beams_of_a_long_prompt_share_its_pages(lm):
@@ -246,10 +241,9 @@ def test_with_as_many_beams_as_texts_it_finds_the_best_of_all(tiny, rng, small_s
             ranks = {tokens: score / len(tokens) ** penalty for tokens, score in scores.items()}
             best = sorted(ranks.values(), reverse=True)[:MANY]
             assert len(ours) == len(best) == min(MANY, len(ranks))
-            np.testing.assert_allclose([beam.ranking_score for beam in ours], best, rtol=0, atol=1e-4)
-            np.testing.assert_allclose(
-                [beam.score for beam in ours], [scores[tuple(b.tokens)] for b in ours], atol=1e-4
-            )
+            np.testing.assert_allclose([beam.ranking_score for beam in ours], best, rtol=0, atol=1e-3)
+            exact = [scores[tuple(beam.tokens)] for beam in ours]
+            np.testing.assert_allclose([beam.score for beam in ours], exact, rtol=0, atol=1e-3)
             assert len({tuple(beam.tokens) for beam in ours}) == len(ours)
             assert all((beam.finish_reason == "stop") == (beam.tokens[-1] in stops) for beam in ours)
 
@@ -373,39 +367,3 @@ def test_a_wrong_argument_is_named(lm, arguments, message):
 
 def test_no_prompt_gives_nothing(lm):
     assert beam_search(lm, []) == []
-
-
-def test_the_command_line_prints_the_beams_best_first(monkeypatch):
-    asked = {}
-
-    def answer(model, prompts, **settings):
-        asked.update(settings, prompts=prompts)
-        return [[Beam("one", [1], -1.0, -1.0, "stop"), Beam("two\n", [2, 3], -3.25, -1.625, "length")]]
-
-    monkeypatch.setattr("jaxbuf.beam_search", answer)
-    command = ["generate", "A", "--beams", "2", "--length-penalty", "0.5", "--max-new-tokens", "7", "--ignore-eos"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.stderr
-    expected = {"prompts": ["A"], "beams": 2, "length_penalty": 0.5, "max_new_tokens": 7, "ignore_eos": True}
-    assert asked == expected | {"limit": 16, "form": "auto"}
-    assert done.stdout == "one\ntwo\n\n"
-    assert "beam 1 of 2, stop, log-probability -1.000, ranked by -1.000:\n" in done.stderr
-    assert "beam 2 of 2, length, log-probability -3.250, ranked by -1.625:\n" in done.stderr
-    text = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).stdout
-    assert all(option in text for option in ("--samples", "--beams", "--length-penalty", "--beams 4"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--beams", "0"], "beams must be a whole number of at least 1, got 0"),
-        (["--beams", "2", "--length-penalty", "7"], "length_penalty must be a number in [-5, 5], got 7.0"),
-        (["--beams", "2", "--samples", "2"], "--beams searches and does not sample: leave out --samples"),
-        (["--beams", "2", "--drafter", "mtp", "--top-p", "0.5"], "leave out --drafter, --top-p"),
-    ],
-)
-def test_the_command_line_says_what_does_not_go_with_beams(options, message):
-    done = CliRunner().invoke(app, ["generate", "A", "--model", "no-such-model", *options])
-    assert (done.exit_code, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and line.endswith(message)

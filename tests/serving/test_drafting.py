@@ -16,14 +16,15 @@ propose = jax.jit(partial(propose_ngram, draft_tokens=DRAFTS))
 
 
 def reference(text, draft_tokens, longest):
-    """The tokens after the latest earlier occurrence of the longest of the text's ends; repeated where too few."""
+    """The tokens after the longest of the text's ends where it occurred before: where the same token followed most
+    often, and the latest of those; repeated where too few."""
     for size in range(min(longest, len(text)), 0, -1):
-        for start in range(len(text) - size - 1, -1, -1):
-            if text[start : start + size] == text[-size:]:
-                drafts = text[start + size :]
-                while len(drafts) < draft_tokens:
-                    drafts = drafts + text[start + size :]
-                return drafts[:draft_tokens], draft_tokens
+        ends = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
+        if ends:
+            follows = [text[end] for end in ends]
+            end = max(ends, key=lambda end: (follows.count(text[end]), end))
+            drafts = text[end:] * draft_tokens
+            return drafts[:draft_tokens], draft_tokens
     return [0] * draft_tokens, 0
 
 

@@ -14,49 +14,32 @@ from jaxbuf.cli import app
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.recurrence.traffic import entry_bytes
 from jaxbuf.serving import SamplingParams, acceptance, generate, generate_tokens, request, speculation, start
+from jaxbuf.serving.adaptive import Adaptive
 from jaxbuf.serving.drafters import MOST_DRAFTS, MTP, NGram
 from jaxbuf.serving.sampling import noise
 from jaxbuf.serving.stats import checkpoint_bytes
-from tests.serving.program import loop_bodies, written_in_loops
+from tests.serving.program import check_on_device, check_reused, written_in_loops
 from tests.serving.speculating import (
     DRAFTS,
     GREEDY,
-    MODELS,
     NEW,
     ROWS,
     VOCAB,
     check_equal,
-    greedy_case,
     model_named,
     p_value,
     script,
     tiny_models,
 )
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def architecture(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def lm(architecture):
-    return model_named(architecture, 3)
+from tests.serving.speculating import architecture as architecture
+from tests.serving.speculating import greedy as greedy
+from tests.serving.speculating import lm as lm
+from tests.serving.speculating import prompts as prompts
 
 
 @pytest.fixture(scope="module")
 def other(architecture):
     return model_named(architecture, 4)
-
-
-@pytest.fixture(scope="module")
-def prompts(architecture):
-    return greedy_case(architecture)[0]
-
-
-@pytest.fixture(scope="module")
-def greedy(architecture):
-    return greedy_case(architecture)[1]
 
 
 def drafter_named(name, lm, other):
@@ -259,12 +242,9 @@ def test_drafts_cost_entries_and_no_states(lm, prompts):
 def test_the_loop_never_talks_to_the_host_and_writes_no_state_unless_a_slot_folds(lm, other, prompts, name):
     drafter, carry = carry_of(lm, prompts, drafter_named(name, lm, other))
     text = generate_tokens.lower(lm.model, carry, np.int32(9), drafter).compile().as_text()
-    assert loop_bodies(text)
-    for word in ("infeed", "outfeed", "send(", "recv(", "callback", "host_"):
-        assert word not in text, word
+    check_on_device(text)
     assert written_in_loops(text, lm.config.spec.state_shape) == []
-    header = text.splitlines()[0]
-    assert header.count("may-alias") + header.count("must-alias") == len(jax.tree.leaves(carry))
+    check_reused(text, carry)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +265,9 @@ def test_a_wrong_argument_is_named(lm, arguments, message):
 def test_a_drafter_must_fit_the_model(lm):
     without = dataclasses.replace(lm, model=nnx.clone(lm.model))
     without.model.mtp = None
-    with pytest.raises(ValueError, match='drafter "mtp" needs a model with an MTP layer'):
-        generate(without, [[1]], drafter="mtp")
+    for drafter in ("mtp", MTP(6, branches=2), Adaptive(MTP(2))):
+        with pytest.raises(ValueError, match='drafter "mtp" needs a model with an MTP layer'):
+            generate(without, [[1]], drafter=drafter, stream=True)  # before a stream is read
     small = dataclasses.replace(lm, config=dataclasses.replace(lm.config, vocab_size=100))
     with pytest.raises(ValueError, match=r"drafter must have the model's vocabulary \(259 tokens\), got .* with 100"):
         generate(lm, [[1]], drafter=small)
@@ -356,6 +337,27 @@ def test_the_command_line_names_a_drafter_or_loads_one(monkeypatch):
         assert done.exit_code == 2 and "enough" in done.stderr
         drafter = asked["drafter"]
         assert drafter == name or (name == "demo" and isinstance(drafter, LanguageModel))
-        assert asked["draft_tokens"] == 3
-    done = CliRunner().invoke(app, ["generate", "A", "--draft-tokens", "16"])
-    assert done.exit_code == 2 and "draft_tokens must be a whole number in [1, 15], got 16" in done.stderr
+        assert asked["draft_tokens"] == 3 and "adaptive_drafts" not in asked
+    for name, tree in (("ngram", NGram(6, branches=2)), ("mtp", MTP(6, branches=2))):
+        options = ["--drafter", name, "--draft-tokens", "6", "--branches", "2", "--adaptive-drafts"]
+        done = CliRunner().invoke(app, ["generate", "A", *options])
+        assert done.exit_code == 2 and "enough" in done.stderr
+        assert (asked["drafter"], asked["adaptive_drafts"]) == (tree, True)
+
+
+@pytest.mark.parametrize("command", [["generate", "A"], ["chat"]])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--draft-tokens 16", "draft_tokens must be a whole number in [1, 15], got 16"),
+        ("--draft-tokens 3", "--draft-tokens must come with a --drafter: ngram, mtp or a model"),
+        ("--branches 2 --adaptive-drafts", "--branches, --adaptive-drafts must come with a --drafter: ngram, mtp or"),
+        ("--drafter other --branches 2", "--branches must come with --drafter ngram or mtp, got other: it drafts no"),
+        ("--drafter mtp --branches 5", "branches must be a whole number in [1, 4], up to draft_tokens, got 5"),
+    ],
+)
+def test_the_command_line_ignores_no_option_of_drafts(command, options, message):
+    done = CliRunner().invoke(app, [*command, "--model", "no-such-model", *options.split()])
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {message}")

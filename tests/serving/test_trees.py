@@ -10,43 +10,24 @@ import pytest
 from jaxbuf.serving import acceptance, drafters, generate, generate_tokens, request, speculation, start
 from jaxbuf.serving.drafters import MTP, NGram
 from jaxbuf.serving.sampling import noise
-from tests.serving.program import loop_bodies, written_in_loops
+from tests.serving.program import check_reused, written_in_loops
 from tests.serving.speculating import (
     GREEDY,
-    MODELS,
     NEW,
     ROWS,
     VOCAB,
     ScriptedTree,
     check_equal,
-    greedy_case,
-    model_named,
     p_value,
     tiny_models,
 )
+from tests.serving.speculating import architecture as architecture
+from tests.serving.speculating import greedy as greedy
+from tests.serving.speculating import lm as lm
+from tests.serving.speculating import prompts as prompts
 
 NODES = 6
 FORK = [-1, -1, -1, 0, 1, 2]  # three branches of two drafts each
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def architecture(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def lm(architecture):
-    return model_named(architecture, 3)
-
-
-@pytest.fixture(scope="module")
-def prompts(architecture):
-    return greedy_case(architecture)[0]
-
-
-@pytest.fixture(scope="module")
-def greedy(architecture):
-    return greedy_case(architecture)[1]
 
 
 def plant(results, rng) -> ScriptedTree:
@@ -210,9 +191,8 @@ def test_greedy_tokens_are_those_without_a_drafter(lm, prompts, greedy, name):
     arguments = request.check(lm, prompts, NEW, GREEDY, 16, "auto", None, drafter).arguments
     carry = jax.eval_shape(lambda model: start(model, **arguments), lm.model)
     text = generate_tokens.lower(lm.model, carry, np.int32(9), drafter).compile().as_text()
-    assert loop_bodies(text) and written_in_loops(text, lm.config.spec.state_shape) == []
-    header = text.splitlines()[0]
-    assert header.count("may-alias") + header.count("must-alias") == len(jax.tree.leaves(carry))
+    assert written_in_loops(text, lm.config.spec.state_shape) == []
+    check_reused(text, carry)
 
 
 @pytest.mark.slow
