@@ -12,7 +12,8 @@ def test_the_command_line_prints_the_beams_best_first(monkeypatch):
 
     def answer(model, prompts, **settings):
         asked.update(settings, prompts=prompts)
-        return [[Beam("one", [1], -1.0, -1.0, "stop"), Beam("two\n", [2, 3], -3.25, -1.625, "length")]]
+        found = [Beam("one", [1], -1.0, -1.0, "stop"), Beam("two\n", [2, 3], -3.25, -9.875e-7, "length")]
+        return [found[: settings["beams"]]]
 
     monkeypatch.setattr("jaxbuf.beam_search", answer)
     command = ["generate", "A", "--beams", "2", "--length-penalty", "0.5", "--max-new-tokens", "7", "--ignore-eos"]
@@ -20,9 +21,11 @@ def test_the_command_line_prints_the_beams_best_first(monkeypatch):
     assert done.exit_code == 0, done.stderr
     expected = {"prompts": ["A"], "beams": 2, "length_penalty": 0.5, "max_new_tokens": 7, "ignore_eos": True}
     assert asked == expected | {"limit": 16, "form": "auto"}
-    assert done.stdout == "one\ntwo\n\n"
-    assert "beam 1 of 2, stop, log-probability -1.000, ranked by -1.000:\n" in done.stderr
-    assert "beam 2 of 2, length, log-probability -3.250, ranked by -1.625:\n" in done.stderr
+    first = "beam 1 of 2, stop, log-probability -1.000, ranked by -1:\none\n"
+    assert done.stdout == first + "beam 2 of 2, length, log-probability -3.250, ranked by -9.875e-07:\ntwo\n\n"
+    assert "beam 1" not in done.stderr
+    done = CliRunner().invoke(app, ["generate", "A", "--beams", "1"])
+    assert done.stdout == "one\n" and "beam 1 of 1, stop, log-probability -1.000, ranked by -1:\n" in done.stderr
     text = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).stdout
     assert all(option in text for option in ("--samples", "--beams", "--length-penalty", "--beams 4"))
 
@@ -30,11 +33,12 @@ def test_the_command_line_prints_the_beams_best_first(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--beams", "0"], "beams must be a whole number of at least 1, got 0"),
+        (["--beams", "0"], "beams must be a whole number in [1, 256], got 0"),
         (["--beams", "2", "--length-penalty", "7"], "length_penalty must be a number in [-5, 5], got 7.0"),
-        (["--beams", "2", "--samples", "2"], "--beams searches and does not sample: leave out --samples"),
-        (["--beams", "2", "--drafter", "mtp", "--top-p", "0.5"], "leave out --drafter, --top-p"),
-        (["--beams", "2", "--draft-tokens", "3"], "leave out --draft-tokens"),
+        (["--beams", "2", "--samples", "2"], "--beams does not take --samples"),
+        (["--beams", "2", "--drafter", "mtp", "--top-p", "0.5"], "--beams does not take --drafter, --top-p"),
+        (["--beams", "2", "--draft-tokens", "3"], "--beams does not take --draft-tokens"),
+        (["--beams", "2", "--profile", "traces", "--stop", "x"], "--beams does not take --profile, --stop"),
         (["--length-penalty", "2"], "--length-penalty must come with --beams: it ranks them"),
     ],
 )

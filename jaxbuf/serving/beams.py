@@ -18,6 +18,7 @@ from jaxbuf.serving.request import (
     ROOM,
     Form,
     Prompt,
+    check_model,
     check_settings,
     check_token_ids,
     choose_form,
@@ -31,6 +32,7 @@ from jaxbuf.serving.text import TextStream
 type Array = jax.Array
 
 STEEPEST = 5  # of length penalties: length ** penalty stays a float32
+MOST_BEAMS = 256  # of a prompt: a mistake beyond, which would take all memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +145,7 @@ def beam_search(
       lm: From `jaxbuf.load`.
       prompts: Texts, or token lists; lengths may differ.
       max_new_tokens: The most tokens of a continuation.
-      beams: How many hypotheses go on, and how many come back.
+      beams: How many hypotheses go on, and how many come back; at most 256.
       length_penalty: The exponent of the length, in [-5, 5]. 0 ranks by probability alone, which favours short ones; 1
         by the mean log-probability of a token.
       early_stopping: Whether to end when `beams` hypotheses have ended, though a longer one might rank above them.
@@ -158,6 +160,7 @@ def beam_search(
     Raises:
       ValueError: A setting out of range, or a prompt that `generate` would not take.
     """
+    check_model(lm)
     check_settings(max_new_tokens, limit, form, entry_dtype)
     check_beams(beams, length_penalty)
     if not isinstance(early_stopping, bool):
@@ -194,8 +197,8 @@ def beam_search(
 
 def check_beams(beams: int, length_penalty: float = 1.0) -> None:
     """Raises ValueError as `beam_search` does."""
-    if not whole(beams) or beams < 1:
-        raise ValueError(f"beams must be a whole number of at least 1, got {beams!r}")
+    if not whole(beams) or not 1 <= beams <= MOST_BEAMS:
+        raise ValueError(f"beams must be a whole number in [1, {MOST_BEAMS}], got {beams!r}")
     if not is_finite(length_penalty) or abs(length_penalty) > STEEPEST:
         raise ValueError(f"length_penalty must be a number in [-{STEEPEST}, {STEEPEST}], got {length_penalty!r}")
 

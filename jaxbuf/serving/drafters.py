@@ -47,15 +47,34 @@ def make_drafter(
         drafter = MTP(draft_tokens)
     if drafter == "ngram":
         return NGram(draft_tokens)
-    who = drafter.drafter if isinstance(drafter, Adaptive) else drafter
+    who: object = drafter.drafter if isinstance(drafter, Adaptive) else drafter
     if isinstance(who, MTP) and lm.model.mtp is None:
         raise ValueError(f'drafter "mtp" needs a model with an MTP layer, {lm.name!r} has none')
-    if isinstance(drafter, Drafter) and isinstance(who, Drafter):
+    if isinstance(who, DraftModel):
+        _check_draft_model(lm, who.model)
+    if isinstance(who, Drafter) and isinstance(drafter, Drafter) and not isinstance(who, type):
         check_draft_tokens(who.draft_tokens)
         return drafter
     if drafter is None:
         return None
-    raise ValueError(f'drafter must be None, "ngram", "mtp", a LanguageModel or a Drafter, got {drafter!r}')
+    told = repr(who) if isinstance(who, str | int | float | type | None) else f"a {type(who).__name__}"
+    lacks = [name for name in ("draft_tokens", "start", "propose", "settle") if not hasattr(who, name)]
+    what = f"{told} in an Adaptive" if isinstance(drafter, Adaptive) else told
+    without = f" without {', '.join(lacks)}" if lacks and len(lacks) < 4 else ""
+    raise ValueError(
+        f'drafter must be None, "ngram", "mtp", a LanguageModel or a Drafter (an object, not its class), got {what}'
+        f"{without}"
+    )
+
+
+def _check_draft_model(lm: LanguageModel, model: object) -> None:
+    if not isinstance(model, qwen3_5.Qwen3_5):
+        raise ValueError(f"model of a DraftModel must be the `model` of a LanguageModel, got a {type(model).__name__}")
+    if model.config.vocab_size != lm.model.config.vocab_size:
+        raise ValueError(
+            f"drafter must have the model's vocabulary ({lm.model.config.vocab_size} tokens), got a DraftModel with "
+            f"{model.config.vocab_size}"
+        )
 
 
 def check_draft_tokens(draft_tokens: int) -> None:

@@ -119,6 +119,8 @@ def generate(
     """
     if not whole(segment) or segment < 1:
         raise ValueError(f"segment must be a whole number of at least 1, got {segment!r}")
+    if not isinstance(stream, bool):
+        raise ValueError(f"stream must be True or False, got {stream!r}")
     if not prompts:
         return (event for event in ()) if stream else []
     speculation = drafter, draft_tokens, adaptive_drafts

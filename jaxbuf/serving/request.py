@@ -74,6 +74,13 @@ def check_settings(
     check_draft_tokens(draft_tokens)
 
 
+def check_model(lm: object) -> None:
+    """Raises ValueError unless it is a LanguageModel."""
+    if not isinstance(lm, LanguageModel):
+        told = repr(lm) if isinstance(lm, str) else f"a {type(lm).__name__}"
+        raise ValueError(f"lm must be a LanguageModel, as jaxbuf.load returns it, got {told}")
+
+
 def check(
     lm,
     prompts,
@@ -87,6 +94,7 @@ def check(
     adaptive_drafts=False,
 ) -> Request:
     """Checks and packs the arguments of `generate`; errors as there."""
+    check_model(lm)
     check_settings(max_new_tokens, limit, form, entry_dtype, draft_tokens)
     drafter = make_drafter(lm, drafter, draft_tokens, adaptive_drafts)
     encoded = encode_prompts(lm, prompts, max_new_tokens)

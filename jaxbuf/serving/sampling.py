@@ -13,6 +13,7 @@ from jaxbuf.models.shapes import power_of_two_from
 type Array = jax.Array
 
 MOST_LOGPROBS = 20
+MOST_SAMPLES = 1024  # of a prompt: a mistake beyond, which would take all memory
 BIASES = 4  # the fewest biased tokens that are compiled for
 
 
@@ -41,8 +42,8 @@ class SamplingParams:
       ignore_eos: Do not stop at the model's own end tokens.
       logprobs: None, or how many of the most probable tokens to report at each step, beside the chosen one (0 to 20).
       prompt_logprobs: The same of each token of the prompt.
-      n: How many samples of the prompt, which is read once. Sample j draws as a request with the seed (seed + j) mod
-        2**32 does; greedy ones are all the same.
+      n: How many samples of the prompt, at most 1,024; the prompt is read once. Sample j draws as a request with the
+        seed (seed + j) mod 2**32 does; greedy ones are all the same.
 
     Raises:
       ValueError: A value is out of range.
@@ -89,7 +90,7 @@ class SamplingParams:
             "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
             "logprobs": (_top(self.logprobs), f"None or a whole number in [0, {MOST_LOGPROBS}]"),
             "prompt_logprobs": (_top(self.prompt_logprobs), f"None or a whole number in [0, {MOST_LOGPROBS}]"),
-            "n": (_count(self.n) and self.n >= 1, "a whole number of at least 1"),
+            "n": (_count(self.n) and 1 <= self.n <= MOST_SAMPLES, f"a whole number in [1, {MOST_SAMPLES}]"),
         }
         for name, (fits, expected) in checks.items():
             if not fits:

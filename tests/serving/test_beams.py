@@ -342,8 +342,8 @@ def test_one_beam_is_greedy_decoding(tiny, rng, small_shapes, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"beams": 0}, "beams must be a whole number of at least 1, got 0"),
-        ({"beams": 2.0}, "beams must be a whole number of at least 1, got 2.0"),
+        ({"beams": 0}, r"beams must be a whole number in \[1, 256\], got 0"),
+        ({"beams": 2.0}, r"beams must be a whole number in \[1, 256\], got 2.0"),
         ({"length_penalty": np.inf}, r"length_penalty must be a number in \[-5, 5\], got inf"),
         ({"length_penalty": -6}, r"length_penalty must be a number in \[-5, 5\], got -6"),
         ({"length_penalty": "1"}, r"length_penalty must be a number in \[-5, 5\], got '1'"),

@@ -143,7 +143,7 @@ WRONG = {
     "ignore_eos": [1, None],
     "logprobs": [21, -1, 2.0, True],
     "prompt_logprobs": [21, -1, 2.0, True],
-    "n": [0, -1, 2.0, True, "3", None],
+    "n": [0, -1, 2.0, True, "3", None, 1025],
 }
 
 

@@ -1,6 +1,7 @@
 """Speculative decoding: a drafter changes no greedy token and no distribution, whatever it drafts."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.recurrence.traffic import entry_bytes
 from jaxbuf.serving import SamplingParams, acceptance, generate, generate_tokens, request, speculation, start
 from jaxbuf.serving.adaptive import Adaptive
-from jaxbuf.serving.drafters import MOST_DRAFTS, MTP, NGram
+from jaxbuf.serving.beams import beam_search
+from jaxbuf.serving.drafters import MOST_DRAFTS, MTP, DraftModel, NGram
 from jaxbuf.serving.sampling import noise
 from jaxbuf.serving.stats import checkpoint_bytes
 from tests.serving.program import check_on_device, check_reused, written_in_loops
@@ -250,8 +252,14 @@ def test_the_loop_never_talks_to_the_host_and_writes_no_state_unless_a_slot_fold
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"drafter": "beam"}, 'drafter must be None, "ngram", "mtp", a LanguageModel or a Drafter, got \'beam\''),
-        ({"drafter": 4}, "drafter must be .* got 4"),
+        ({"drafter": "beam"}, 'drafter must be None, "ngram", "mtp", a LanguageModel or a Drafter .*, got \'beam\'$'),
+        ({"drafter": 4}, "drafter must be .* got 4$"),
+        ({"drafter": MTP}, "drafter must be .* got <class .*MTP'>$"),
+        ({"drafter": nnx.Param(0)}, "drafter must be .* got a Param$"),
+        ({"drafter": Adaptive("mtp")}, "drafter must be .* got 'mtp' in an Adaptive$"),
+        ({"drafter": SimpleNamespace(draft_tokens=2, start=0)}, "drafter must be .* without propose, settle$"),
+        ({"drafter": DraftModel("demo", 4)}, "model of a DraftModel must be .* got a str"),
+        ({"stream": "yes"}, "stream must be True or False, got 'yes'"),
         ({"draft_tokens": 0}, rf"draft_tokens must be a whole number in \[1, {MOST_DRAFTS}\], got 0"),
         ({"drafter": "ngram", "draft_tokens": 16}, rf"draft_tokens must be .* \[1, {MOST_DRAFTS}\], got 16"),
         ({"draft_tokens": 2.0}, "draft_tokens must be a whole number .* got 2.0"),
@@ -260,6 +268,12 @@ def test_the_loop_never_talks_to_the_host_and_writes_no_state_unless_a_slot_fold
 def test_a_wrong_argument_is_named(lm, arguments, message):
     with pytest.raises(ValueError, match=message):
         generate(lm, [[1]], **arguments)
+
+
+def test_what_is_no_model_is_named():
+    for call in (generate, beam_search):
+        with pytest.raises(ValueError, match=r"lm must be a LanguageModel, as jaxbuf.load returns it, got 'demo'"):
+            call("demo", [[1]])
 
 
 def test_a_drafter_must_fit_the_model(lm):
