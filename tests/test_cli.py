@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import jaxbuf
 from jaxbuf.cli import app, options, session
 from jaxbuf.models.scoring import score_text
+from jaxbuf.serving.drafters import MOST_DRAFTS
 from tests.models.test_chat import write_chat_model
 from tests.serving.conftest import lm as lm  # the tiny random model; a fixture
 
@@ -43,7 +44,7 @@ def test_help_teaches_with_examples():
         *SHARED_OPTIONS,
     )
     assert all(option in text for option in expected)
-    assert f'jaxbuf generate "{PROMPT}"' in text
+    assert f'jaxbuf generate "{PROMPT}"' in text and f"from 1 to {MOST_DRAFTS}." in text
 
 
 def test_the_command_line_starts_without_jax():
@@ -142,6 +143,21 @@ def test_a_setting_out_of_range_is_an_error_before_anything_starts(command, opti
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {message} must be")
+
+
+@pytest.mark.parametrize("name", ["MTP", "x", ""])
+def test_a_drafter_that_is_none_is_an_error_before_anything_starts(name):
+    done = invoke("generate", PROMPT, "--model", "no-such-model", "--drafter", name, "--branches", "2")
+    (line,) = done.stderr.splitlines()
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert line.startswith('error: --drafter must be "ngram", "mtp" or a model (a directory or an id)')
+    assert line.endswith(f", got {name!r}")
+
+
+def test_a_drafter_without_files_is_an_error_that_names_the_option(tmp_path):
+    done = invoke("generate", PROMPT, "--drafter", str(tmp_path))
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith(f"error: --drafter: {tmp_path} has no config.json")
 
 
 def test_a_bias_of_another_form_is_an_error_that_shows_the_form():

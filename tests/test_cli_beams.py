@@ -1,10 +1,11 @@
-"""`jaxbuf generate --beams`."""
+"""`jaxbuf generate` with `--beams` and with `--samples`."""
 
 import pytest
 from typer.testing import CliRunner
 
 from jaxbuf.cli import app
-from jaxbuf.serving import Beam
+from jaxbuf.serving import Beam, Event, GenerationResult
+from jaxbuf.serving.stats import Stats
 
 
 def test_the_command_line_prints_the_beams_best_first(monkeypatch):
@@ -47,3 +48,16 @@ def test_the_command_line_says_what_does_not_go_with_beams(options, message):
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and line.endswith(message)
+
+
+def test_samples_have_headings_and_count_their_steps_once(monkeypatch):
+    def answer(model, prompts, *, sampling, **settings):
+        for i, (text, reason, steps) in enumerate([("one\n", "stop", 3), ("two", "length", 7)][: sampling.n]):
+            stats = Stats(4, steps + 1, steps, 1, 3, 9, 0, 0, "buffered", 100, 400)
+            yield Event(0, text, [1], GenerationResult(text, [1], reason, stats), done=True, sample=i)
+
+    monkeypatch.setattr("jaxbuf.generate", answer)
+    done = CliRunner().invoke(app, ["generate", "A", "--samples", "2", "--temperature", "1"])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == "sample 1 of 2, stop:\none\n\nsample 2 of 2, length:\ntwo\n"
+    assert "4 tokens read, 12 tokens in " in done.stderr and "state: 7 steps of 2 samples, 2 folds" in done.stderr

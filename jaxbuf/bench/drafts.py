@@ -20,6 +20,7 @@ from jaxbuf.bench import report
 from jaxbuf.bench.texts import KINDS, WINDOW, Kind, add_text, check_text, cut_prompts, cut_windows, documents_of
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.cache import MTPCache, init_mtp
+from jaxbuf.models.checkpoint import CheckpointError
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.qwen3_5_mtp import draft_mtp
 from jaxbuf.serving import GenerationResult, SamplingParams, generate
@@ -55,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help='"demo", or a directory in Hugging Face format')
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="to compute in")
     parser.add_argument("--drafters", default=",".join(DRAFTERS), help="who drafts, separated by commas")
-    parser.add_argument("--draft-tokens", type=int, default=4, help="the most drafts of a step")
+    parser.add_argument("--draft-tokens", type=int, default=4, help=f"the most drafts of a step, at most {MOST_DRAFTS}")
     add_text(parser)
     parser.add_argument("--kinds", default="text", help=f"of text, separated by commas, among {', '.join(KINDS)}")
     parser.add_argument("--tokens", type=int, default=20_000, help="of the text, read teacher-forced; in whole windows")
@@ -302,12 +303,12 @@ def prepare(lm: LanguageModel, kind: Kind, options: argparse.Namespace) -> tuple
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status, 2 if the model or the text does not serve."""
     options, console = parse(arguments), Console(highlight=False)
-    lm = load(options.model, dtype=options.dtype)
     try:
+        lm = load(options.model, dtype=options.dtype)
         if "mtp" in options.drafters and lm.model.mtp is None:
             raise ValueError(f"--drafters must leave out mtp: {lm.name} has no MTP layer")
         prepared = {kind: prepare(lm, kind, options) for kind in options.kinds}
-    except ValueError as error:
+    except (ValueError, OSError, CheckpointError) as error:
         console.print(str(error), soft_wrap=True, markup=False)
         return 2
     console.print(f"{lm.name}, {options.dtype}, on {jax.devices()[0].device_kind}; seed {options.seed}")

@@ -14,8 +14,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxbuf.bench import report
-from jaxbuf.bench.texts import add_text, check_text, read_documents, text_record
+from jaxbuf.bench.texts import add_text, check_text, documents_of
 from jaxbuf.models import qwen3_5
+from jaxbuf.models.checkpoint import CheckpointError
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.scoring import token_logprobs
 
@@ -40,7 +41,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", default="demo", help='"demo", or a directory in Hugging Face format')
-    add_text(parser)
+    add_text(parser, "the modules of Python's standard library")
     parser.add_argument("--rows", type=int, default=4, help="stretches of the text, evenly spread over it")
     parser.add_argument("--tokens", type=int, default=4096, help="of each that are scored")
     parser.add_argument("--limit", type=int, default=16, help="entries from which the buffered form folds")
@@ -52,7 +53,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, number in {"rows": 1, "tokens": QUARTERS, "limit": 2}.items():
         if getattr(options, name) < number:
             parser.error(f"--{name} must be at least {number}, got {getattr(options, name)}")
-    check_text(parser, options)
+    if options.text:
+        check_text(parser, options)
     return options
 
 
@@ -65,7 +67,8 @@ def cut_rows(lm: LanguageModel, documents: Sequence[Sequence[int]], rows: int, t
     end = sorted(lm.stop_ids)[:1]
     stream = np.asarray([token for document in documents for token in [*document, *end]], np.int32)
     if len(stream) < rows * (tokens + 1):
-        raise ValueError(f"--text must have at least {rows * (tokens + 1)} tokens, got {len(stream)}")
+        need = f"{rows * (tokens + 1)} tokens for --rows {rows} and --tokens {tokens}"
+        raise ValueError(f"--text must have at least {need}, got {len(stream)}")
     starts = np.arange(rows) * (len(stream) // rows)
     return np.stack([stream[start : start + tokens + 1] for start in starts])
 
@@ -144,12 +147,13 @@ def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status: 1 if a quarter differs by too much, 2 if the
     model or the text does not serve."""
     options, console = parse(arguments), Console(highlight=False)
-    lm = load(options.model, dtype="float32")
     try:
+        lm = load(options.model, dtype="float32")
         if options.tokens > lm.max_length:
             raise ValueError(f"--tokens must be at most {lm.max_length} for {lm.name}, got {options.tokens}")
-        rows = cut_rows(lm, read_documents(lm, options.text), options.rows, options.tokens)
-    except ValueError as error:
+        documents, told = documents_of(lm, "text" if options.text else "code", options.text or (), seed=0)
+        rows = cut_rows(lm, documents, options.rows, options.tokens)
+    except (ValueError, OSError, CheckpointError) as error:
         console.print(str(error), soft_wrap=True, markup=False)
         return 2
     console.print(f"{lm.name}, float32, on {jax.devices()[0].device_kind}")
@@ -161,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
     name = f"every quarter within {BOUND:.1%} of the fp32 recurrence (at most {worst:.4%})"
     settings = {name: getattr(options, name) for name in ("rows", "tokens", "limit", "entries")}
     record = report.provenance("scripts/bench_likelihood", arguments, report.ROOT) | {"model": lm.name}
-    record |= {"text": text_record(options.text)} | settings | {"quarters": quarters, name: worst <= BOUND}
+    record |= {"text": told} | settings | {"quarters": quarters, name: worst <= BOUND}
     show(console, record)
     console.print(f"{'holds' if worst <= BOUND else 'DOES NOT HOLD'}: {name}")
     if options.json:

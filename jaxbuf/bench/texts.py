@@ -22,9 +22,9 @@ WINDOW = 512
 LOGS, LINES = 40, 200  # log files, and lines of each
 
 
-def add_text(parser: argparse.ArgumentParser) -> None:
-    """Adds the option --text."""
-    parser.add_argument("--text", type=Path, nargs="+", help=f"files; default: the repository's {', '.join(TEXTS)}")
+def add_text(parser: argparse.ArgumentParser, default: str = f"the repository's {', '.join(TEXTS)}") -> None:
+    """Adds the option --text; `default` says what is read without it."""
+    parser.add_argument("--text", type=Path, nargs="+", help=f"files; default: {default}")
 
 
 def check_text(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -1,4 +1,5 @@
-"""The command line. Text goes to stdout, everything else to stderr, so that a pipe carries the text alone.
+"""The command line. Text goes to stdout, everything else to stderr, so that a pipe carries the text alone; of several
+texts each has a heading there.
 
 JAX and the models are imported by the commands that need them: `jaxbuf --help` answers at once.
 """

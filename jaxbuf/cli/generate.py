@@ -21,7 +21,7 @@ from jaxbuf.cli.session import (
     option_names,
     sampling_params,
     write_stream,
-    write_text,
+    write_texts,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def generate(
 ) -> None:
     """Continue a prompt, streaming the text as it is generated.
 
-    The text alone goes to standard output; the device, the progress and the statistics go to standard error.
+    The text alone goes to standard output (several, each under a heading); the device, the progress and the
+    statistics go to standard error.
     It runs on the device that JAX picks; JAX_PLATFORMS=cpu picks the CPU.
     Ctrl-C stops it and prints the statistics so far; a search with --beams ends without a text.
     The checkpoint's generation_config.json gives the sampling settings that you don't; without one it is greedy.
@@ -130,9 +131,10 @@ def _generate(
     started = time.perf_counter()
     if params.n > 1:
         results = _collect(events, interrupted, params.n)
-        for number, result in enumerate(results, 1):
-            write_text(err, f"sample {number} of {params.n}, {result.finish_reason}:", result.text)
-        _print_statistics(err, [(time.perf_counter() - started, _sum(result.stats for result in results))])
+        seconds = time.perf_counter() - started
+        headings = [f"sample {i} of {params.n}, {result.finish_reason}:" for i, result in enumerate(results, 1)]
+        write_texts(err, headings, [result.text for result in results])
+        _print_statistics(err, [(seconds, _sum(result.stats for result in results))], _steps_of(results))
         return
     marks = []
     for event in write_stream(events, interrupted):
@@ -162,12 +164,17 @@ def _sum(stats: "Iterable[Stats]") -> "Stats":
     return dataclasses.replace(first, **summed)
 
 
+def _steps_of(results: "list[GenerationResult]") -> str:
+    """The samples take their steps together, until the last of them ends."""
+    return f"{max(result.stats.steps for result in results)} steps of {len(results)} samples"
+
+
 def _check_search(search: dict[str, Any], others: list[str]) -> None:
     from jaxbuf.serving.beams import check_beams
 
     check_beams(**search)
     if others:
-        raise ValueError(f"--beams searches and does not sample: leave out {option_names(others)}")
+        raise ValueError(f"--beams does not take {option_names(others)}")
 
 
 def _search(err: Console, *, prompt: str, model: str, dtype: str | None, settings: dict[str, Any]) -> None:
@@ -177,14 +184,16 @@ def _search(err: Console, *, prompt: str, model: str, dtype: str | None, setting
     err.print(COMPILING, style="dim")
     started = time.perf_counter()
     (found,) = jaxbuf.beam_search(lm, [prompt], **settings)
+    seconds, headings = time.perf_counter() - started, []
     for number, beam in enumerate(found, 1):
-        score = f"log-probability {beam.score:.3f}, ranked by {beam.ranking_score:.3f}"
-        write_text(err, f"beam {number} of {len(found)}, {beam.finish_reason}, {score}:", beam.text)
-    err.print(f"{time.perf_counter() - started:.2f} s, compilation included", style="dim")
+        score = f"log-probability {beam.score:.3f}, ranked by {beam.ranking_score:.4g}"
+        headings.append(f"beam {number} of {len(found)}, {beam.finish_reason}, {score}:")
+    write_texts(err, headings, [beam.text for beam in found])
+    err.print(f"{seconds:.2f} s, compilation included", style="dim")
 
 
-def _print_statistics(err: Console, marks: "list[tuple[float, Stats]]") -> None:
-    """`marks` holds the seconds and the statistics at each event.
+def _print_statistics(err: Console, marks: "list[tuple[float, Stats]]", steps: str | None = None) -> None:
+    """`marks` holds the seconds and the statistics at each event; `steps` says their number otherwise than they do.
 
     Prefill compiles before the first event and the decoding loop before the second, so the rate is that of the rest.
     """
@@ -195,8 +204,8 @@ def _print_statistics(err: Console, marks: "list[tuple[float, Stats]]") -> None:
         line += f"; {(stats.new_tokens - before.new_tokens) / (seconds - compiled):.1f} tokens/s without it"
     err.print(line, style="dim")
     err.print(
-        f"recurrent state: {stats.steps} steps, {stats.folds} folds, {stats.live_entries} live entries read, "
-        f"{stats.bytes / 1e6:.2f} MB moved",
+        f"recurrent state: {steps or f'{stats.steps} steps'}, {stats.folds} folds, "
+        f"{stats.live_entries} live entries read, {stats.bytes / 1e6:.2f} MB moved",
         style="dim",
     )
     if stats.drafted:

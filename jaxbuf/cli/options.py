@@ -32,7 +32,7 @@ Beams = Annotated[
     int | None,
     typer.Option(
         help="Search the most probable continuations with this many beams, in place of sampling, and print as many, "
-        "best first. More beams find more probable texts, which need not be better ones.",
+        "best first. More beams usually find more probable texts, which need not be better ones.",
         show_default=False,
     ),
 ]
@@ -99,7 +99,7 @@ DRAFTING = {
         ),
     ],
     "draft_tokens": Annotated[
-        int | None, _drafting_option("How many tokens are drafted at most at a time.", default="4")
+        int | None, _drafting_option("How many tokens are drafted at most at a time, from 1 to 15.", default="4")
     ],
     "branches": Annotated[
         int | None,

@@ -5,7 +5,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -93,10 +94,19 @@ def check_arguments(
     check_settings(max_new_tokens, limit, form, draft_tokens=draft_tokens)
     if drafting and drafter is None:
         raise ValueError(f"{option_names(drafting)} must come with a --drafter: ngram, mtp or a model")
+    if drafter is not None:
+        _check_drafter(drafter)
     if "branches" in drafting:
         check_branches(drafting["branches"], draft_tokens)
         if drafter not in ("ngram", "mtp"):
             raise ValueError(f"--branches must come with --drafter ngram or mtp, got {drafter}: it drafts no trees")
+
+
+def _check_drafter(name: str) -> None:
+    from jaxbuf.models.hub import parse_id
+
+    if name not in ("ngram", "mtp", "demo") and not (name and Path(name).is_dir()) and parse_id(name) is None:
+        raise ValueError(f'--drafter must be "ngram", "mtp" or a model (a directory or an id), got {name!r}')
 
 
 def option_names(names: Iterable[str]) -> str:
@@ -144,7 +154,10 @@ def load_drafter(err: Console, drafting: dict[str, Any], dtype: str | None) -> d
     settings = {"draft_tokens": DRAFT_TOKENS} | drafting
     name, branches = drafting.get("drafter"), settings.pop("branches", 1)
     if name not in (None, "ngram", "mtp"):
-        settings["drafter"] = _load(err, name, dtype, "loading the drafter")
+        try:
+            settings["drafter"] = _load(err, name, dtype, "loading the drafter")
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"--drafter: {error}") from error
     elif name is not None and branches > 1:
         settings["drafter"] = {"ngram": NGram, "mtp": MTP}[name](settings["draft_tokens"], branches)
     return settings
@@ -166,11 +179,16 @@ def _load(err: Console, model: str, dtype: str | None, task_name: str) -> "Langu
         bar.stop()
 
 
-def write_text(err: Console, heading: str, text: str) -> None:
-    """A text that is there as a whole, on standard output; its heading goes to standard error."""
-    err.print(heading, style="dim")
+def write_texts(err: Console, headings: Sequence[str], texts: Sequence[str]) -> None:
+    """Texts that are there as a whole, on standard output, each under its heading; one alone leaves it to standard
+    error."""
     stdout = typer.get_text_stream("stdout", errors="replace")
-    stdout.write(text + "\n")
+    for heading, text in zip(headings, texts, strict=True):
+        if len(texts) == 1:
+            err.print(heading, style="dim")
+        else:
+            stdout.write(heading + "\n")
+        stdout.write(text + "\n")
     stdout.flush()
 
 

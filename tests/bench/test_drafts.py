@@ -195,6 +195,8 @@ def test_a_setting_out_of_range_is_an_error_that_names_it(words, said, capsys):
 
 
 def test_what_the_model_or_the_text_cannot_serve_is_said(lm, tmp_path, monkeypatch, capsys):
+    assert drafts.main(["--model", "nope"]) == 2
+    assert capsys.readouterr().out.startswith("no model 'nope': expected ")
     text = tmp_path / "text.txt"
     text.write_text("too short")
     monkeypatch.setattr(drafts, "load", lambda name, dtype: lm)

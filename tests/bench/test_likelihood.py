@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxbuf.bench import likelihood
+from jaxbuf.bench import likelihood, texts
 from jaxbuf.models.language_model import load
 
 WORDS = "server file path default option module returns the value of a list and if error connection table".split()
@@ -26,7 +26,7 @@ def test_rows_are_spread_over_the_joined_documents(demo):
     joined = [*documents[0], end, *documents[1], end]
     rows = likelihood.cut_rows(demo, documents, 3, 9)
     assert rows.tolist() == [joined[start : start + 10] for start in (0, 33, 66)]
-    with pytest.raises(ValueError, match=r"--text must have at least 102 tokens, got 101"):
+    with pytest.raises(ValueError, match=r"at least 102 tokens for --rows 3 and --tokens 33, got 101"):
         likelihood.cut_rows(demo, documents, 3, 33)
 
 
@@ -49,7 +49,7 @@ def test_bf16_entries_cost_no_likelihood(demo, rng, tmp_path, monkeypatch, capsy
     assert likelihood.main(words) == 0
     record = json.loads(path.read_text())
     assert record["script"] == "scripts/bench_likelihood" and record["text"][0]["file"] == "text.txt"
-    rows = likelihood.cut_rows(demo, likelihood.read_documents(demo, [text]), 2, 512)
+    rows = likelihood.cut_rows(demo, texts.read_documents(demo, [text]), 2, 512)
     exact = -np.asarray(demo.score(rows), np.float64)[:, 1:]
     for quarter, part in zip(record["quarters"], np.array_split(exact, 4, axis=1), strict=True):
         np.testing.assert_allclose(quarter["recurrent_nats"], part.mean(), rtol=1e-4)
@@ -73,6 +73,24 @@ def test_a_likelihood_that_is_no_number_is_no_pass(rng, tmp_path, monkeypatch, c
     assert "DOES NOT HOLD" in capsys.readouterr().out
     assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8193"]) == 2
     assert capsys.readouterr().out == "--tokens must be at most 8192 for demo, got 8193\n"
+
+
+def test_the_default_text_is_long_enough_for_the_default_rows(tmp_path, monkeypatch, capsys):
+    read = []
+    monkeypatch.setattr(likelihood, "likelihood", lambda model, rows, **_: (read.append(rows), np.ones((1, 8)))[1])
+    assert likelihood.main(["--json", str(tmp_path / "record.json")]) == 0, capsys.readouterr().out
+    assert [rows.shape for rows in read] == [(4, 4097)] * 2 and len(np.unique(read[0][:, :8], axis=0)) == 4
+    (text,) = json.loads((tmp_path / "record.json").read_text())["text"]
+    assert text["file"] == "the Python standard library" and text["bytes"] > 100_000
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert likelihood.main(["--model", "nope"]) == 2
+    assert capsys.readouterr().out.startswith("no model 'nope': expected ")
+    (tmp_path / "config.json").write_text("{")
+    assert likelihood.main(["--model", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "config.json" in line
 
 
 @pytest.mark.parametrize(
