@@ -366,7 +366,7 @@ def test_the_command_line_names_a_drafter_or_loads_one(monkeypatch):
         ("--draft-tokens 16", "draft_tokens must be a whole number in [1, 15], got 16"),
         ("--draft-tokens 3", "--draft-tokens must come with a --drafter: ngram, mtp or a model"),
         ("--branches 2 --adaptive-drafts", "--branches, --adaptive-drafts must come with a --drafter: ngram, mtp or"),
-        ("--drafter other --branches 2", "--branches must come with --drafter ngram or mtp, got other: it drafts no"),
+        ("--drafter a/b --branches 2", "--branches must come with --drafter ngram or mtp, got a/b: it drafts no"),
         ("--drafter mtp --branches 5", "branches must be a whole number in [1, 4], up to draft_tokens, got 5"),
     ],
 )
