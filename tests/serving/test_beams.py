@@ -111,7 +111,7 @@ def ours(lm, prompts, stops, *, penalty=1.0, early=True, **arguments):
     return beam_search(lm, prompts, NEW, beams=BEAMS, limit=LIMIT, **settings, **arguments)
 
 
-@pytest.mark.parametrize("form", ["buffered", "recurrent"])
+@pytest.mark.parametrize("form", ["buffered", pytest.param("recurrent", marks=pytest.mark.slow)])
 def test_it_is_the_search_over_the_plain_forward(lm, case, form):
     """Of several prompts at once, some of which end before others; without early stopping nothing is missed by it."""
     prompts, stops, searches = case
@@ -227,7 +227,7 @@ def small_shapes(monkeypatch):
     monkeypatch.setattr(beams, "ROOM", 8)
 
 
-@pytest.mark.parametrize("form", ["buffered", "recurrent"])
+@pytest.mark.parametrize("form", ["buffered", pytest.param("recurrent", marks=pytest.mark.slow)])
 def test_with_as_many_beams_as_texts_it_finds_the_best_of_all(tiny, rng, small_shapes, form):
     """Until the last step no text falls out, so what comes back are the best of all texts there are."""
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 6)]
@@ -329,6 +329,7 @@ def test_a_search_ends_when_no_beam_is_left():
     assert int(markov_search(jnp.asarray(tables), (4, -1), 1.0, False, 3).length) == 1
 
 
+@pytest.mark.slow
 def test_one_beam_is_greedy_decoding(tiny, rng, small_shapes, monkeypatch):
     monkeypatch.setattr(request, "ROOM", 8)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 8, 5, 3)]
