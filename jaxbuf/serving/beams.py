@@ -25,7 +25,7 @@ from jaxbuf.serving.request import (
     encode_prompts,
     pack_prompts,
 )
-from jaxbuf.serving.samples import Samples, init_cache, raise_exhausted
+from jaxbuf.serving.samples import Samples, init_cache, raise_exhausted, with_limits
 from jaxbuf.serving.sampling import SamplingParams, is_finite, whole
 from jaxbuf.serving.text import TextStream
 
@@ -239,9 +239,7 @@ def start_beams(
     sizes: dict[str, Any] = {"rows": rows, "bucket": bucket, "capacity": capacity, "limit": ring_limit}
     dtypes = {"dtype": model.embed_tokens[...].dtype, "entry_dtype": entry_dtype}
     cache = init_cache(model.config, samples, **sizes, max_pending=1, **dtypes, again=True)
-    limits = jnp.concatenate([jnp.ones(1, jnp.int32), jnp.broadcast_to(limit, (rows,))])
-    cache = dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=limits))
-    hidden, cache = qwen3_5.prefill(model, cache, prompts, lengths=lengths, slots=readers)
+    hidden, cache = qwen3_5.prefill(model, with_limits(cache, limit), prompts, lengths=lengths, slots=readers)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     logits = qwen3_5.logits(model, jnp.take_along_axis(hidden, last, axis=1))
 

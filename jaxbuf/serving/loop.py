@@ -19,7 +19,7 @@ from jaxbuf.serving.carry import STOPPED as STOPPED
 from jaxbuf.serving.carry import Carry as Carry
 from jaxbuf.serving.carry import Counters as Counters
 from jaxbuf.serving.carry import Speculation, record
-from jaxbuf.serving.samples import Samples, fork_rows, init_cache
+from jaxbuf.serving.samples import Samples, fork_rows, init_cache, with_limits
 from jaxbuf.serving.sampling import History, Sampling, adjust, sample
 from jaxbuf.serving.speculation import Drafter, Proposal, drafts_trees, most_drafts, verify, with_root
 
@@ -97,10 +97,8 @@ def start(
         cache = fork_rows(cache, samples)
         prompts, logits = prompts[samples.prompt], logits[samples.prompt]
         lengths = jnp.where(samples.source > 0, lengths[samples.prompt], 0)
-    limits = jnp.concatenate([jnp.ones(1, jnp.int32), limit])
-    cache = dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=limits))
     carry = Carry(
-        cache=cache,
+        cache=with_limits(cache, limit),
         history=History(prompts, lengths, jnp.zeros((rows, room), jnp.int32), zero(), stop_ids),
         last=zero(),
         state=jnp.where(lengths > 0, RUNNING, FULL).astype(jnp.int32),

@@ -69,6 +69,12 @@ def init_cache(
     return qwen3_5.init_cache(config, **sizes, capacity=capacity, **pools, dtype=dtype, entry_dtype=entry_dtype)
 
 
+def with_limits(cache: qwen3_5.Cache, limit: Array) -> qwen3_5.Cache:
+    """The memory whose slots fold from `limit` entries (int32 [rows], or one for all), at most what it was made for."""
+    limits = jnp.ones_like(cache.cursor.limit).at[1:].set(limit)
+    return dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=limits))
+
+
 def fork_rows(cache: qwen3_5.Cache, samples: Samples) -> qwen3_5.Cache:
     """Every row's slot holds its prompt, which only the slots in `readers` have read."""
     return qwen3_5.fork(cache, samples.source, all_slots(cache))
