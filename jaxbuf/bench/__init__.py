@@ -30,5 +30,5 @@ PROGRAMS = (
         "kernels", "how near the decoding kernels come to the memory's bandwidth, and what others take", "kernels.json"
     ),
     Program("drafts", "how many drafts a model keeps, and how many forward passes that saves", "drafts.json"),
-    Program("step", "whole decoding steps of a model: their time, its parts, and that of their bytes"),
+    Program("step", "whole decoding steps of a model: their time, its parts, and that of their bytes", "step.json"),
 )
