@@ -64,6 +64,54 @@ def gather_vectors(ref, positions: Array, layout, interpret: bool) -> Array:
     return _inline(load_vectors, (plgpu.RefType(), layout.reduce(1)), out)(ref, positions)
 
 
+def copy_vectors(ref, positions: Array, layout, target, interpret: bool) -> None:
+    """Starts to copy vectors of a reference in global memory to shared memory; `wait_for_copies` says when they are in.
+
+    Args:
+      ref: [m, length], 2-byte numbers.
+      positions: int32 [n], in layout.reduce(1); where one is 0, zeros are written.
+      layout: Says which thread copies what, from `vectors_layout`.
+      target: [n, length] in shared memory.
+      interpret: In Pallas' interpreter.
+    """
+    if interpret:
+        vectors = jnp.take(ref[...], positions, axis=0)
+        target[...] = jnp.where(positions[:, None] > 0, vectors, jnp.zeros_like(vectors))
+        return
+    dims = positions.shape[0], ref.shape[-1]
+
+    def copy(_, ref, positions, target):
+        i32, tiled = ir.IntegerType.get_signless(32), layout.to_mgpu()
+        sources, targets = _Rows(ref), _Rows(target)
+        for (row, column), at in zip(tiled.thread_idxs(dims), positions.registers.flat, strict=True):
+            at = _index(at)
+            lives = arith.cmpi(arith.CmpIPredicate.ne, at, _number(0))
+            length = arith.select(lives, arith.constant(i32, 16), arith.constant(i32, 0))  # the rest becomes zeros
+            operands = [targets.point(row, column), sources.point(at, column), length]
+            text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r,~{memory}", has_side_effects=True)
+
+    _inline(copy, (plgpu.RefType(), layout.reduce(1), plgpu.RefType()), None)(ref, positions, target)
+
+
+def end_copies(interpret: bool) -> None:
+    """The copies that this thread has started since the last call are a group, which `wait_for_copies` counts."""
+    _command("cp.async.commit_group;", interpret)
+
+
+def wait_for_copies(groups: int, interpret: bool) -> None:
+    """Waits until all but the last `groups` groups of this thread's copies are in shared memory."""
+    _command(f"cp.async.wait_group {groups};", interpret)
+
+
+def _command(text: str, interpret: bool) -> None:
+    def run(_):
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "~{memory}", has_side_effects=True)
+
+    if not interpret:
+        _inline(run, (), None)()
+
+
 def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
     """Numbers of a reference [m] in global memory, float32 or int32, at positions int32 [THREADS], both `EVERY`."""
     if interpret:
@@ -117,6 +165,23 @@ def round_now(x: Array, layout, interpret: bool) -> Array:
     return _inline(move, (layout,), plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout))(x)
 
 
+def synchronize(interpret: bool) -> None:
+    """Waits for all threads of the warpgroup; each then sees what the others wrote to shared memory.
+
+    `plgpu.commit_smem` is for what the copy engine reads: it also waits for every load and store that is on its way.
+    """
+    if interpret:
+        plgpu.commit_smem()
+        return
+
+    def wait(_):
+        barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
+        text = f"bar.sync $0, {THREADS};"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [barrier], text, "r,~{memory}", has_side_effects=True)
+
+    _inline(wait, (), None)()
+
+
 def count_up(counter) -> Array:
     """Adds 1 to an int32 [1] in global memory; the first thread gets what it was: int32 [THREADS], `EVERY`."""
 
@@ -150,6 +215,28 @@ def _inline(function, arguments, result):
     # Its annotations say that it returns a function of the same arguments, the context among them.
     decorate = plgpu.inline_mgpu(arg_types=arguments, return_type=result)
     return decorate(function)  # pyright: ignore[reportReturnType]
+
+
+class _Rows:
+    """Pointers into a reference [n, length]."""
+
+    def __init__(self, ref):
+        kind = ir.MemRefType(ref.type)
+        self._start, self._kind, (self._pitch, _) = (
+            mgpu.utils.memref_ptr(ref),
+            kind.element_type,
+            kind.get_strides_and_offset()[0],
+        )
+
+    def point(self, row, column):
+        number = arith.addi(arith.muli(row, _number(self._pitch)), column)
+        number = arith.index_cast(ir.IntegerType.get_signless(64), number)
+        dynamic = [-(2**31)]
+        return llvm.getelementptr(self._start.type, self._start, [number], dynamic, self._kind, [])
+
+
+def _number(value: int):
+    return arith.constant(ir.IndexType.get(), value)
 
 
 def _thread():

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxbuf.recurrence import pool as xla
 from jaxbuf.recurrence.cursor import NOWHERE, Held, Step
@@ -129,17 +130,20 @@ def _extend_on_gpu(
     assert log_decay is not None  # check_inputs: the kernel's family has one
     shape = _gpu_shape(spec, pool, before, q, v)
     beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
-    integers = gpu.Integers(*_integers(before, lengths, fold_to, append, pool.keys.shape[1]))
+    integers = gpu.Integers(*_integers(before, lengths, fold_to, append, pool.keys.shape[1], shape.spacing))
     arrays = pool.checkpoints, pool.keys, pool.updates, pool.gates
     tokens = q.astype(shape.pair), k.astype(shape.pair), v, log_decay, beta
     out, arrays = gpu.extend(shape, integers, arrays, *tokens, interpret=interpret)
     return out, Pool(*arrays)
 
 
-def _integers(before: Held, lengths: Array, fold_to: Array, append: Array, block_size: int) -> tuple[Array, ...]:
+def _integers(
+    before: Held, lengths: Array, fold_to: Array, append: Array, block_size: int, spacing: int
+) -> tuple[Array, ...]:
     """The fields of `pallas.extend.gpu.Integers`.
 
-    Rows that fold come first. Entries in the null block are left out, and so is everything of a row with no token.
+    Rows that fold come early: one in `spacing` rows folds while there are others for half of the rows or less. Entries
+    in the null block are left out, and so is everything of a row with no token.
     """
     works = lengths > 0
     rows, ring = before.entries.shape
@@ -160,6 +164,11 @@ def _integers(before: Held, lengths: Array, fold_to: Array, append: Array, block
     ]
     writes = (append >= block_size) & (append < NOWHERE)
     # No sort, which XLA would not fuse with anything.
-    place = jnp.where(folds, jnp.cumsum(folds), jnp.sum(folds) + jnp.cumsum(~folds)) - 1
+    count, rank = jnp.sum(folds), jnp.where(folds, jnp.cumsum(folds), jnp.cumsum(~folds)) - 1
+    stride = jnp.clip(rows // jnp.maximum(2 * count, 1), 1, spacing)
+    others = jnp.maximum(stride - 1, 1)  # between two rows that fold
+    between = rank // others * stride + lax.rem(rank, others) + 1
+    later = jnp.where(rank < count * (stride - 1), between, count + rank)
+    place = jnp.where(folds, rank * stride, later)
     first = jnp.argmax(place[None] == row, axis=1)
     return jax.tree.map(lambda x: x[first], (jnp.stack(numbers, axis=1), entries, jnp.where(writes, append, -1)))

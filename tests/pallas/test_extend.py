@@ -95,6 +95,28 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
     assert int(cache.cursor.folded.max()) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("limit, held, time", [(40, 30, 3), (100, 97, 1)])
+def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, monkeypatch, limit, held, time):
+    monkeypatch.setattr(gpu, "PROCESSORS", 2)
+    cache, rows = poisoned(buffered.init(NARROW, slots=SLOTS, limit=limit, max_pending=16)), jnp.array([1, 2])
+    while (missing := held - int(cache.cursor.length[1])) > 0:
+        lengths = jnp.array([min(16, missing), 1])
+        inputs = new_inputs(rng, NARROW, 2, 16, jnp.bfloat16)
+        _, cache = buffered.extend(NARROW, cache, *inputs, slots=rows, lengths=lengths)
+        cache = buffered.commit(cache, lengths, slots=rows)
+    inputs = new_inputs(rng, NARROW, 2, time, jnp.bfloat16)
+    expected, reference = buffered.extend(NARROW, cache, *inputs, slots=rows, implementation="xla")
+    out, after = extend_on_gpu(NARROW, cache, inputs, slots=rows)
+    assert error(out, expected) < 1e-2
+    taken = (buffered.commit(x, jnp.array([1, 1]), slots=rows) for x in (after, reference))
+    states = [buffered.read(NARROW, x, rows) for x in taken]
+    assert error(*states) < 1e-2
+    folded = buffered.fold(NARROW, cache, slots=rows, implementation="gpu", interpret=True)
+    assert error(buffered.read(NARROW, folded, rows), buffered.read(NARROW, cache, rows)) < 1e-4
+    assert int(folded.cursor.folded[1]) == held
+
+
 def test_the_null_slot_gives_zeros_and_writes_nothing(rng):
     cache = poisoned(buffered.init(SMALL, slots=SLOTS, limit=4, max_pending=4))
     inputs = new_inputs(rng, SMALL, 2, 3, jnp.float32)

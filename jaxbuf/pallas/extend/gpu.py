@@ -20,6 +20,7 @@ one store the same bits.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -33,25 +34,31 @@ from jaxbuf.pallas.lanes import (
     COMPILER,
     EVERY,
     THREADS,
+    copy_vectors,
     count_up,
+    end_copies,
     gather_numbers,
     gather_vectors,
     load,
     publish,
     round_now,
     select_positive,
+    synchronize,
     vectors_layout,
+    wait_for_copies,
 )
 
 type Array = jax.Array
 
 TILE = 64  # rows of the state that a product takes
 CHUNK = 16  # entries, or pairs of a new key and a new query, that a product takes
+WIDE = 32  # entries of a later chunk, where there is shared memory for them
 PROCESSORS = 132  # of an H100 or H200
 MEMORY = 227 * 1024  # bytes of shared memory that a block may have
 ALIGNMENT = 1024  # of each array in it
 FOLD_COST = 2  # of an item that folds, in items that do not
 FEW_ROUNDS = 4  # of items, which lanes have dealt: from more they draw
+SPACING = 4  # rows of which one folds, where lanes draw: the others keep the memory busy meanwhile
 ROW, LENGTH, LIVE, CHECKPOINT, HAS_CHECKPOINT, FOLD_TO, FOLDING, FIELDS = range(8)  # of `Integers.numbers`
 
 LEFT, RIGHT, PRODUCT = (
@@ -65,7 +72,7 @@ VECTORS = {128: EVERY, 64: TALL.reduce(1)}
 
 
 class Integers(NamedTuple):
-    """What the kernel needs to know of each row, those that fold before the others; the same for all layers of a model.
+    """What the kernel needs to know of each row, those that fold early; the same for all layers of a model.
 
     Attributes:
       numbers: int32 [rows, FIELDS]: which row it is, its tokens, live entries, the checkpoint read, whether there is
@@ -113,14 +120,10 @@ class Shape:
         return -(-2 * self.time // 8) * 8
 
     @property
-    def pairs(self) -> int:
-        """Rows of shared memory for new keys and queries."""
-        return 2 * self.time if self.frugal else CHUNK * self.tiles
-
-    @property
     def columns(self) -> int:
-        """Entries of a ring and what is passed on behind them, rounded up to one for each thread."""
-        return -(-(self.ring + self.passed) // THREADS) * THREADS
+        """Entries of a ring, in whole chunks, and what is passed on behind them, rounded up to one for each thread."""
+        later = max(0, self.ring - CHUNK)
+        return -(-(CHUNK + -(-later // WIDE) * WIDE + self.passed) // THREADS) * THREADS
 
     @property
     def passed(self) -> int:
@@ -153,39 +156,63 @@ class Shape:
     @property
     def draws(self) -> bool:
         """Whether lanes draw their items: worth a counter that must be zeroed before, if there are many."""
-        return self.frugal and pl.cdiv(self.items, self.lanes) > FEW_ROUNDS
+        return pl.cdiv(self.items, self.lanes) > FEW_ROUNDS
+
+    @property
+    def spacing(self) -> int:
+        """Rows of which one folds, if there are as many others."""
+        return SPACING if self.draws else 1
+
+    @property
+    def stages(self) -> int:
+        """Later chunks, of WIDE entries, that have shared memory at once; if none, they are of CHUNK and share it.
+
+        A ring of several is worth a warpgroup.
+        """
+        if self.ring <= CHUNK or self.entry != jnp.bfloat16 or self.planes > 1:
+            return 0
+        if self.ring <= CHUNK + WIDE:
+            return int(self._slots(1) == self._slots(0))
+        return next((stages for stages in (2, 1) if self._slots(stages) >= min(2, self._slots(0))), 0)
 
     @property
     def slots(self) -> int:
         """Warpgroups of a block: as many as there is work and shared memory for."""
-        wanted = min(3, pl.cdiv(self.items, PROCESSORS))
-        return next((slots for slots in range(wanted, 0, -1) if self.bytes(slots) <= MEMORY), 0)
+        return self._slots(self.stages)
 
-    def scratch(self, slots: int) -> dict:
-        """Shared memory for `slots` warpgroups."""
+    def _slots(self, stages: int) -> int:
+        wanted = min(3, pl.cdiv(self.items, PROCESSORS))
+        return next((slots for slots in range(wanted, 0, -1) if self.bytes(slots, stages) <= MEMORY), 0)
+
+    def scratch(self, slots: int, stages: int) -> dict:
+        """Shared memory for `slots` warpgroups with `stages` later chunks."""
         tiling = plgpu.TilingTransform((8, 128 // self.state.itemsize))  # pyright: ignore[reportAbstractUsage]
         swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 
-        longest = max(self.key_dim, self.value_dim)
+        # Rows are a little longer than they need be: their columns then lie in different banks.
+        pitch = max(self.key_dim, self.value_dim) + 8
+        entries = WIDE if stages else CHUNK
 
         def memory(*dims, dtype=jnp.float32, transforms=()):
             return plgpu.SMEM((slots, *dims), dtype, transforms=transforms)
 
-        return {
+        arrays = {
             "state": memory(self.value_dim, self.key_dim, dtype=self.state, transforms=(tiling, swizzle)),
-            # A chunk of keys, the pairs, and the chunk's updates. Rows are a little longer than they need be: their
-            # columns then lie in different banks.
-            "rows": memory(self.planes, 2 * CHUNK + self.pairs, longest + 8, dtype=jnp.bfloat16),
+            # A chunk of keys, the pairs, and the chunk's updates.
+            "rows": memory(self.planes, 2 * CHUNK + 2 * self.time, pitch, dtype=jnp.bfloat16),
             # Of each entry the gate, then the decay since; behind the gates, what is passed on.
             "sums": memory(self.columns + CHUNK),
-            "products": memory(2 * self.time if self.frugal else CHUNK * self.tiles, 2 * CHUNK),
+            "products": memory(2 * self.time if self.frugal else max(CHUNK, 2 * self.time), entries + CHUNK),
             "reads": memory(*((2 * self.time, self.value_dim) if self.frugal else (self.value_dim, self.width + 2))),
             "barriers": plgpu.Barrier(num_barriers=slots * (self.value_dim // TILE)),
         }
+        if stages:  # keys and updates of each
+            arrays["later"] = memory(2 * WIDE * stages, pitch, dtype=jnp.bfloat16)
+        return arrays
 
-    def bytes(self, slots: int) -> int:
-        """Shared memory for `slots` warpgroups."""
-        arrays = [x for x in self.scratch(slots).values() if not isinstance(x, plgpu.Barrier)]
+    def bytes(self, slots: int, stages: int) -> int:
+        """Shared memory for `slots` warpgroups with `stages` later chunks."""
+        arrays = [x for x in self.scratch(slots, stages).values() if not isinstance(x, plgpu.Barrier)]
         sizes = [int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in arrays]
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes) + ALIGNMENT
 
@@ -239,8 +266,12 @@ def _kernel(shape: Shape, interpret: bool):
     halves = [pl.ds(top, TILE) for top in range(0, value_dim, TILE)]
     part = 128 // shape.state.itemsize  # columns of the state that a product takes: a tile of its memory
     parts = [pl.ds(start, part) for start in range(0, key_dim, part)]
-    whole, chunk, both = pl.ds(0, key_dim), pl.ds(0, CHUNK), pl.ds(0, 2 * CHUNK)
-    first_update = CHUNK + shape.pairs  # of `rows`
+    whole, chunk = pl.ds(0, key_dim), pl.ds(0, CHUNK)
+    first_update = CHUNK + 2 * time  # of `rows`
+    stages, span = shape.stages, WIDE if shape.stages else CHUNK  # of later chunks, and their entries
+    # First of the pairs that a product takes; the last takes some a second time.
+    tiles = [*range(0, 2 * time - CHUNK, CHUNK), max(0, 2 * time - CHUNK)]
+    ahead = bool(stages) and not shape.frugal  # whether entries go to shared memory at once, past the registers
     zero = np.float32(0)
 
     def zeros(dims, layout):
@@ -276,6 +307,14 @@ def _kernel(shape: Shape, interpret: bool):
         state, rows, sums_ref, products, reads = (
             scratch[name].at[slot] for name in ("state", "rows", "sums", "products", "reads")
         )
+
+        def later(stage):
+            """Where the keys and the updates of a later chunk are: a reference, and the first row of each."""
+            ref, start = scratch["later"].at[slot], 2 * WIDE * stage
+            return [ref], start, start + WIDE
+
+        planes = [rows.at[i] for i in range(shape.planes)]
+        first = planes, 0, first_update
         barriers = [scratch["barriers"].at[slot * len(halves) + i] for i in range(len(halves))]
         # The items of rows that fold come first, for they take longest. Either the lanes draw items when they have done
         # others, which makes up for the multiprocessors' unequal shares of the bandwidth; or they are dealt, as if each
@@ -304,14 +343,43 @@ def _kernel(shape: Shape, interpret: bool):
         def read_words(start, length, dtype):
             return [lax.bitcast_convert_type(sums_ref[passed + start + i], dtype) for i in range(length)]
 
+        def locate_later(place, j):
+            """Positions of the entries of a later chunk."""
+            here = entries.at[place, pl.ds(CHUNK + j * WIDE, WIDE)]
+            return [load(here, layout.reduce(1)) for layout in (keys_layout, updates_layout)]
+
+        def copy(head, positions, there):
+            """Starts to copy a chunk to shared memory, with zeros where there is no entry."""
+            (ref,), *starts = there
+            refs, layouts = (keys.at[:, head // group], updates.at[:, head]), (keys_layout, updates_layout)
+            for source, at, layout, start in zip(refs, positions, layouts, starts, strict=True):
+                target = ref.at[pl.ds(start, at.shape[0]), pl.ds(0, source.shape[-1])]
+                copy_vectors(source, at, layout, target, interpret)
+
+        def copy_ahead(there, head, live, folds, positions):
+            """Starts to copy what has shared memory of its own of an item's entries."""
+            if ahead:
+
+                @pl.when(jnp.asarray(there))
+                def _():
+                    copy(head, positions[:2], first)
+
+                end_copies(interpret)
+            for i in range(stages):
+
+                @pl.when(jnp.logical_and(there, (live > CHUNK + i * WIDE) | folds))
+                def _(i=i):
+                    copy(head, positions[2 * (i + 1) :][:2], later(i))
+
+                end_copies(interpret)
+
         def locate(item):
             """Place and head of an item, what the row's cursor says, and where its entries lie."""
             place = jnp.minimum(item, items - 1) // heads
             here = entries.at[place, chunk]
             positions = [load(here, layout.reduce(1)) for layout in (keys_layout, updates_layout)]
-            if shape.time > 1 and shape.ring > CHUNK:
-                here = entries.at[place, pl.ds(CHUNK, CHUNK)]
-                positions += [load(here, layout.reduce(1)) for layout in (keys_layout, updates_layout)]
+            for stage in range(stages):
+                positions += locate_later(place, stage)
             every = [load(entries.at[place, pl.ds(i, THREADS)], EVERY) for i in range(0, shape.columns, THREADS)]
             fields = load_words(numbers.at[place], 0, FOLDING)
             return item < items, place, lax.rem(item, heads), fields, positions, every
@@ -337,16 +405,8 @@ def _kernel(shape: Shape, interpret: bool):
             return gather(head, [load(here, layout.reduce(1)) for layout in (keys_layout, updates_layout)])
 
         def load_pairs(columns):
-            pairs = [rows.at[i, pl.ds(CHUNK, width), columns].transpose((1, 0)) for i in range(shape.planes)]
+            pairs = [x.at[pl.ds(CHUNK, width), columns].transpose((1, 0)) for x in planes]
             return [load(pair, TALL_RIGHT) for pair in pairs]
-
-        def nothing():
-            """In place of what a chunk holds."""
-            found = []
-            for length, layout in (key_dim, keys_layout), (value_dim, updates_layout):
-                vectors = plgpu.layout_cast(jnp.zeros((CHUNK, length), shape.entry), layout)
-                found.append((vectors, plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.int32), layout.reduce(1))))
-            return found
 
         def gather_next(place, head, c, chunks, found):
             """What the chunk after c holds, if there is one."""
@@ -356,7 +416,7 @@ def _kernel(shape: Shape, interpret: bool):
             """All that an item needs of global memory besides its checkpoint: asked for one item ahead."""
             row = fields[ROW]
             new = [load(ref.at[row, t, head // group], key_vector) for ref in (k_ref, q_ref) for t in range(time)]
-            found = gather(head, positions[:2])
+            found = None if ahead else gather(head, positions[:2])
             values = [load(v_ref.at[row, t, head], value_vector) for t in range(time)]
             tokens = decay_ref.at[row, :, head], beta_ref.at[row, :, head], append.at[place]
             tokens = [load_words(ref, FOLDING + i * time, time) for i, ref in enumerate(tokens)]
@@ -381,7 +441,8 @@ def _kernel(shape: Shape, interpret: bool):
         def admit(every, loaded, fields):
             """Puts an item's inputs into shared memory, and with them the fields of the item after it."""
             found, its_gates, new, values, tokens = loaded
-            stage(found)
+            if not ahead:
+                stage(found)
             words = lax.bitcast_convert_type(fields, jnp.float32)
             for i, x in enumerate(tokens):
                 x = lax.bitcast_convert_type(x, jnp.float32)
@@ -392,60 +453,90 @@ def _kernel(shape: Shape, interpret: bool):
                 sums_ref[pl.ds(i * THREADS, THREADS)] = x
             for i, x in enumerate(new):
                 write(CHUNK + i, x)
-            plgpu.commit_smem()
+            if ahead:
+                wait_for_copies(stages, interpret)
+            synchronize(interpret)
             return values, new[:time] if shape.planes == 2 else []
 
-        def load_update(i):
-            here = [rows.at[plane, first_update + i, pl.ds(0, value_dim)] for plane in range(shape.planes)]
-            return _whole([load(x, value_vector) for x in here])
+        def load_updates(source):
+            refs, _, start = source
+            return lambda i: _whole([load(x.at[start + i, pl.ds(0, value_dim)], value_vector) for x in refs])
 
         def fold(place, head, live, fold_to, holds, total):
-            """state · decay + Σ weight · u ⊗ k, in shared memory and from there to the pool, a chunk of entries at a
+            """state · decay + Σ weight · u ⊗ k, in shared memory and from there to the pool, chunks of entries at a
             time."""
 
-            def add(c, _):
-                weight = jnp.exp(load(sums_ref.at[pl.ds(c * CHUNK, CHUNK)], TALL_LEFT.reduce(0)))
-                decay = jnp.where(c == 0, jnp.exp(total), np.float32(1))
+            def add(c, sources, last):
+                """The chunks in shared memory, of which the first is chunk c: each with its first entry and number."""
+                begins = jnp.equal(c, 0)
+                decay = jnp.where(begins, jnp.exp(total), np.float32(1))
+                steps = [(*source, entry, i) for source, entry, n in sources for i in range(0, n, CHUNK)]
+                weights = [
+                    jnp.exp(load(sums_ref.at[pl.ds(entry + i, CHUNK)], TALL_LEFT.reduce(0))) for *_, entry, i in steps
+                ]
                 for i, half in enumerate(halves):
 
-                    @pl.when(holds & (c == 0))
+                    @pl.when(holds & begins)
                     def _(i=i):
                         plgpu.barrier_wait(barriers[i])
 
-                    here = [rows.at[i, pl.ds(first_update, CHUNK), half] for i in range(shape.planes)]
-                    update = _whole([load(x.transpose((1, 0)), TALL_LEFT) for x in here])
-                    update = _halves(update * spread(weight, update.shape, 1, TALL_LEFT))
+                    updates = []
+                    for (refs, _, start, _, j), weight in zip(steps, weights, strict=True):
+                        here = [x.at[pl.ds(start + j, CHUNK), half].transpose((1, 0)) for x in refs]
+                        update = _whole([load(x, TALL_LEFT) for x in here])
+                        updates.append(_halves(update * spread(weight, update.shape, 1, TALL_LEFT)))
                     for columns in parts:
-                        these = [load(rows.at[i, chunk, columns], TALL_RIGHT) for i in range(shape.planes)]
                         there = state.at[half, columns]
-                        old = _where(holds | (c > 0), load(there, TALL).astype(jnp.float32) * decay)
-                        there[...] = multiply(old, update, these).astype(shape.state)
-                    plgpu.commit_smem()
+                        new = _where(holds | ~begins, load(there, TALL).astype(jnp.float32) * decay)
+                        for (refs, start, *_, j), update in zip(steps, updates, strict=True):
+                            these = [load(x.at[pl.ds(start + j, CHUNK), columns], TALL_RIGHT) for x in refs]
+                            new = multiply(new, update, these)
+                        there[...] = new.astype(shape.state)
+                    plgpu.commit_smem()  # for the copy to the pool
 
-                    @pl.when(c + 1 == chunks)
+                    @pl.when(last)
                     def _(half=half):
                         plgpu.copy_smem_to_gmem(state.at[half], checkpoints.at[fold_to, head, half])
+
+            def add_chunk(c, _):
+                add(c, [(first, c * CHUNK, CHUNK)], c + 1 == chunks)
 
                 @pl.when(c + 1 < chunks)
                 def _():
                     # Not asked for ahead: what is on its way when the fold ends would be waited for by all others.
                     stage(gather_chunk(place, head, c + 1))
-                    plgpu.commit_smem()
+                    synchronize(interpret)
 
-            chunks = pl.cdiv(live, CHUNK)
-            lax.fori_loop(0, chunks, add, None)
+            def add_later(j, _):
+                copy(head, locate_later(place, j), later(0))
+                end_copies(interpret)
+                wait_for_copies(0, interpret)
+                synchronize(interpret)
+                add(j + 1, [(later(0), CHUNK + j * WIDE, WIDE)], j + 1 == chunks)
+
+            if not stages:
+                chunks = pl.cdiv(live, CHUNK)
+                lax.fori_loop(0, chunks, add_chunk, None)
+                return
+            chunks = pl.cdiv(live - CHUNK, WIDE)  # later ones
+            wait_for_copies(0, interpret)
+            synchronize(interpret)
+            staged = [(later(i), CHUNK + i * WIDE, WIDE) for i in range(stages)]
+            add(0, [(first, 0, CHUNK), *staged], chunks <= stages)
+            if shape.ring > CHUNK + stages * WIDE:
+                lax.fori_loop(stages, chunks, add_later, None)
 
         def serve(turn, carry):
-            (_, place, head, fields, positions), following, values, new_keys = carry
+            (_, place, head, fields), following, values, new_keys = carry
             row, length, live, _, has_checkpoint, fold_to = fields
-            if positions[2:]:
-                second = lax.cond(live > CHUNK, lambda: gather(head, positions[2:]), nothing)
             number = count_up(*counter) if draws else None
             next_fields = read_words(0, FOLDING, jnp.int32)
             new_gates, betas = (read_words(FOLDING + i * time, time, jnp.float32) for i in range(2))
             places = read_words(FOLDING + 2 * time, time, jnp.int32)
             if not shape.frugal:
-                then = locate(deal(turn + 2))
+                # What was drawn a turn ago: this is too early for a number drawn in this one.
+                drawn = 3 * stride + lax.bitcast_convert_type(sums_ref[shape.columns], jnp.int32)
+                then = locate(drawn if draws else deal(turn + 2))
             there, next_place, next_head, _, next_positions, every = following
 
             # What the next item needs is asked for early: it arrives while this one is served, if there are registers.
@@ -464,22 +555,28 @@ def _kernel(shape: Shape, interpret: bool):
                         key = new_keys[t] if new_keys else load(rows.at[0, CHUNK + t, whole], key_vector)
                         keys[to, head // group] = key.astype(shape.entry)
 
-            # Decay from each entry to the last committed token, summed from old to new.
-            def add_gates(c, carry):
-                sums, total = carry
+            # Decay from each entry to the last committed token, summed from old to new. Entry n is in thread n mod
+            # THREADS, block n // THREADS: it takes all gates of later blocks, and those after it of its own.
+            def add_gates(block, c, carry):
+                (*before, sum), total = carry
                 for i in range(CHUNK):
                     gate = sums_ref[c * CHUNK + i]
-                    sums = [x + jnp.where(n < c * CHUNK + i, gate, zero) for x, n in zip(sums, index, strict=True)]
+                    before = [x + gate for x in before]
+                    sum = sum + jnp.where(index < (c * CHUNK + i) - block * THREADS, gate, zero)
                     total = total + gate
-                return sums, total
+                return [*before, sum], total
 
-            index = [count((THREADS,), 0, EVERY) + start for start in range(0, shape.columns, THREADS)]
-            sums = add_gates(0, ([zeros((THREADS,), EVERY)] * len(index), zero))
-            sums, total = lax.fori_loop(1, pl.cdiv(live, CHUNK), add_gates, sums)
-            plgpu.commit_smem()  # all have read the gates
+            index, sums, total = count((THREADS,), 0, EVERY), [], zero
+            for block in range(shape.columns // THREADS):
+                start, end = (jnp.minimum(pl.cdiv(live, CHUNK), (block + i) * THREADS // CHUNK) for i in range(2))
+                begun = [*sums, zeros((THREADS,), EVERY)], total
+                if block == 0:
+                    start, begun = 1, add_gates(0, 0, begun)
+                sums, total = lax.fori_loop(start, end, functools.partial(add_gates, block), begun)
+            synchronize(interpret)  # all have read the gates
             for i, x in enumerate(sums):
                 sums_ref[pl.ds(THREADS * i, THREADS)] = x
-            plgpu.commit_smem()
+            synchronize(interpret)
 
             @pl.when(folds)
             def _():
@@ -489,53 +586,78 @@ def _kernel(shape: Shape, interpret: bool):
             if shape.frugal:  # not before the fold, which would wait for it
                 loaded = load_next()
 
-            # What the entries of a chunk add to every output, and the products of the tokens among each other.
-            def add_entries(c, added):
-                right = [load(rows.at[i, both, whole].transpose((1, 0)), RIGHT) for i in range(shape.planes)]
-                token = count((2 * CHUNK,), 0, PRODUCT.reduce(0)) - CHUNK
-                # The last CHUNK of the sums that are read belong to no entry of the chunk, and count from 0.
-                since = load(sums_ref.at[pl.ds(c * CHUNK, 2 * CHUNK)], PRODUCT.reduce(0))
+            # What the entries of a chunk add to every output; of the first, the tokens' products among each other too.
+            def add_entries(entry, source, length, added):
+                refs, start, _ = source
+                tokens = CHUNK if length == CHUNK else 0
+                n = length + tokens
+                right = [load(x.at[pl.ds(start, n), whole].transpose((1, 0)), RIGHT) for x in refs]
+                columns = pl.ds(span - CHUNK if tokens else 0, n)
+                # Behind the entries of a chunk of CHUNK lie the new keys, which count from 0.
+                token = count((n,), 0, PRODUCT.reduce(0)) - length
+                since = load(sums_ref.at[pl.ds(entry, n)], PRODUCT.reduce(0))
                 since = jnp.where(token < 0, since, zero)
                 decays = []
                 for t, gate in enumerate(new_gates):
                     since = since + jnp.where(token < t, gate, zero)
                     decays.append(jnp.exp(since))
-                for start in range(0, 2 * time, CHUNK):
-                    left = [load(rows.at[i, pl.ds(CHUNK + start, CHUNK), whole], LEFT) for i in range(shape.planes)]
-                    matches = multiply(zeros((CHUNK, 2 * CHUNK), PRODUCT), left, right)
+                for start in tiles:
+                    left = [load(x.at[pl.ds(CHUNK + start, CHUNK), whole], LEFT) for x in planes]
+                    matches = multiply(zeros((CHUNK, n), PRODUCT), left, right)
                     these = range(start, min(start + CHUNK, 2 * time))
                     if shape.frugal:
                         for i in these:
-                            products[i] = pick(matches, i - start, 0, PRODUCT) * decays[i % time]
+                            products[i, columns] = pick(matches, i - start, 0, PRODUCT) * decays[i % time]
                         continue
                     decay, line = jnp.ones_like(matches), count(matches.shape, 0, PRODUCT)
                     for i in these:
                         decay = jnp.where(line == i - start, spread(decays[i % time], decay.shape, 1, PRODUCT), decay)
-                    products[pl.ds(start, CHUNK), both] = matches * decay
-                if number is not None and isinstance(c, int):  # once a turn
+                    products[pl.ds(start, CHUNK), columns] = matches * decay
+                if number is not None and isinstance(entry, int) and entry == 0:  # once a turn
                     publish(number, sums_ref.at[shape.columns])
-                plgpu.commit_smem()
-                for i in range(CHUNK):
+                synchronize(interpret)
+                load_update = load_updates(source)
+                for i in range(length):
                     update = load_update(i)
-                    added = [x + products[j, i] * update for j, x in enumerate(added)]
+                    added = [x + products[j, columns.start + i] * update for j, x in enumerate(added)]
                 return added
 
-            def add_more_entries(c, carry):
+            def add_chunk(c, carry):
                 added, found = carry
                 ahead = gather_next(place, head, c, chunks, found)
-                plgpu.commit_smem()  # all are done with the chunk before
+                synchronize(interpret)  # all are done with the chunk before
                 stage(found)
-                plgpu.commit_smem()
-                return add_entries(c, added), ahead
+                synchronize(interpret)
+                return add_entries(c * CHUNK, first, CHUNK, added), ahead
 
-            chunks = jnp.where(folds, 1, pl.cdiv(live, CHUNK))
-            added = add_entries(0, [zeros((value_dim,), value_vector)] * (2 * time))
+            def add_later(j, added):
+                positions = locate_later(place, jnp.minimum(j + stages, chunks - 1)) if loops else None
+                wait_for_copies(stages - 1, interpret)
+                synchronize(interpret)
+                added = add_entries(CHUNK + j * WIDE, later(lax.rem(j, stages)), WIDE, added)
+                if loops:
+                    synchronize(interpret)  # all are done with it
 
-            if shape.ring > CHUNK:
+                    @pl.when(j + stages < chunks)
+                    def _():
+                        copy(head, positions, later(lax.rem(j, stages)))
+
+                    end_copies(interpret)
+                return added
+
+            added = add_entries(0, first, CHUNK, [zeros((value_dim,), value_vector)] * (2 * time))
+            loops = shape.ring > CHUNK + stages * WIDE
+            if stages:
+                chunks = jnp.where(folds, 0, pl.cdiv(live - CHUNK, WIDE))
+                if loops:
+                    added = lax.fori_loop(0, chunks, add_later, added)
+                else:
+                    added = lax.cond(chunks > 0, lambda: add_later(0, added), lambda: added)
+            elif shape.ring > CHUNK:
+                chunks = jnp.where(folds, 1, pl.cdiv(live, CHUNK))
 
                 def add_others():
-                    carry = added, second if positions[2:] else gather_chunk(place, head, 1)
-                    return lax.fori_loop(1, chunks, add_more_entries, carry)[0]
+                    return lax.fori_loop(1, chunks, add_chunk, (added, gather_chunk(place, head, 1)))[0]
 
                 added = lax.cond(chunks > 1, add_others, lambda: added)
             added = [_where(~folds, x) for x in added]
@@ -545,28 +667,34 @@ def _kernel(shape: Shape, interpret: bool):
             else:
                 loaded = load_next()
 
+            if stages:
+                synchronize(interpret)  # all are done with the entries
+                copy_ahead(there, next_head, next_fields[LIVE], next_fields[FOLD_TO] >= 0, next_positions)
             pairs = {columns.start: load_pairs(columns) for columns in parts} if width <= CHUNK else None
+            holds = has_checkpoint | folds
             for i, half in enumerate(halves):
 
                 @pl.when(has_checkpoint & ~folds)
                 def _(i=i):
                     plgpu.barrier_wait(barriers[i])
 
-                tile = zeros((TILE, width), TALL)
-                for columns in parts:
-                    these = load(state.at[half, columns], TALL_LEFT)
-                    tile = multiply(tile, _halves(these), pairs[columns.start] if pairs else load_pairs(columns))
-                if shape.frugal:
-                    for j in range(2 * time):
-                        reads[j, half] = pick(tile, j, 1, TALL)
-                else:
-                    reads[half, pl.ds(0, width)] = tile
+                @pl.when(holds)
+                def _(half=half):
+                    tile = zeros((TILE, width), TALL)
+                    for columns in parts:
+                        these = load(state.at[half, columns], TALL_LEFT)
+                        tile = multiply(tile, _halves(these), pairs[columns.start] if pairs else load_pairs(columns))
+                    if shape.frugal:
+                        for j in range(2 * time):
+                            reads[j, half] = pick(tile, j, 1, TALL)
+                    else:
+                        reads[half, pl.ds(0, width)] = tile
 
                 @pl.when(folds)
                 def _(i=i):
                     plgpu.wait_smem_to_gmem(len(halves) - 1 - i, wait_read_only=True)
 
-                plgpu.commit_smem()
+                synchronize(interpret)
 
                 @pl.when(there)
                 def _(i=i):
@@ -579,11 +707,11 @@ def _kernel(shape: Shape, interpret: bool):
             for gate in new_gates:
                 total = total + gate
                 totals.append(jnp.exp(total))
-            holds, new_updates = has_checkpoint | folds, []
+            new_updates = []
             for t, (beta, to) in enumerate(zip(betas, places, strict=True)):
                 recalled, out = added[t], added[time + t]
                 for s, update in enumerate(new_updates):
-                    recalled = recalled + products[t, CHUNK + s] * update
+                    recalled = recalled + products[t, span + s] * update
                 recalled = recalled + totals[t] * read(t)
                 stored = (beta * (values[t].astype(jnp.float32) - recalled)).astype(shape.entry)
                 update = stored.astype(jnp.float32)
@@ -591,7 +719,7 @@ def _kernel(shape: Shape, interpret: bool):
                     update = _whole(_halves(round_now(update, value_vector, interpret)))
                 new_updates.append(update)
                 for s, update in enumerate(new_updates):
-                    out = out + products[time + t, CHUNK + s] * update
+                    out = out + products[time + t, span + s] * update
                 out = out + totals[t] * read(time + t)
                 out_ref[row, t, head] = _where(t < length, out).astype(shape.out)
 
@@ -599,8 +727,8 @@ def _kernel(shape: Shape, interpret: bool):
                 def _(to=to, stored=stored):
                     updates[to, head] = stored
 
-            plgpu.commit_smem()  # all have read what the next item overwrites
-            here = there, next_place, next_head, next_fields, next_positions
+            synchronize(interpret)  # all have read what the next item overwrites
+            here = there, next_place, next_head, next_fields
             return here, then, *admit(every, loaded, then[3])
 
         start, following = (locate(turn * stride + lane if draws else deal(turn)) for turn in range(2))
@@ -612,7 +740,10 @@ def _kernel(shape: Shape, interpret: bool):
             loaded = load_inputs(place, head, fields, positions, every)
             for i in range(len(halves)):
                 fetch(i, head, fields)
-            here = there, place, head, fields, positions
+            if draws and not shape.frugal:  # as if the item of the third turn had been drawn
+                sums_ref[shape.columns] = lax.bitcast_convert_type(lane - stride, jnp.float32)
+            copy_ahead(True, head, fields[LIVE], fields[FOLD_TO] >= 0, positions)
+            here = there, place, head, fields
             carry = here, following, *admit(every, loaded, following[3])
             lax.while_loop(lambda carry: carry[1][0][0], lambda carry: (carry[0] + 1, serve(*carry)), (0, carry))
             plgpu.wait_smem_to_gmem(0)
@@ -624,7 +755,7 @@ def _kernel(shape: Shape, interpret: bool):
         grid_names=("block",),
         num_threads=slots,
         thread_name="warpgroup",
-        scratch_types=[shape.scratch(slots)],
+        scratch_types=[shape.scratch(slots, shape.stages)],
         # No sum goes across warps: no scratch memory for it.
         compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
