@@ -3,14 +3,15 @@
 A multiprocessor runs one block of up to three warpgroups, each of which serves one head of a row after the other, on
 its own: while one computes, the checkpoints of the others stream in.
 
-An item is a head of a row. A warpgroup sums the entries' part of every output, sixteen entries at a time: it multiplies
-their keys with the T new keys and queries on the tensor cores, then the products with their updates, a thread a row of
-the state [value_dim, key_dim]. Then it multiplies the checkpoint with all new keys and queries, half after half, and
-lets the next item's stream in behind; substitutes forward over the T tokens; appends their entries. For a row that
-folds it first adds the entries to the checkpoint in shared memory, which goes back to the pool meanwhile.
+An item is a head of a row. A warpgroup sums the entries' part of every output, a chunk of entries at a time: it
+multiplies their keys with the T new keys and queries on the tensor cores, then the products with their updates, a
+thread a row of the state [value_dim, key_dim]. Then it multiplies the checkpoint with all new keys and queries, half
+after half, and lets the next item's stream in behind; substitutes forward over the T tokens; appends their entries. For
+a row that folds it first adds the entries to the checkpoint in shared memory, which goes back to the pool meanwhile.
 
 Nothing is waited for where it is asked for: cursors are read two items ahead; entries, gates and inputs one, by vectors
-of sixteen bytes a thread, and staged in shared memory when an item is done.
+of sixteen bytes a thread. They are staged in shared memory when an item is done; entries go there past the registers
+where it has room for them beside the item's.
 
 Floor: (checkpoint · (1 + folds per step) + live entries + appends + inputs and outputs) / read bandwidth.
 
@@ -316,9 +317,9 @@ def _kernel(shape: Shape, interpret: bool):
         planes = [rows.at[i] for i in range(shape.planes)]
         first = planes, 0, first_update
         barriers = [scratch["barriers"].at[slot * len(halves) + i] for i in range(len(halves))]
-        # The items of rows that fold come first, for they take longest. Either the lanes draw items when they have done
-        # others, which makes up for the multiprocessors' unequal shares of the bandwidth; or they are dealt, as if each
-        # item that folds took FOLD_COST rounds.
+        # Items that fold come early, for they take longest. Either the lanes draw items when they have done others,
+        # which makes up for the multiprocessors' unequal shares of the bandwidth; or they are dealt, those that fold
+        # first and as if each took FOLD_COST rounds.
         folding = numbers[0, FOLDING] * heads
         rounds, late = folding // stride, lax.rem(folding, stride)
         own = rounds + (lane < late).astype(jnp.int32)  # items of this lane that fold
@@ -416,7 +417,7 @@ def _kernel(shape: Shape, interpret: bool):
             """All that an item needs of global memory besides its checkpoint: asked for one item ahead."""
             row = fields[ROW]
             new = [load(ref.at[row, t, head // group], key_vector) for ref in (k_ref, q_ref) for t in range(time)]
-            found = None if ahead else gather(head, positions[:2])
+            found = [] if ahead else gather(head, positions[:2])
             values = [load(v_ref.at[row, t, head], value_vector) for t in range(time)]
             tokens = decay_ref.at[row, :, head], beta_ref.at[row, :, head], append.at[place]
             tokens = [load_words(ref, FOLDING + i * time, time) for i, ref in enumerate(tokens)]
@@ -463,11 +464,11 @@ def _kernel(shape: Shape, interpret: bool):
             return lambda i: _whole([load(x.at[start + i, pl.ds(0, value_dim)], value_vector) for x in refs])
 
         def fold(place, head, live, fold_to, holds, total):
-            """state · decay + Σ weight · u ⊗ k, in shared memory and from there to the pool, chunks of entries at a
-            time."""
+            """state · decay + Σ weight · u ⊗ k, in shared memory and from there to the pool: chunk after chunk, or all
+            that are in shared memory at once."""
 
             def add(c, sources, last):
-                """The chunks in shared memory, of which the first is chunk c: each with its first entry and number."""
+                """Adds chunks in shared memory, from chunk c on: where each is, its first entry, its length."""
                 begins = jnp.equal(c, 0)
                 decay = jnp.where(begins, jnp.exp(total), np.float32(1))
                 steps = [(*source, entry, i) for source, entry, n in sources for i in range(0, n, CHUNK)]
@@ -480,17 +481,17 @@ def _kernel(shape: Shape, interpret: bool):
                     def _(i=i):
                         plgpu.barrier_wait(barriers[i])
 
-                    updates = []
+                    factors = []
                     for (refs, _, start, _, j), weight in zip(steps, weights, strict=True):
                         here = [x.at[pl.ds(start + j, CHUNK), half].transpose((1, 0)) for x in refs]
                         update = _whole([load(x, TALL_LEFT) for x in here])
-                        updates.append(_halves(update * spread(weight, update.shape, 1, TALL_LEFT)))
+                        factors.append(_halves(update * spread(weight, update.shape, 1, TALL_LEFT)))
                     for columns in parts:
                         there = state.at[half, columns]
                         new = _where(holds | ~begins, load(there, TALL).astype(jnp.float32) * decay)
-                        for (refs, start, *_, j), update in zip(steps, updates, strict=True):
+                        for (refs, start, _, _, j), factor in zip(steps, factors, strict=True):
                             these = [load(x.at[pl.ds(start + j, CHUNK), columns], TALL_RIGHT) for x in refs]
-                            new = multiply(new, update, these)
+                            new = multiply(new, factor, these)
                         there[...] = new.astype(shape.state)
                     plgpu.commit_smem()  # for the copy to the pool
 
@@ -678,8 +679,7 @@ def _kernel(shape: Shape, interpret: bool):
                 def _(i=i):
                     plgpu.barrier_wait(barriers[i])
 
-                @pl.when(holds)
-                def _(half=half):
+                def multiply_state(half=half):
                     tile = zeros((TILE, width), TALL)
                     for columns in parts:
                         these = load(state.at[half, columns], TALL_LEFT)
@@ -689,6 +689,11 @@ def _kernel(shape: Shape, interpret: bool):
                             reads[j, half] = pick(tile, j, 1, TALL)
                     else:
                         reads[half, pl.ds(0, width)] = tile
+
+                if stages:  # a ring so long may well belong to a slot without a checkpoint
+                    pl.when(holds)(multiply_state)
+                else:
+                    multiply_state()
 
                 @pl.when(folds)
                 def _(i=i):
