@@ -21,7 +21,7 @@ from rich.progress import Progress
 
 from jaxbuf.bench import companions, report
 from jaxbuf.bench.kernel_figures import BATCHES, Row, crossover, describe, judge, plot, show
-from jaxbuf.bench.measure import bandwidths, device_time, timed, worst_errors
+from jaxbuf.bench.measure import bandwidths, bare_passes, device_time, timed, worst_errors
 from jaxbuf.recurrence import RecurrenceSpec, buffered, traffic
 
 PARTS = {
@@ -95,7 +95,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "device time is that of the kernels, from jax.profiler, and wall time that of a loop of steps on the device. "
         "Rows fold staggered, as a server's do, and, as a second figure, in lockstep. The kernel's results are "
         "compared with XLA's first; the exit status is 1, and nothing is timed, if they differ. Those of a companion "
-        "are compared before it is timed; one that differs is left out, and the exit status is 1 as well.",
+        "are compared before it is timed; one that differs is left out, and the exit status is 1 as well. What XLA "
+        "takes to read the checkpoints of a batch once, and to update them in place, is printed beside: a launch has "
+        "a start and an end, and writes cost more than reads, which the floor does not count.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
@@ -373,6 +375,9 @@ def main(arguments: Sequence[str]) -> int:
         record |= bandwidths()
         read = record["read_bytes_per_s"]
         notes.print(f"read {read / 1e12:.2f} TB/s, copy {record['copy_bytes_per_s'] / 1e12:.2f} TB/s")
+        batches = sorted({case.batch for case in recurrences if case.part in ("decode", "recurrent")} & set(BATCHES))
+        bare = bare_passes([batch * traffic.checkpoint_bytes(spec) for batch in batches], FOOTPRINT)
+        record["bare"] = [{"batch": batch} | row for batch, row in zip(batches, bare, strict=True)]
         # Compiled in threads, in the order of the timings: they are the device's own, or of one call of many steps.
         compilers = futures.ThreadPoolExecutor(COMPILERS)
         programs = {
@@ -401,6 +406,9 @@ def main(arguments: Sequence[str]) -> int:
             progress.advance(task)
     compilers.shutdown(wait=False, cancel_futures=True)
     show(console, figures, judge(figures))
+    for row in record.get("bare", ()):
+        words = f"{row['read_us']:.1f} us to read them, {row['update_us']:.1f} us to read and write them in place"
+        console.print(f"the checkpoints of batch {row['batch']} alone, by XLA: {words}", soft_wrap=True)
     for row in figures:
         if "error" in row:
             console.print(describe(row), soft_wrap=True)

@@ -5,7 +5,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,37 @@ def bandwidths() -> Row:
         _, wall, kernels = timed(call, None, None)
         taken = device_time(kernels, times, "xla").get("device_us", 1e6 * wall / times)
         found[f"{name}_bytes_per_s"] = 1e6 * moved / taken
+    return found
+
+
+def bare_passes(sizes: Sequence[int], footprint: float) -> list[Row]:
+    """What XLA takes to sum float32 arrays of these sizes, and to add 1 to them in place: microseconds.
+
+    A bandwidth is that of gigabytes: these also have the start and the end of a launch, as a step of a layer has.
+
+    Args:
+      sizes: Bytes.
+      footprint: Bytes of all arrays that take turns, so that the cache does not hold them.
+    """
+    found = []
+    for size in sizes:
+        arrays = [jnp.full(size // 4, 0.5, jnp.float32) for _ in range(max(2, -(-int(footprint) // size)))]
+        row: Row = {"bytes": size}
+        for name, operation in (
+            ("read_us", jax.jit(jnp.sum)),
+            ("update_us", jax.jit(lambda x: x + 1, donate_argnums=0)),
+        ):
+
+            def call(arrays, name=name, operation=operation):
+                for _ in range(4):
+                    outs = [operation(x) for x in arrays]
+                    arrays = outs if name == "update_us" else arrays
+                return jax.block_until_ready((outs, arrays))[1]
+
+            arrays, wall, kernels = timed(call, arrays, None)
+            calls = 4 * len(arrays)
+            row[name] = device_time(kernels, calls, "xla").get("device_us", 1e6 * wall / calls)
+        found.append(row)
     return found
 
 

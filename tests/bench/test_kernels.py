@@ -139,6 +139,12 @@ def test_the_bytes_of_a_companion_are_those_of_every_array_that_it_reads_or_writ
         assert companions.count_bytes(QWEN, companions.Case("gated_norm", 32, time, "xla")) == 2 * 3 * values
 
 
+def test_what_xla_takes_to_read_and_to_update_arrays_is_timed():
+    rows = measure.bare_passes([2**16, 2**18], footprint=2**19)
+    assert [row["bytes"] for row in rows] == [2**16, 2**18]
+    assert all(row["read_us"] > 0 and row["update_us"] > 0 for row in rows)
+
+
 def test_the_companions_are_timed_on_a_cpu_and_have_a_table_of_their_own(tmp_path, capsys, monkeypatch):
     path = tmp_path / "kernels.json"
     monkeypatch.setattr(kernels, "bandwidths", lambda: {"read_bytes_per_s": 1e10, "copy_bytes_per_s": 1e10})
