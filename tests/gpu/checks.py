@@ -218,6 +218,32 @@ def check_tokens(lm: LanguageModel, tokens: int = 64) -> Figures:
     return {"tokens": 2.0 * tokens * len(prompts)}
 
 
+def check_logprobs(lm: LanguageModel, tokens: int = 32, bound: float = 0.1) -> Figures:
+    """jaxbuf.generate with kernels gives the tokens that it gives without, but where two are as good as each other.
+
+    For a model in bfloat16, whose logits are rounded: a token's log-probability is compared as long as all tokens
+    before it are the same, those of the first two that differ too.
+    """
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5)]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
+
+    def generated():
+        results = jaxbuf.generate(lm, prompts, tokens, sampling, form="buffered")
+        return [(np.array(result.tokens), np.array(result.logprobs)) for result in results]
+
+    found = generated()
+    with without_kernels():
+        expected = generated()
+    worst, same = 0.0, 0
+    for (taken, logprobs), (others, wanted) in zip(found, expected, strict=True):
+        until = int(np.argmin(np.append(taken == others, False)))
+        same += until
+        worst = max(worst, float(np.abs(logprobs - wanted)[: until + 1].max()))
+    assert np.isfinite(worst) and worst < bound, f"log-probabilities differ by {worst}"
+    return {"tokens": float(tokens * len(prompts)), "before the first that differs": float(same), "logprobs": worst}
+
+
 def tiny(implementation: str = "gpu") -> Figures:
     """A few steps of two small rows, folds and several tokens at once among them: what compute-sanitizer is run on."""
     rng, cache, slots = np.random.default_rng(0), poisoned(SMALL, slots=2, limit=3), jnp.array([1, 2])
@@ -244,5 +270,8 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "no_pool_sized_write_in_the_program_of_the_demo_model": lambda rng: check_program(demo()),
     "greedy_tokens_of_two_layers_are_those_without_kernels": lambda rng: check_tokens(two_layers()),
     "greedy_tokens_of_the_demo_model_are_those_without_kernels": lambda rng: check_tokens(demo()),
+    "a_random_qwen3_5_4b_generates_as_without_kernels": lambda rng: check_logprobs(
+        random_model(configuration(), jnp.dtype("bfloat16"))
+    ),
     "the_tiny_program_runs": lambda rng: tiny(),
 }

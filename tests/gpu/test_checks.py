@@ -39,6 +39,7 @@ def test_the_other_checks_hold_of_xlas_path(rng):
     checks.check_at_once(rng, "bfloat16", spec=TINY, implementation="xla")
     checks.check_poison(rng, spec=TINY, implementation="xla")
     checks.check_tokens(checks.two_layers(), tokens=8)
+    checks.check_logprobs(checks.two_layers("bfloat16"), tokens=8)
     checks.check_program(checks.two_layers())
     checks.tiny(implementation="xla")
 

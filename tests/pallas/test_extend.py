@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.pallas.extend import gpu
+from jaxbuf.pallas.extend import gpu_shape
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
@@ -74,7 +74,7 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, limit, state, en
 )
 def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeypatch, spec, entry_dtype, limit, bound):
     # Two processors: every block then serves two heads at a time, and more than one after the other.
-    monkeypatch.setattr(gpu, "PROCESSORS", 2)
+    monkeypatch.setattr(gpu_shape, "PROCESSORS", 2)
     cache = poisoned(buffered.init(spec, slots=SLOTS, limit=limit, max_pending=4, entry_dtype=entry_dtype))
     both = jnp.array([1, 2])
     for _ in range((limit - 1) // 3 if limit > 16 else 0):  # more live entries than the kernel takes at once
@@ -98,7 +98,7 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("limit, held, time", [(40, 30, 3), (100, 97, 1)])
 def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, monkeypatch, limit, held, time):
-    monkeypatch.setattr(gpu, "PROCESSORS", 2)
+    monkeypatch.setattr(gpu_shape, "PROCESSORS", 2)
     cache, rows = poisoned(buffered.init(NARROW, slots=SLOTS, limit=limit, max_pending=16)), jnp.array([1, 2])
     while (missing := held - int(cache.cursor.length[1])) > 0:
         lengths = jnp.array([min(16, missing), 1])

@@ -1,0 +1,170 @@
+"""What a launch of `extend` on a GPU is given: its sizes, what warpgroups get of them, and the integers of each row."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxbuf.pallas.lanes import THREADS
+
+type Array = jax.Array
+
+TILE = 64  # rows of the state that a product takes
+CHUNK = 16  # entries, or pairs of a new key and a new query, that a product takes
+WIDE = 32  # entries of a later chunk, where there is shared memory for them
+PROCESSORS = 132  # of an H100 or H200
+MEMORY = 227 * 1024  # bytes of shared memory that a block may have
+ALIGNMENT = 1024  # of each array in it
+FEW_ROUNDS = 4  # of items, which lanes have dealt: from more they draw
+SPACING = 4  # rows of which one folds, where lanes draw: the others keep the memory busy meanwhile
+ROW, LENGTH, LIVE, CHECKPOINT, HAS_CHECKPOINT, FOLD_TO, FOLDING, FIELDS = range(8)  # of `Integers.numbers`
+
+
+class Integers(NamedTuple):
+    """What the kernel needs to know of each row, those that fold early; the same for all layers of a model.
+
+    Attributes:
+      numbers: int32 [rows, FIELDS]: which row it is, its tokens, live entries, the checkpoint read, whether there is
+        one, the one a fold writes or -1; and how many rows fold.
+      entries: int32 [rows, ring], the flat positions of the live entries in logical order; 0 for the others.
+      append: int32 [rows, T], the flat position of each new entry; -1 where nothing goes.
+    """
+
+    numbers: Array
+    entries: Array
+    append: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The static facts of one kernel.
+
+    Attributes:
+      rows, time: Of the launch.
+      heads, key_heads, key_dim, value_dim: Of the recurrence.
+      ring: Entries of a slot's ring.
+      state, entry, pair, out: Dtypes of checkpoints, entries, new keys and queries, and outputs.
+    """
+
+    rows: int
+    time: int
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    ring: int
+    state: np.dtype
+    entry: np.dtype
+    pair: np.dtype
+    out: np.dtype
+
+    @property
+    def tiles(self) -> int:
+        """Products of CHUNK rows for all pairs: keys and queries in one where they fit."""
+        return -(-2 * self.time // CHUNK)
+
+    @property
+    def width(self) -> int:
+        """Columns of the product of the state with all pairs, rounded up to 8."""
+        return -(-2 * self.time // 8) * 8
+
+    @property
+    def columns(self) -> int:
+        """Entries of a ring, in whole chunks, and what is passed on behind them, rounded up to one for each thread."""
+        later = max(0, self.ring - CHUNK)
+        return -(-(CHUNK + -(-later // WIDE) * WIDE + self.passed) // THREADS) * THREADS
+
+    @property
+    def passed(self) -> int:
+        """Numbers that reach the next item through shared memory: the fields of a row, and three of each token."""
+        return FOLDING + 3 * self.time
+
+    @property
+    def planes(self) -> int:
+        """bfloat16 arrays that an entry, key or query is split into."""
+        return 1 if self.pair == jnp.bfloat16 else 2
+
+    @property
+    def frugal(self) -> bool:
+        """Whether products are kept without the rows and columns that no token needs: three slots then fit."""
+        return self.time == 1
+
+    @property
+    def items(self) -> int:
+        return self.rows * self.heads
+
+    @property
+    def blocks(self) -> int:
+        return min(PROCESSORS, pl.cdiv(self.items, self.slots))
+
+    @property
+    def lanes(self) -> int:
+        """Warpgroups of all blocks."""
+        return self.blocks * self.slots
+
+    @property
+    def draws(self) -> bool:
+        """Whether lanes draw their items: worth a counter that must be zeroed before, if there are many."""
+        return pl.cdiv(self.items, self.lanes) > FEW_ROUNDS
+
+    @property
+    def spacing(self) -> int:
+        """Rows of which one folds, if there are as many others."""
+        return SPACING if self.draws else 1
+
+    @property
+    def stages(self) -> int:
+        """Later chunks, of WIDE entries, that have shared memory at once; if none, they are of CHUNK and share it.
+
+        A ring of several is worth a warpgroup.
+        """
+        if self.ring <= CHUNK or self.entry != jnp.bfloat16 or self.planes > 1:
+            return 0
+        if self.ring <= CHUNK + WIDE:
+            return int(self._slots(1) == self._slots(0))
+        return next((stages for stages in (2, 1) if self._slots(stages) >= min(2, self._slots(0))), 0)
+
+    @property
+    def slots(self) -> int:
+        """Warpgroups of a block: as many as there is work and shared memory for."""
+        return self._slots(self.stages)
+
+    def _slots(self, stages: int) -> int:
+        wanted = min(3, pl.cdiv(self.items, PROCESSORS))
+        return next((slots for slots in range(wanted, 0, -1) if self.bytes(slots, stages) <= MEMORY), 0)
+
+    def scratch(self, slots: int, stages: int) -> dict:
+        """Shared memory for `slots` warpgroups with `stages` later chunks."""
+        tiling = plgpu.TilingTransform((8, 128 // self.state.itemsize))  # pyright: ignore[reportAbstractUsage]
+        swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+
+        # Rows are a little longer than they need be: their columns then lie in different banks.
+        pitch = max(self.key_dim, self.value_dim) + 8
+        entries = WIDE if stages else CHUNK
+
+        def memory(*dims, dtype=jnp.float32, transforms=()):
+            return plgpu.SMEM((slots, *dims), dtype, transforms=transforms)
+
+        arrays = {
+            "state": memory(self.value_dim, self.key_dim, dtype=self.state, transforms=(tiling, swizzle)),
+            # A chunk of keys, the pairs, and the chunk's updates.
+            "rows": memory(self.planes, 2 * CHUNK + 2 * self.time, pitch, dtype=jnp.bfloat16),
+            # Of each entry the gate, then the decay since; behind the gates, what is passed on.
+            "sums": memory(self.columns + CHUNK),
+            "products": memory(2 * self.time if self.frugal else max(CHUNK, 2 * self.time), entries + CHUNK),
+            "reads": memory(*((2 * self.time, self.value_dim) if self.frugal else (self.value_dim, self.width + 2))),
+            "barriers": plgpu.Barrier(num_barriers=slots * (self.value_dim // TILE)),
+        }
+        if stages:  # keys and updates of each
+            arrays["later"] = memory(2 * WIDE * stages, pitch, dtype=jnp.bfloat16)
+        return arrays
+
+    def bytes(self, slots: int, stages: int) -> int:
+        """Shared memory for `slots` warpgroups with `stages` later chunks."""
+        arrays = [x for x in self.scratch(slots, stages).values() if not isinstance(x, plgpu.Barrier)]
+        sizes = [int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in arrays]
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes) + ALIGNMENT
