@@ -92,7 +92,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "The floor of a step is its bytes (checkpoints read and folded, live entries, appends, inputs and outputs, as "
         "the step's own integers say) over the read bandwidth, that of a sum over 4 GiB in the same run; achieved is "
         "floor / time. Times are for one layer's step, averaged over whole fold cycles on states that exceed the L2: "
-        "device time is that of the kernels, from jax.profiler, and wall time that of a loop of steps on the device. "
+        "device time is that of the kernels, from jax.profiler, and wall time that of a loop of steps on the device, "
+        "held up at times by the programs that are compiled meanwhile; rest_us in the JSON is the loop's other kernels "
+        "(integers, counters), which a model's step shares among its layers. "
         "Rows fold staggered, as a server's do, and, as a second figure, in lockstep. The kernel's results are "
         "compared with XLA's first; the exit status is 1, and nothing is timed, if they differ. Those of a companion "
         "are compared before it is timed; one that differs is left out, and the exit status is 1 as well. What XLA "
@@ -118,7 +120,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.only = options.only.split(",")
-    options.batches = options.batches and tuple(int(batch) for batch in options.batches.split(","))
+    options.batches = options.batches and tuple(report.whole_numbers(parser, "--batches", options.batches))
+    if options.heads < 1 or options.key_heads < 1 or options.heads % options.key_heads:
+        parser.error(f"--heads must be a multiple of --key-heads, got {options.heads} and {options.key_heads}")
     if unknown := set(options.only) - set(PARTS):
         parser.error(f"--only must name parts among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     report.check_plots(parser, options.json)

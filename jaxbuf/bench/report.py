@@ -22,6 +22,14 @@ def check_plots(parser: argparse.ArgumentParser, path: Path | None) -> None:
         parser.error("--json draws a plot, which needs matplotlib: pip install 'jaxbuf[plots]'")
 
 
+def whole_numbers(parser: argparse.ArgumentParser, option: str, words: str) -> list[int]:
+    """The numbers of an option, separated by commas; ends the program with one line if they are none from 1 on."""
+    numbers = [int(word) for word in words.split(",") if word.isdecimal()]
+    if len(numbers) != words.count(",") + 1 or min(numbers) < 1:
+        parser.error(f"{option} must be whole numbers of at least 1, separated by commas, got {words!r}")
+    return numbers
+
+
 def write(path: Path, record: dict[str, Any]) -> None:
     """Writes a record as JSON, into a folder that is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, default in (configuration.__kwdefaults__ or {}).items():
         shape.add_argument("--" + name.replace("_", "-"), type=int, default=default)
     options = parser.parse_args(arguments)
-    options.batches = [int(batch) for batch in options.batches.split(",")]
+    options.batches = report.whole_numbers(parser, "--batches", options.batches)
     options.forms = options.forms.split(",")
     if unknown := set(options.forms) - set(FORMS):
         parser.error(f"--forms must name forms among {', '.join(FORMS)}, got {', '.join(sorted(unknown))}")
