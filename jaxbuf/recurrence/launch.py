@@ -142,8 +142,8 @@ def _integers(
 ) -> tuple[Array, ...]:
     """The fields of `pallas.extend.gpu.Integers`.
 
-    Rows that fold come early: one in `spacing` rows folds while there are others for half of the rows or less. Entries
-    in the null block are left out, and so is everything of a row with no token.
+    Rows that fold come early: one in `spacing` rows, or in fewer, so that they are among the first half; with 1, they
+    are the first. Entries in the null block are left out, and so is everything of a row with no token.
     """
     works = lengths > 0
     rows, ring = before.entries.shape

@@ -23,6 +23,7 @@ QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
 BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}  # of a vector, relative to XLA's path; by entry dtype
 ROWS, LIMIT, MAX_PENDING = 8, 6, 8
+WRITTEN = ("updates", "checkpoints")  # arrays of a pool that a kernel computes
 
 type Figures = dict[str, float]
 
@@ -38,7 +39,7 @@ def new_inputs(rng, spec: RecurrenceSpec, rows: int, time: int, dtype) -> tuple[
 
 def poisoned(spec: RecurrenceSpec, slots: int = ROWS, limit: int = LIMIT, **settings) -> buffered.BufferedState:
     """A memory in which everything that no slot has written is NaN."""
-    cache = buffered.init(spec, slots=slots, limit=limit, max_pending=MAX_PENDING, **settings)
+    cache = buffered.init(spec, slots=slots, limit=limit, **({"max_pending": MAX_PENDING} | settings))
     return buffered.BufferedState(cache.cursor, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.pool))
 
 
@@ -97,6 +98,29 @@ def check_errors(rng, entry: str, state: str = "float32", **settings) -> Figures
             bounds["out"] = BOUNDS["bfloat16"]
         assert all(figures[name] <= bounds[name] for name in figures), f"{time} at once: {figures}, at most {bounds}"
         found |= {f"{name}, {time} at once": error for name, error in figures.items()}
+    return found
+
+
+def check_long_rings(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu", most: int = 64) -> Figures:
+    """A step at every filling of a ring: one later chunk, two and more; few rows (dealt) and many (drawn)."""
+    found = {}
+    for limit, time, rows in ((32, 5, ROWS), (32, 9, most), (56, 1, ROWS), (100, 1, most), (100, 5, most)):
+        cache = poisoned(spec, rows, limit, max_pending=16)
+        slots, figures = jnp.arange(1, rows + 1, dtype=jnp.int32), []
+        for _ in range(limit // 6 + 3):
+            lengths = jnp.asarray(rng.integers(4, 9, rows), jnp.int32)
+            _, cache = extend(
+                spec, cache, new_inputs(rng, spec, rows, 8, jnp.bfloat16), slots, lengths, implementation="xla"
+            )
+            cache = buffered.commit(cache, lengths, slots=slots)
+            step = spec, cache, new_inputs(rng, spec, rows, time, jnp.bfloat16), slots, jnp.full_like(slots, time)
+            (expected, reference), (out, after) = (extend(*step, implementation=x) for x in ("xla", implementation))
+            pairs = [(out, expected), *((getattr(x.pool, name) for x in (after, reference)) for name in WRITTEN)]
+            figures += [worst(*pair) for pair in pairs]
+        assert int(jnp.min(cache.cursor.folded[1:])) > 0, "a row has not folded"
+        what = f"limit {limit}, {time} at once, {rows} rows"
+        assert max(figures) <= BOUNDS["bfloat16"], f"{what}: {max(figures)}, at most {BOUNDS['bfloat16']}"
+        found[what] = max(figures)
     return found
 
 
@@ -267,6 +291,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_step_is_xlas_with_bfloat16_entries": lambda rng: check_errors(rng, "bfloat16"),
     "a_step_is_xlas_with_float16_entries": lambda rng: check_errors(rng, "float16"),
     "a_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_errors(rng, "bfloat16", "bfloat16"),
+    "a_step_is_xlas_with_more_entries_than_a_chunk": check_long_rings,
     "tokens_at_once_store_the_bits_of_one_by_one_bfloat16": lambda rng: check_at_once(rng, "bfloat16"),
     "tokens_at_once_store_the_bits_of_one_by_one_float32": lambda rng: check_at_once(rng, "float32"),
     "nan_reaches_no_row_that_it_does_not_belong_to": check_poison,

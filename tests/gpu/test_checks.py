@@ -37,6 +37,7 @@ def test_an_error_and_a_nan_are_seen():
 @pytest.mark.slow
 def test_the_other_checks_hold_of_xlas_path(rng):
     checks.check_at_once(rng, "bfloat16", spec=TINY, implementation="xla")
+    checks.check_long_rings(rng, spec=TINY, implementation="xla", most=9)
     checks.check_poison(rng, spec=TINY, implementation="xla")
     checks.check_tokens(checks.two_layers(), tokens=8)
     checks.check_logprobs(checks.two_layers("bfloat16"), tokens=8)

@@ -96,7 +96,7 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit, held, time", [(40, 30, 3), (100, 97, 1)])
+@pytest.mark.parametrize("limit, held, time", [(40, 30, 3), (56, 54, 1), (100, 97, 1)])  # rings of 56, 72 and 116
 def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, monkeypatch, limit, held, time):
     monkeypatch.setattr(gpu_shape, "PROCESSORS", 2)
     cache, rows = poisoned(buffered.init(NARROW, slots=SLOTS, limit=limit, max_pending=16)), jnp.array([1, 2])

@@ -9,15 +9,15 @@ thread a row of the state [value_dim, key_dim]. Then it multiplies the checkpoin
 after half, and lets the next item's stream in behind; substitutes forward over the T tokens; appends their entries. For
 a row that folds it first adds the entries to the checkpoint in shared memory, which goes back to the pool meanwhile.
 
-Nothing is waited for where it is asked for: cursors are read two items ahead; entries, gates and inputs one, by vectors
-of sixteen bytes a thread. They are staged in shared memory when an item is done; entries go there past the registers
-where it has room for them beside the item's.
+Little is waited for where it is asked for: cursors are read two items ahead; entries, gates and inputs one, by vectors
+of sixteen bytes a thread. They are staged in shared memory when an item is done; entries beyond the first chunk, and
+with several tokens that one too, go there past the registers where it has room for them beside the item's.
 
 Floor: (checkpoint · (1 + folds per step) + live entries + appends + inputs and outputs) / read bandwidth.
 
 Precision: operands in float32 enter products on the tensor cores as two bfloat16 halves (2^-16 relative); all sums are
 float32. No sum's order depends on whether an entry is committed or pending, which is why T tokens at once and one by
-one store the same bits.
+one store the same bits, with a float32 checkpoint: how often a fold rounds a narrower one depends on T.
 """
 
 import dataclasses
@@ -176,7 +176,7 @@ def _kernel(shape: Shape, interpret: bool):
         barriers = [scratch["barriers"].at[slot * len(halves) + i] for i in range(len(halves))]
         # Items that fold come early, for they take longest. Either the lanes draw items when they have done others,
         # which makes up for the multiprocessors' unequal shares of the bandwidth; or they are dealt, those that fold
-        # first and as if each took FOLD_COST rounds.
+        # first and as if each took FOLD_COST rounds. (The interpreter deals what should be drawn: in another order.)
         folding = numbers[0, FOLDING] * heads
         rounds, late = folding // stride, lax.rem(folding, stride)
         own = rounds + (lane < late).astype(jnp.int32)  # items of this lane that fold
@@ -356,7 +356,7 @@ def _kernel(shape: Shape, interpret: bool):
                     def _(half=half):
                         plgpu.copy_smem_to_gmem(state.at[half], checkpoints.at[fold_to, head, half])
 
-            def add_chunk(c, _):
+            def fold_chunk(c, _):
                 add(c, [(first, c * CHUNK, CHUNK)], c + 1 == chunks)
 
                 @pl.when(c + 1 < chunks)
@@ -365,16 +365,17 @@ def _kernel(shape: Shape, interpret: bool):
                     stage(gather_chunk(place, head, c + 1))
                     synchronize(interpret)
 
-            def add_later(j, _):
+            def fold_later(j, _):
                 copy(head, locate_later(place, j), later(0))
                 end_copies(interpret)
                 wait_for_copies(0, interpret)
                 synchronize(interpret)
                 add(j + 1, [(later(0), CHUNK + j * WIDE, WIDE)], j + 1 == chunks)
 
+            # What folds has at least one entry: the checkpoint is waited for, and goes back.
             if not stages:
                 chunks = pl.cdiv(live, CHUNK)
-                lax.fori_loop(0, chunks, add_chunk, None)
+                lax.fori_loop(0, chunks, fold_chunk, None)
                 return
             chunks = pl.cdiv(live - CHUNK, WIDE)  # later ones
             wait_for_copies(0, interpret)
@@ -382,7 +383,7 @@ def _kernel(shape: Shape, interpret: bool):
             staged = [(later(i), CHUNK + i * WIDE, WIDE) for i in range(stages)]
             add(0, [(first, 0, CHUNK), *staged], chunks <= stages)
             if shape.ring > CHUNK + stages * WIDE:
-                lax.fori_loop(stages, chunks, add_later, None)
+                lax.fori_loop(stages, chunks, fold_later, None)
 
         def serve(turn, carry):
             (_, place, head, fields), following, values, new_keys = carry
@@ -445,7 +446,7 @@ def _kernel(shape: Shape, interpret: bool):
                 loaded = load_next()
 
             # What the entries of a chunk add to every output; of the first, the tokens' products among each other too.
-            def add_entries(entry, source, length, added):
+            def add_entries(entry, source, length, added, number=None):
                 refs, start, _ = source
                 tokens = CHUNK if length == CHUNK else 0
                 n = length + tokens
@@ -471,7 +472,7 @@ def _kernel(shape: Shape, interpret: bool):
                     for i in these:
                         decay = jnp.where(line == i - start, spread(decays[i % time], decay.shape, 1, PRODUCT), decay)
                     products[pl.ds(start, CHUNK), columns] = matches * decay
-                if number is not None and isinstance(entry, int) and entry == 0:  # once a turn
+                if number is not None:
                     publish(number, sums_ref.at[shape.columns])
                 synchronize(interpret)
                 load_update = load_updates(source)
@@ -482,11 +483,13 @@ def _kernel(shape: Shape, interpret: bool):
 
             def add_chunk(c, carry):
                 added, found = carry
-                ahead = gather_next(place, head, c, chunks, found)
+                next_found = gather_next(place, head, c, chunks, found)
                 synchronize(interpret)  # all are done with the chunk before
                 stage(found)
                 synchronize(interpret)
-                return add_entries(c * CHUNK, first, CHUNK, added), ahead
+                return add_entries(c * CHUNK, first, CHUNK, added), next_found
+
+            loops = shape.ring > CHUNK + WIDE  # an item may have more later chunks than one
 
             def add_later(j, added):
                 positions = locate_later(place, jnp.minimum(j + stages, chunks - 1)) if loops else None
@@ -503,8 +506,7 @@ def _kernel(shape: Shape, interpret: bool):
                     end_copies(interpret)
                 return added
 
-            added = add_entries(0, first, CHUNK, [zeros((value_dim,), value_vector)] * (2 * time))
-            loops = shape.ring > CHUNK + stages * WIDE
+            added = add_entries(0, first, CHUNK, [zeros((value_dim,), value_vector)] * (2 * time), number=number)
             if stages:
                 chunks = jnp.where(folds, 0, pl.cdiv(live - CHUNK, WIDE))
                 if loops:
@@ -547,7 +549,7 @@ def _kernel(shape: Shape, interpret: bool):
                     else:
                         reads[half, pl.ds(0, width)] = tile
 
-                if stages:  # a ring so long may well belong to a slot without a checkpoint
+                if stages:  # a slot may well be without a checkpoint where a ring is longer than a chunk
                     pl.when(holds)(multiply_state)
                 else:
                     multiply_state()

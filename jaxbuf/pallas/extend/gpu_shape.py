@@ -25,7 +25,7 @@ ROW, LENGTH, LIVE, CHECKPOINT, HAS_CHECKPOINT, FOLD_TO, FOLDING, FIELDS = range(
 
 
 class Integers(NamedTuple):
-    """What the kernel needs to know of each row, those that fold early; the same for all layers of a model.
+    """What the kernel needs to know of each row, the same for all layers of a model; rows that fold stand early.
 
     Attributes:
       numbers: int32 [rows, FIELDS]: which row it is, its tokens, live entries, the checkpoint read, whether there is
@@ -61,11 +61,6 @@ class Shape:
     entry: np.dtype
     pair: np.dtype
     out: np.dtype
-
-    @property
-    def tiles(self) -> int:
-        """Products of CHUNK rows for all pairs: keys and queries in one where they fit."""
-        return -(-2 * self.time // CHUNK)
 
     @property
     def width(self) -> int:
@@ -113,7 +108,7 @@ class Shape:
 
     @property
     def spacing(self) -> int:
-        """Rows of which one folds, if there are as many others."""
+        """Rows of which one folds, among the first half or fewer of them; 1: those that fold come first."""
         return SPACING if self.draws else 1
 
     @property
@@ -153,7 +148,8 @@ class Shape:
             "state": memory(self.value_dim, self.key_dim, dtype=self.state, transforms=(tiling, swizzle)),
             # A chunk of keys, the pairs, and the chunk's updates.
             "rows": memory(self.planes, 2 * CHUNK + 2 * self.time, pitch, dtype=jnp.bfloat16),
-            # Of each entry the gate, then the decay since; behind the gates, what is passed on.
+            # Of each entry the gate, then the decay since; behind the gates, what is passed on; then the number drawn.
+            # CHUNK more than columns: a chunk of CHUNK reads as many decays behind its own, and leaves them out.
             "sums": memory(self.columns + CHUNK),
             "products": memory(2 * self.time if self.frugal else max(CHUNK, 2 * self.time), entries + CHUNK),
             "reads": memory(*((2 * self.time, self.value_dim) if self.frugal else (self.value_dim, self.width + 2))),
