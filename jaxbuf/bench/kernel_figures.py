@@ -109,11 +109,15 @@ def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> No
         words = ", ".join(f"{pairs[batch]:.2f} at {batch}" for batch in batches if pairs[batch])
         console.print(f"limit 16 over the recurrent step, by batch: {words}", soft_wrap=True)
     table = Table("target", "batch", "wanted", "measured", "", collapse_padding=True, pad_edge=False)
-    for row in targets:
-        value = "not measured" if row["measured"] is None else f"{row['measured']:.3f}"
-        verdict = {None: "", True: "hit", False: "MISS"}[row["hit"]]
-        table.add_row(row["target"], str(row["batch"]), f"{row['sense']} {row['wanted']}", value, verdict)
-    console.print(table)
+    measured = [row for row in targets if row["measured"] is not None]
+    for row in measured:
+        wanted, value = f"{row['sense']} {row['wanted']}", f"{row['measured']:.3f}"
+        table.add_row(row["target"], str(row["batch"]), wanted, value, "hit" if row["hit"] else "MISS")
+    if measured:
+        console.print(table)
+    if len(measured) < len(targets):
+        words = f"{len(targets) - len(measured)} of {len(targets)} targets, at batch 32, 128 and 256, were not measured"
+        console.print(words, soft_wrap=True)
 
 
 def show_companions(console: Console, figures: Sequence[Row]) -> None:
