@@ -107,8 +107,8 @@ def check_long_rings(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gp
     for limit, time, rows in ((32, 5, ROWS), (32, 9, most), (56, 1, ROWS), (100, 1, most), (100, 5, most)):
         cache = poisoned(spec, rows, limit, max_pending=16)
         slots, figures = jnp.arange(1, rows + 1, dtype=jnp.int32), []
-        for _ in range(limit // 6 + 3):
-            lengths = jnp.asarray(rng.integers(4, 9, rows), jnp.int32)
+        for _ in range(limit // 5 + 3):  # at least limit + 11 tokens
+            lengths = jnp.asarray(rng.integers(5, 9, rows), jnp.int32)
             _, cache = extend(
                 spec, cache, new_inputs(rng, spec, rows, 8, jnp.bfloat16), slots, lengths, implementation="xla"
             )
