@@ -194,6 +194,7 @@ def test_a_platform_that_is_not_there_is_an_error():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_text_so_far_and_prints_its_statistics():
     process = subprocess.Popen(
         [*COMMAND, "generate", PROMPT, "--max-new-tokens", "8000"],

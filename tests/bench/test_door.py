@@ -54,6 +54,7 @@ def test_figures_that_need_matplotlib_say_so_before_anything_runs(monkeypatch, t
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_short_drift_run_is_not_judged_and_keeps_what_it_is_told_to(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = bench("drift", *SMALL, "--profile", "trace")

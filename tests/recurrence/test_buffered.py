@@ -200,8 +200,9 @@ def test_bf16_entries_replay_to_the_state_and_are_within_an_ulp(rng, family):
         else:
             written = strength[t][..., None] * written
         ulp = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
-        # Without decay nothing forgets the rounding of the steps before: as random as a walk, it grows with their root.
-        rounding = np.finfo(np.float32).eps * (np.sqrt(t + 1) if spec.decay == "none" else 1.0)
+        # The state keeps the rounding of the steps that it remembers: as random as a walk, it grows with their root.
+        remembered = t + 1 if spec.decay == "none" else min(t + 1, 50)  # 50 is -1 / mean_log_decay
+        rounding = np.finfo(np.float32).eps * np.sqrt(remembered)
         worst = max(worst, (np.abs(updates[t] - exact) / (ulp + rounding * size)).max())
         state = state + written[..., None] * keys[t][:, :, None]
     assert worst <= 1.0
