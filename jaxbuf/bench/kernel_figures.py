@@ -116,7 +116,8 @@ def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> No
     if measured:
         console.print(table)
     if len(measured) < len(targets):
-        words = f"{len(targets) - len(measured)} of {len(targets)} targets, at batch 32, 128 and 256, were not measured"
+        batches = ", ".join(map(str, BATCHES))
+        words = f"{len(targets) - len(measured)} of {len(targets)} targets, at batch {batches}, were not measured"
         console.print(words, soft_wrap=True)
 
 

@@ -124,7 +124,7 @@ def _kernel(shape: Shape, interpret: bool):
     halves = [pl.ds(top, TILE) for top in range(0, value_dim, TILE)]
     part = 128 // shape.state.itemsize  # columns of the state that a product takes: a tile of its memory
     parts = [pl.ds(start, part) for start in range(0, key_dim, part)]
-    whole, chunk = pl.ds(0, key_dim), pl.ds(0, CHUNK)
+    whole = pl.ds(0, key_dim)
     first_update = CHUNK + 2 * time  # of `rows`
     stages, span = shape.stages, WIDE if shape.stages else CHUNK  # of later chunks, and their entries
     # First of the pairs that a product takes; the last takes some a second time.
@@ -201,10 +201,14 @@ def _kernel(shape: Shape, interpret: bool):
         def read_words(start, length, dtype):
             return [lax.bitcast_convert_type(sums_ref[passed + start + i], dtype) for i in range(length)]
 
+        def load_positions(place, start, length):
+            """Where keys and updates of an item's entries lie, for the threads that ask for them."""
+            here = entries.at[place, pl.ds(start, length)]
+            return [load(here, layout.reduce(1)) for layout in (keys_layout, updates_layout)]
+
         def locate_later(place, j):
             """Positions of the entries of a later chunk."""
-            here = entries.at[place, pl.ds(CHUNK + j * WIDE, WIDE)]
-            return [load(here, layout.reduce(1)) for layout in (keys_layout, updates_layout)]
+            return load_positions(place, CHUNK + j * WIDE, WIDE)
 
         def copy(head, positions, there):
             """Starts to copy a chunk to shared memory, with zeros where there is no entry."""
@@ -234,8 +238,7 @@ def _kernel(shape: Shape, interpret: bool):
         def locate(item):
             """Place and head of an item, what the row's cursor says, and where its entries lie."""
             place = jnp.minimum(item, items - 1) // heads
-            here = entries.at[place, chunk]
-            positions = [load(here, layout.reduce(1)) for layout in (keys_layout, updates_layout)]
+            positions = load_positions(place, 0, CHUNK)
             for stage in range(stages):
                 positions += locate_later(place, stage)
             every = [load(entries.at[place, pl.ds(i, THREADS)], EVERY) for i in range(0, shape.columns, THREADS)]
@@ -259,8 +262,7 @@ def _kernel(shape: Shape, interpret: bool):
             return list(zip(vectors, positions, strict=True))
 
         def gather_chunk(place, head, c):
-            here = entries.at[place, pl.ds(c * CHUNK, CHUNK)]
-            return gather(head, [load(here, layout.reduce(1)) for layout in (keys_layout, updates_layout)])
+            return gather(head, load_positions(place, c * CHUNK, CHUNK))
 
         def load_pairs(columns):
             pairs = [x.at[pl.ds(CHUNK, width), columns].transpose((1, 0)) for x in planes]
