@@ -19,9 +19,9 @@ import jax
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
 lm = jaxbuf.load("demo")
-started = time.perf_counter()
+started = time.process_time()  # of all threads; what else the machine does is not in it
 jaxbuf.generate(lm, ["The configuration file"], 8)
-print(time.perf_counter() - started, *(events.count(f"/jax/compilation_cache/cache_{x}") for x in ("hits", "misses")))
+print(time.process_time() - started, *(events.count(f"/jax/compilation_cache/cache_{x}") for x in ("hits", "misses")))
 """
 
 
@@ -36,7 +36,7 @@ def test_a_second_process_compiles_nothing(tmp_path, pytestconfig):
         return float(seconds), int(hits), int(misses)
 
     first, second = run(), run()
-    pytestconfig.get_terminal_writer().line(f"\nfirst {first[0]:.1f} s, second {second[0]:.1f} s")
+    pytestconfig.get_terminal_writer().line(f"\nfirst {first[0]:.1f} s, second {second[0]:.1f} s of processors")
     assert first[2] >= 2 and first[1] == 0
     assert second[2] == 0 and second[1] == first[2]
     assert second[0] < first[0]

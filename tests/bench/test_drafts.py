@@ -104,7 +104,9 @@ def test_drafts_are_those_of_a_chain_that_reads_the_text(lm, rng):
         for k in range(K):
             further, scores = layer(chained, following)
             place = newest - 1 + k
-            assert np.array_equal(found[newest - 1, :, k], np.argmax(scores[:, place], axis=-1))
+            scored = np.asarray(scores[:, place])
+            # The best token, or one as good: another program's rounding decides between two.
+            np.testing.assert_allclose(scored[np.arange(rows), found[newest - 1, :, k]], scored.max(axis=1), rtol=1e-5)
             chained = chained.at[:, place + 1].set(further[:, place])
 
 

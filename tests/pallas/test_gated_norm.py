@@ -20,13 +20,17 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(rows, time, dtype):
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-5), (jnp.bfloat16, 2**-7)])
+@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-5), (jnp.bfloat16, 2**-6)])
 def test_the_gpu_kernel_is_the_xla_path(rng, dtype, bound):
     arrays = new_arrays(rng, 3, 2, 4, dtype)
     found = gated_norm(*arrays, eps=1e-6, implementation="gpu", interpret=True)
     expected = gated_norm(*arrays, eps=1e-6, implementation="xla")
     assert found.dtype == expected.dtype and found.shape == expected.shape
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), rtol=bound, atol=1e-6)
+    if dtype == jnp.bfloat16:
+        # Both round the same two numbers. Where one lies halfway, sums of another order decide (one in 40,000 numbers):
+        # then an ulp, 2**-7, after the norm can be two after the gate. What rounded elsewhere would differ everywhere.
+        assert np.mean(np.asarray(found != expected)) < 0.01
 
 
 @pytest.mark.parametrize(
