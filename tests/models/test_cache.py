@@ -27,6 +27,9 @@ CONFIG = Config(
     layer_types=("linear_attention", "full_attention"),
     mtp_num_hidden_layers=0,
     initializer_range=0.3,
+    # A head's output is tiny where a query happens to be across all keys. Divided by its root mean square, its rounding
+    # error would be amplified a thousand times, which exceeds any tolerance for one random model in some hundred.
+    rms_norm_eps=1e-2,
 )
 SLOTS, PENDING, TIME = 3, 5, 64
 ALL = np.arange(1, SLOTS + 1, dtype=np.int32)

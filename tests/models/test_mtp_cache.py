@@ -109,7 +109,7 @@ def test_reading_with_rejections_equals_whole_sequences(model, sequences, rng):
     that a row left where all was rejected reach nobody."""
     whole, _ = run_whole(model, *sequences, np.full(ROWS, TIME, np.int32))
     memory, position, read = new_memory(), np.zeros(ROWS, np.int32), 0
-    for _ in range(40):
+    while read < 150:
         slots = rng.permutation(ROWS).astype(np.int32)
         start = position[slots]
         lengths = np.minimum(rng.integers(0, PENDING + 1, ROWS), TIME - start).astype(np.int32)
@@ -126,7 +126,6 @@ def test_reading_with_rejections_equals_whole_sequences(model, sequences, rng):
         back = rng.random(ROWS) < 0.1  # a smaller start is all that a rollback is
         position[back] = rng.integers(0, position[back] + 1)
         position[position == TIME] = 0  # the slot's next owner
-    assert read > 100
 
 
 def test_drafts_are_a_chain_over_what_was_committed(model, sequences, rng):

@@ -36,6 +36,9 @@ CONFIG = Config(
     layer_types=(LINEAR, FULL),
     mtp_num_hidden_layers=1,
     initializer_range=0.3,
+    # A head's output is tiny where a query happens to be across all keys: at 1e-6 its rounding error would be amplified
+    # a thousand times, which exceeds any tolerance for a few random models.
+    rms_norm_eps=1e-2,
 )
 ROWS, TIME, PENDING = 4, 100, 5
 
@@ -234,8 +237,11 @@ def test_loss_counts_what_the_mask_says(model, tokens, hidden, rng):
     np.testing.assert_allclose(metrics["mtp_loss"], expected_mtp, rtol=1e-4)
     np.testing.assert_allclose(loss, expected + 0.3 * expected_mtp, rtol=1e-4)
     assert float(metrics["tokens"]) == mask[:, 1:].sum()
-    right = (np.argmax(scores[:, :-1], axis=-1) == tokens[:, 1:])[mask[:, 1:]].mean()
-    np.testing.assert_allclose(metrics["next_token_accuracy"], right, rtol=1e-5)
+    is_target = np.arange(CONFIG.vocab_size) == tokens[:, 1:, None]
+    lead = [np.where(these, scores[:, :-1], -np.inf).max(axis=-1)[mask[:, 1:]] for these in (is_target, ~is_target)]
+    # A target that is as good as another token up to the difference of two programs may count or not.
+    fewest, most = ((lead[0] - lead[1] > near).mean() for near in (1e-4, -1e-4))
+    assert (1 - 1e-5) * fewest <= metrics["next_token_accuracy"] <= (1 + 1e-5) * most
 
 
 def test_every_parameter_has_a_finite_gradient_that_points_downhill(model, tokens):

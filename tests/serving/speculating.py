@@ -22,7 +22,7 @@ from jaxbuf.recurrence.tree import ancestors
 from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
 from jaxbuf.serving.speculation import Proposal
 from tests.serving.conftest import CONFIG, byte_tokenizer
-from tests.serving.goodness import chi_square_tail
+from tests.serving.goodness import tail_bound
 
 NEW, DRAFTS, ROWS = 40, 4, 8
 # Log-probabilities are asked for everywhere, so that all tests share their programs.
@@ -238,7 +238,7 @@ def joint_distribution(lm):
 
 
 def p_value(lm, drafter, rng, monkeypatch, *, batches=BATCHES):
-    """Of three tokens of each of batches * EACH rows, against exact enumeration."""
+    """A bound of it (`tail_bound`), of three tokens of each of batches * EACH rows, against exact enumeration."""
     monkeypatch.setattr(request, "PROMPT_BUCKET", 8)
     monkeypatch.setattr(request, "ROOM", 8)
     counts, drafted = collections.Counter(), 0
@@ -251,4 +251,4 @@ def p_value(lm, drafter, rng, monkeypatch, *, batches=BATCHES):
         drafted += int(np.asarray(carry.speculation.drafted).sum())
     assert drafted > EACH * batches
     expected = {cell: p * EACH * batches for cell, p in np.ndenumerate(joint_distribution(lm))}
-    return chi_square_tail(counts, expected)
+    return tail_bound(counts, expected)

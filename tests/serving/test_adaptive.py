@@ -11,6 +11,7 @@ import pytest
 from jaxbuf.serving import generate, generate_tokens, request, start
 from jaxbuf.serving.adaptive import COST, FORGETTING, PRIOR, PROBE, Adaptive, best_length
 from jaxbuf.serving.drafters import MTP
+from tests.serving.goodness import RARE
 from tests.serving.program import check_reused, computations, operation, written_in_loops
 from tests.serving.speculating import (
     DRAFTS,
@@ -50,9 +51,13 @@ def watch(results, right, count=DRAFTS) -> Watching:
     return Watching(**vars(script(results, right, count)))
 
 
+def rates_of(share, most, cost):
+    """The definition: tokens of a step for what it costs, by the number of drafts."""
+    return [sum(share**i for i in range(k + 1)) / (1 + cost * k) for k in range(most + 1)]
+
+
 def best_number(share, most, cost):
-    """The definition: tokens of a step for what it costs."""
-    rates = [sum(share**i for i in range(k + 1)) / (1 + cost * k) for k in range(most + 1)]
+    rates = rates_of(share, most, cost)
     return rates.index(max(rates))
 
 
@@ -60,8 +65,10 @@ def test_the_length_is_the_one_with_the_most_tokens_for_the_cost(rng):
     share = rng.random(300).astype(np.float32)
     for most, cost in ((4, 0.1), (15, 0.03), (8, 0.5), (1, 0.2)):
         found = np.asarray(best_length(jnp.asarray(share), most, cost))
-        expected = [best_number(float(x), most, cost) for x in share]
-        assert (found != expected).sum() <= 1  # two may be equal up to rounding
+        for x, number in zip(share, found, strict=True):
+            rates = rates_of(float(x), most, cost)
+            # The best one, or equal to it up to the rounding of some thirty operations in float32.
+            assert number == rates.index(max(rates)) or rates[number] > (1 - 30 * 2**-24) * max(rates)
         assert (found[share < cost] == 0).all() and (found[share > 1.01 * cost] > 0).all()
     assert best_length(jnp.ones(1), 15, 0.1).tolist() == [15]
     assert best_length(jnp.ones(1), 15, 0.0).tolist() == [15]
@@ -151,4 +158,4 @@ def test_sampled_tokens_are_distributed_as_by_exact_enumeration(architecture, rn
     drafter = Adaptive(MTP(4, branches=2), cost=0.3)
     p = p_value(tiny_models(architecture)[0], drafter, rng, monkeypatch)
     print(f"p = {p:.3g}")
-    assert p > 1e-5
+    assert p > RARE

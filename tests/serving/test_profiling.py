@@ -1,5 +1,7 @@
 """A trace's times are those of its operations, each in the scope that it came from."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -62,10 +64,17 @@ def test_the_matrix_product_of_a_scope_is_counted_there_and_nowhere_else(tmp_pat
     x, small, large = jnp.ones((1, 1, 1024)), jnp.ones((1024, 1024)), jnp.ones((8192, 1024))
     two_products(x, small, large).block_until_ready()
     with profiling.trace(tmp_path):
-        for _ in range(3):
+        for _ in range(10):
             two_products(x, small, large).block_until_ready()
-    rows = {row.scope: row for row in profiling.time_by_scope(tmp_path) if row.program == "two_products"}
-    seconds = {scope: row.seconds for scope, row in rows.items()}
+    runs = {}
+    for each in profiling.operations(tmp_path):
+        if each.program == "two_products":
+            runs.setdefault((each.scope, each.name), []).append(each.seconds)
+    # Of each operation the shortest run: whatever else the machine does lengthens some of them, and hardly all.
+    seconds = collections.Counter()
+    for (scope, _), times in runs.items():
+        assert len(times) == 10
+        seconds[scope] += min(times)
     assert seconds["head"] + seconds["mlp"] > 0.9 * sum(seconds.values())
     assert seconds["mlp"] > 2 * seconds["head"] > 0
 
