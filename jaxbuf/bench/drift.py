@@ -1,6 +1,7 @@
 """Measures how far the buffered recurrence drifts from the fp32 recurrence over a long decode."""
 
 import argparse
+import contextlib
 import itertools
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxbuf.bench import report
+from jaxbuf.compilation import without_cache
 from jaxbuf.recurrence import RecurrenceSpec, buffered, recurrent
 from jaxbuf.serving.profiling import trace
 
@@ -107,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     rows, curves = [], {}
     implementations = IMPLEMENTATIONS[options.implementation]
     regimes = [(decay, keys) for decay in DECAYS for keys in KEYS]
-    with trace(options.profile):
+    with without_cache() if options.profile else contextlib.nullcontext(), trace(options.profile):
         for decay, keys in track(regimes, "decoding", console=Console(stderr=True)):
             tokens = inputs(spec, options.steps, decay, keys, options.seed)
             reference = np.asarray(jax.jit(recurrent, static_argnums=0)(spec, None, *tokens)[0][0], np.float64)
