@@ -168,6 +168,14 @@ def _angles(config: Config, tokens: Array) -> tuple[Array, Array]:
     return rotary_angles(positions, dim=config.rotary_dim, theta=config.rope_theta)
 
 
+def last_hidden(hidden: Array, lengths: Array) -> Array:
+    """[b, 1, D]: the hidden state at each row's last real position, of hidden states [b, t, D] and int32 lengths [b].
+
+    A row without one gets what stands at its first position.
+    """
+    return jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
+
+
 def logits(model: Qwen3_5, hidden: Array) -> Array:
     """f32 [..., V] of hidden states [..., D]: the head of its own if there is one, else the embedding."""
     with jax.named_scope("head"):

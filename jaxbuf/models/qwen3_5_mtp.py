@@ -14,7 +14,7 @@ from jaxbuf.attention.paged import append, attend
 from jaxbuf.models.cache import MTPCache
 from jaxbuf.models.gated_attention import gated_attention
 from jaxbuf.models.layers import rotary_angles
-from jaxbuf.models.qwen3_5 import Qwen3_5, logits, mtp_layer
+from jaxbuf.models.qwen3_5 import Qwen3_5, last_hidden, logits, mtp_layer
 
 type Array = jax.Array
 
@@ -136,8 +136,7 @@ def draft_mtp(
         raise ValueError(f"draft_tokens must be at least 1, got {draft_tokens}")
     lengths = jnp.full(start.shape, next_tokens.shape[1], jnp.int32) if lengths is None else lengths
     further, memory = mtp_extend(model, memory, hidden, next_tokens, start=start, lengths=lengths, slots=slots)
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    own = jnp.take_along_axis(further, last, axis=1)
+    own = last_hidden(further, lengths)
     draft, told, state = choose(logits(model, own[:, 0]), jnp.int32(0), state)
     reading = jnp.minimum(lengths, 1)
 

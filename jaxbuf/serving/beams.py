@@ -240,8 +240,7 @@ def start_beams(
     dtypes = {"dtype": model.embed_tokens[...].dtype, "entry_dtype": entry_dtype}
     cache = init_cache(model.config, samples, **sizes, max_pending=1, **dtypes, again=True)
     hidden, cache = qwen3_5.prefill(model, with_limits(cache, limit), prompts, lengths=lengths, slots=readers)
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    logits = qwen3_5.logits(model, jnp.take_along_axis(hidden, last, axis=1))
+    logits = qwen3_5.logits(model, qwen3_5.last_hidden(hidden, lengths))
 
     def integers(*shape):
         return jnp.zeros(shape, jnp.int32)

@@ -192,10 +192,9 @@ class MTP:
         sizes = {"slots": carry.last.shape[0], "capacity": capacity, "max_pending": 1 + self.draft_tokens}
         memory = init_mtp(model.config, **sizes, dtype=model.embed_tokens[...].dtype)
         following = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1)))
-        known = jnp.maximum(lengths - 1, 0)
-        read = {"start": jnp.zeros_like(lengths), "lengths": known, "slots": slots}
+        read = {"start": jnp.zeros_like(lengths), "lengths": jnp.maximum(lengths - 1, 0), "slots": slots}
         _, memory = mtp_extend(model, memory, hidden, following, **read)
-        newest = jnp.take_along_axis(hidden, known[:, None, None], axis=1)
+        newest = qwen3_5.last_hidden(hidden, lengths)
         if carry.samples is not None:
             memory = fork_mtp(memory, carry.samples.source, all_slots(carry.cache))
             newest = newest[carry.samples.prompt]

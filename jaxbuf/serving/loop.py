@@ -81,8 +81,7 @@ def start(
     )
     slots = None if samples is None else samples.readers
     hidden, cache = qwen3_5.prefill(model, cache, prompts, lengths=lengths, slots=slots)
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    logits = qwen3_5.logits(model, jnp.take_along_axis(hidden, last, axis=1)[:, 0])
+    logits = qwen3_5.logits(model, qwen3_5.last_hidden(hidden, lengths)[:, 0])
 
     def zero():
         return jnp.zeros(rows, jnp.int32)
