@@ -97,12 +97,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "(integers, counters), which a model's step shares among its layers. "
         "Rows fold staggered, as a server's do, and, as a second figure, in lockstep. The kernel's results are "
         "compared with XLA's first; the exit status is 1, and nothing is timed, if they differ. Those of a companion "
-        "are compared before it is timed; one that differs is left out, and the exit status is 1 as well. What XLA "
-        "takes to read the checkpoints of a batch once, and to update them in place, is printed beside: a launch has "
-        "a start and an end, and writes cost more than reads, which the floor does not count.",
+        "are compared before it is timed; one that differs is left out, and the exit status is 1 as well. It is 1 too "
+        "if nothing of a part that --only names could be measured; other errors are remarks. What XLA takes to read "
+        "the checkpoints of a batch once, and to update them in place, is printed beside: a launch has a start and an "
+        "end, and writes cost more than reads, which the floor does not count.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument(
+        "--only", type=lambda words: words.split(","), default=[], help="parts to measure instead of all, with commas"
+    )
     parser.add_argument("--quick", action="store_true", help="batches 32 and 128 only, and few steps")
     parser.add_argument("--batches", default=None, help="batch sizes to measure instead of the usual, with commas")
     parser.add_argument("--budget", type=float, default=330, help="seconds after which nothing new is started")
@@ -119,7 +122,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="a folder for the jax.profiler traces of the timed steps, one folder for each program",
     )
     options = parser.parse_args(arguments)
-    options.only = options.only.split(",")
     options.batches = options.batches and tuple(report.whole_numbers(parser, "--batches", options.batches))
     if options.heads < 1 or options.key_heads < 1 or options.heads % options.key_heads:
         parser.error(f"--heads must be a multiple of --key-heads, got {options.heads} and {options.key_heads}")
@@ -150,7 +152,7 @@ def plan(options: argparse.Namespace) -> list[AnyCase]:
     cases += [make("limits", middle, limit=limit) for limit in LIMITS]
     cases += companions.plan(options.implementation, [*((batch, 1) for batch in large), (middle, 5)])
     cases += [Case("xla", batch, implementation="xla") for batch in large]
-    return [case for case in cases if case.part in options.only]
+    return [case for case in cases if case.part in (options.only or PARTS)]
 
 
 def loads(case: Case) -> list[Load]:
@@ -358,7 +360,10 @@ def keep(path: Path | None, record: Row, figures: Sequence[Row], left_out: Seque
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs with the words of a command line; returns the exit status, 1 if a kernel's results are wrong."""
+    """Runs with the words of a command line; returns the exit status.
+
+    It is 1 if a kernel's results are wrong, or nothing but errors came of a part that was asked for by name.
+    """
     options, console, notes = parse(arguments), Console(highlight=False), Console(stderr=True, highlight=False)
     began, cases = time.perf_counter(), plan(options)
     spec = RecurrenceSpec(options.heads, options.key_heads, options.dim, options.dim)
@@ -423,4 +428,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         plot(figures, options.json.with_suffix(".png"))
         console.print(f"wrote {options.json} and its plot", soft_wrap=True)
-    return int(any(row.get("error", "").startswith(companions.WRONG) for row in figures))
+    measured, failed = ({row["part"] for row in figures if name in row} for name in ("us", "error"))
+    missing = [part for part in options.only if part in failed - measured]
+    if missing:
+        console.print(f"--only {','.join(missing)}: nothing could be measured, see above", soft_wrap=True)
+    return int(bool(missing) or any(row.get("error", "").startswith(companions.WRONG) for row in figures))

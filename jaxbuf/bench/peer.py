@@ -20,7 +20,8 @@ def main(arguments: Sequence[str]) -> int:
             fused_recurrent_gated_delta_rule as extend,
         )
     except ImportError as error:
-        sys.stdout.write(json.dumps([{"error": f"not installed: {error}"}]) + "\n")
+        words = f"not installed: {error} (pip install fla-core torch triton)"
+        sys.stdout.write(json.dumps([{"error": words}]) + "\n")
         return 0
     versions = {module.__name__: module.__version__ for module in (fla, torch, triton)}
     (heads, key_heads, key_dim, value_dim), sizes = map(json.loads, arguments)

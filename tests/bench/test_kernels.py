@@ -203,7 +203,19 @@ def test_a_library_that_is_not_installed_is_a_row_that_says_so(monkeypatch, caps
     monkeypatch.setitem(sys.modules, "fla", None)
     assert peer.main(["[32, 16, 128, 128]", "[[1, 2]]"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert "not installed" in row["error"] and "fla" in row["error"]
+    assert "not installed" in row["error"] and "pip install fla-core torch triton" in row["error"]
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--only", "fla"], 1), ([], 0)], ids=["by name", "among all"])
+def test_a_part_that_cannot_be_measured_is_a_failure_only_where_it_was_asked_for(words, status, monkeypatch, capsys):
+    row = {"part": "fla", "error": "not installed: pip install it"}
+    monkeypatch.setattr(kernels, "bandwidths", lambda: {"read_bytes_per_s": 1e10, "copy_bytes_per_s": 1e10})
+    monkeypatch.setattr(kernels, "measure_peer", lambda spec, batches, layers: [row])
+    all_of = kernels.plan
+    monkeypatch.setattr(kernels, "plan", lambda options: [case for case in all_of(options) if case.part == "fla"])
+    assert kernels.main([*SMALL, *words]) == status
+    out = capsys.readouterr().out
+    assert "pip install it" in out and ("--only fla: nothing could be measured" in out) == status
 
 
 @pytest.mark.parametrize(
