@@ -81,11 +81,13 @@ class Adaptive:
         return drafts_trees(self.drafter)
 
     def start(self, model, carry, hidden, *, capacity, limit):
+        """Starts the inner drafter, with nothing counted yet; see `Drafter.start`."""
         rows = carry.last.shape[0]
         inner = self.drafter.start(model, carry, hidden, capacity=capacity, limit=limit)
         return AdaptiveState(inner, jnp.zeros(rows), jnp.zeros(rows), jnp.zeros(rows, jnp.int32))
 
     def propose(self, model, carry, most):
+        """Has the inner drafter draft as many tokens as pay on each row; see `Drafter.propose`."""
         state, steps = carry.speculation.state, carry.counters.steps
         share = (state.kept + PRIOR) / (state.judged + 1)
         length = best_length(share, self.draft_tokens, self.cost)
@@ -102,6 +104,7 @@ class Adaptive:
         return proposal, dataclasses.replace(state, inner=inner, depth=depth)
 
     def settle(self, model, state, hidden, tokens, number):
+        """Settles the inner drafter, and counts the drafts that were judged; see `Drafter.settle`."""
         inner = self.drafter.settle(model, state.inner, hidden, tokens, number)
         drafted = (state.depth > 0) & (number > 0)
         kept = jnp.minimum(number - 1, state.depth)

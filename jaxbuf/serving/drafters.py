@@ -119,9 +119,11 @@ class NGram:
         return self.branches > 1
 
     def start(self, model, carry, hidden, *, capacity, limit):
+        """Keeps nothing: the text is in the carry; see `Drafter.start`."""
         return ()
 
     def propose(self, model, carry, most):
+        """Drafts what followed earlier occurrences of the last tokens, a chain or a tree; see `Drafter.propose`."""
         if not self.trees:
             drafts, count = propose_ngram(carry.history, self.draft_tokens)
             return Proposal(drafts, jnp.minimum(count, most)), ()
@@ -129,6 +131,7 @@ class NGram:
         return Proposal(drafts, within_depth(parents, count, most), parents=parents), ()
 
     def settle(self, model, state, hidden, tokens, number):
+        """Keeps nothing; see `Drafter.settle`."""
         return ()
 
 
@@ -188,6 +191,7 @@ class MTP:
         return np.repeat(np.arange(chain, dtype=np.int32), width)
 
     def start(self, model, carry, hidden, *, capacity, limit):
+        """Reads the prompts up to their last position, which is left for the first `propose`; see `Drafter.start`."""
         prompts, lengths, slots = carry.prompts_read
         sizes = {"slots": carry.last.shape[0], "capacity": capacity, "max_pending": 1 + self.draft_tokens}
         memory = init_mtp(model.config, **sizes, dtype=model.embed_tokens[...].dtype)
@@ -203,6 +207,7 @@ class MTP:
         return MTPState(memory, newest, tokens, jnp.minimum(carry.history.lengths, 1))
 
     def propose(self, model, carry, most):
+        """Reads what the model read last, then drafts a chain or a tree; see `Drafter.propose`."""
         state, running = carry.speculation.state, carry.state == RUNNING
 
         def choose(scores, number, history):
@@ -238,6 +243,7 @@ class MTP:
         return Proposal(candidates[:, place, rank], count, log_q, parents), state
 
     def settle(self, model, state, hidden, tokens, number):
+        """Keeps what the model read, for the next `propose`, and the memory as it is; see `Drafter.settle`."""
         return MTPState(state.memory, hidden, tokens, number)
 
 
@@ -253,6 +259,7 @@ class DraftModel:
     draft_tokens: int = dataclasses.field(metadata={"static": True})
 
     def start(self, model, carry, hidden, *, capacity, limit):
+        """Reads the prompts into a cache of its own; see `Drafter.start`."""
         prompts, lengths, slots = carry.prompts_read
         sizes = {"rows": carry.last.shape[0], "bucket": prompts.shape[1], "capacity": capacity}
         sizes |= {"limit": limit, "max_pending": 1 + self.draft_tokens}
@@ -262,6 +269,7 @@ class DraftModel:
         return cache if carry.samples is None else fork_rows(cache, carry.samples)
 
     def propose(self, model, carry, most):
+        """Reads the newest token and every draft, which stay pending in its cache; see `Drafter.propose`."""
         cache, running = carry.speculation.state, carry.state == RUNNING
         limit = cache.cursor.limit
 
@@ -292,6 +300,7 @@ class DraftModel:
         return Proposal(drafts, most, log_q), dataclasses.replace(cache, cursor=cursor)
 
     def settle(self, model, state, hidden, tokens, number):
+        """Commits as many of the tokens that it read as the model did; see `Drafter.settle`."""
         return qwen3_5.commit(state, number)
 
 
