@@ -7,49 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from rich.progress import Progress
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxbuf.bench import drafts, texts
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.cache import init_mtp
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.serving import GenerationResult
 from jaxbuf.serving.stats import Stats
+from tests.serving.conftest import EOS
+from tests.serving.speculating import random_qwen3_5
 from tests.serving.test_drafting import reference
 
-EOS = 256
-CONFIG = Config(
-    vocab_size=257,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    linear_num_key_heads=1,
-    linear_num_value_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    layer_types=("linear_attention", "full_attention"),
-    eos_token_ids=(EOS,),
-    tie_word_embeddings=True,
-    mtp_num_hidden_layers=1,
-)
 K = 3
 
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
-    """Random, with a token for every byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    with jax.numpy_dtype_promotion("strict"):
-        model = qwen3_5.Qwen3_5(CONFIG, rngs=nnx.Rngs(0))
-    return LanguageModel(model, CONFIG, tokenizer, {}, jnp.dtype("float32"), "tiny")
+    return random_qwen3_5(0)
 
 
 def test_windows_are_whole_and_spread_over_the_joined_documents(lm):
@@ -89,7 +64,7 @@ def test_drafts_are_those_of_a_chain_that_reads_the_text(lm, rng):
     window, rows = 16, 2
     tokens = rng.integers(EOS, size=(rows, window)).astype(np.int32)
     hidden, best = drafts.read(lm.model, tokens)
-    memory = init_mtp(CONFIG, slots=rows, capacity=window, max_pending=1 + K)
+    memory = init_mtp(lm.config, slots=rows, capacity=window, max_pending=1 + K)
     found = drafts.draft_all(lm.model, memory, hidden, jnp.asarray(tokens), draft_tokens=K)
     assert found.shape == (window - K, rows, K) and best.shape == tokens.shape
 

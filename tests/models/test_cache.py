@@ -6,27 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxbuf.models import qwen3_5
-from jaxbuf.models.layers import replace_parameters
 from jaxbuf.models.qwen3_5 import Config
 from jaxbuf.sharing import PoolExhausted
+from tests.tiny import SIZES, abstract, random_model
 
 CONFIG = Config(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=12,
+    **SIZES,
     layer_types=("linear_attention", "full_attention"),
-    mtp_num_hidden_layers=0,
-    initializer_range=0.3,
     # A head's output is tiny where a query happens to be across all keys. Divided by its root mean square, its rounding
     # error would be amplified a thousand times, which exceeds any tolerance for one random model in some hundred.
     rms_norm_eps=1e-2,
@@ -40,10 +28,7 @@ commit, fork, reset = _jit(qwen3_5.commit), _jit(qwen3_5.fork), _jit(qwen3_5.res
 
 @pytest.fixture(scope="module")
 def model():
-    rng = np.random.default_rng()
-    shapes = jax.eval_shape(lambda: qwen3_5.Qwen3_5(CONFIG, rngs=nnx.Rngs(0)))
-    values = [0.3 * rng.standard_normal(leaf.shape) for leaf in jax.tree.leaves(shapes)]
-    return replace_parameters(shapes, [jnp.asarray(value, jnp.float32) for value in values])
+    return random_model(CONFIG)
 
 
 def new_cache(**sizes):
@@ -120,7 +105,7 @@ def is_exhausted(cache):
 
 def test_no_call_changes_the_shape_of_a_cache():
     """Whatever comes out goes in again: loops on the device carry it."""
-    model = jax.eval_shape(lambda: qwen3_5.Qwen3_5(CONFIG, rngs=nnx.Rngs(0)))
+    model = abstract(CONFIG)
     tokens, rows = jax.ShapeDtypeStruct((SLOTS, PENDING), jnp.int32), jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
     for sizes in ({}, {"trees": True}, {"trees": True, "pages": 9}):
         cache = jax.eval_shape(partial(new_cache, **sizes))

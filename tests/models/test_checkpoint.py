@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -23,8 +22,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from jaxbuf.models import checkpoint, replacing
 from jaxbuf.models.checkpoint import CheckpointError, save
 from jaxbuf.models.language_model import load
-from jaxbuf.models.layers import named_parameters, replace_parameters
-from jaxbuf.models.qwen3_5 import Config, Qwen3_5
+from jaxbuf.models.layers import named_parameters
+from jaxbuf.models.qwen3_5 import Config
+from tests.tiny import random_model
 
 CONFIG = Config(
     vocab_size=37,
@@ -46,15 +46,7 @@ CONFIG = Config(
 
 @pytest.fixture(scope="module")
 def model():
-    return make(CONFIG)
-
-
-def make(config):
-    """A model with random numbers everywhere, drawn by numpy: nothing to compile."""
-    rng = np.random.default_rng()
-    abstract = jax.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0)))
-    values = [0.3 * rng.standard_normal(leaf.shape) for leaf in jax.tree.leaves(abstract)]
-    return replace_parameters(abstract, [jnp.asarray(value, jnp.float32) for value in values])
+    return random_model(CONFIG)
 
 
 @pytest.fixture
@@ -314,7 +306,7 @@ def test_tokens_that_logits_refuses(directory):
 
 def test_saving_needs_no_more_than_the_parameters_say(model, tmp_path):
     tied = dataclasses.replace(CONFIG, tie_word_embeddings=True, mtp_num_hidden_layers=0)
-    small = make(tied)
+    small = random_model(tied)
     save(small, tied, tmp_path, dtype=jnp.float32)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     lm = load(tmp_path)

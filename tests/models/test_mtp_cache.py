@@ -1,33 +1,19 @@
 """The MTP layer with a memory: always its plain forward over whole sequences, whatever was rejected before."""
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxbuf.models import qwen3_5, qwen3_5_mtp
 from jaxbuf.models.cache import fork_mtp, init_mtp
-from jaxbuf.models.layers import replace_parameters
 from jaxbuf.models.qwen3_5 import Config
+from tests.tiny import SIZES, abstract, random_model
 
-CONFIG = Config(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=12,
-    layer_types=("full_attention",),
-    mtp_num_hidden_layers=1,
-    initializer_range=0.3,
-)
+CONFIG = Config(**SIZES, layer_types=("full_attention",), mtp_num_hidden_layers=1)
 SLOTS, PENDING, DRAFTS, TIME = 4, 4, 3, 40  # PENDING = 1 + DRAFTS, and a null row beside the slots: a batch has 5
 ROWS, TOLERANCE = SLOTS + 1, 2e-3
 _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -60,14 +46,7 @@ def run_draft(model, memory, hidden, next_tokens, start, lengths, slots, most=DR
 
 @pytest.fixture(scope="module")
 def model():
-    rng = np.random.default_rng()
-    values = [0.3 * rng.standard_normal(leaf.shape) for leaf in jax.tree.leaves(abstract())]
-    return replace_parameters(abstract(), [jnp.asarray(value, jnp.float32) for value in values])
-
-
-def abstract(dtype=jnp.float32, **changes):
-    config = Config(**{**CONFIG.__dict__, **changes})
-    return jax.eval_shape(lambda: qwen3_5.Qwen3_5(config, rngs=nnx.Rngs(0), dtype=dtype))
+    return random_model(CONFIG)
 
 
 def new_memory():
@@ -194,7 +173,8 @@ def test_a_fork_holds_what_its_source_held(rng):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_no_call_changes_the_shape_of_a_memory(dtype):
     """Whatever comes out goes in again, without `slots` too: loops on the device carry it."""
-    model, memory = abstract(dtype), jax.eval_shape(lambda: init_mtp(CONFIG, slots=SLOTS, capacity=TIME, dtype=dtype))
+    model = abstract(CONFIG, dtype)
+    memory = jax.eval_shape(lambda: init_mtp(CONFIG, slots=SLOTS, capacity=TIME, dtype=dtype))
     hidden = jax.ShapeDtypeStruct((SLOTS, PENDING, CONFIG.hidden_size), dtype)
     tokens, start = jax.ShapeDtypeStruct((SLOTS, PENDING), jnp.int32), jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
 
@@ -216,7 +196,7 @@ def test_no_call_changes_the_shape_of_a_memory(dtype):
 
 
 def test_errors_say_what_is_wrong(model):
-    memory, without = new_memory(), abstract(mtp_num_hidden_layers=0)
+    memory, without = new_memory(), abstract(dataclasses.replace(CONFIG, mtp_num_hidden_layers=0))
     hidden, tokens = np.zeros((SLOTS, 2, CONFIG.hidden_size), np.float32), np.zeros((SLOTS, 2), np.int32)
     start = np.zeros(SLOTS, np.int32)
     with pytest.raises(ValueError, match="no MTP layer"):

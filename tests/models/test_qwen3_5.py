@@ -20,6 +20,7 @@ from jaxbuf.models.checkpoint import save
 from jaxbuf.models.layers import cast, named_parameters, replace_parameters
 from jaxbuf.models.qwen3_5 import Config
 from jaxbuf.models.sharding import parameter_sharding
+from tests.tiny import abstract, random_model
 
 LINEAR, FULL = "linear_attention", "full_attention"
 CONFIG = Config(
@@ -72,15 +73,7 @@ run_loss = jax.jit(
 
 @pytest.fixture(scope="module")
 def model():
-    """Random numbers in every parameter, drawn by numpy: nothing to compile."""
-    rng = np.random.default_rng()
-    shapes = abstract(CONFIG)
-    values = [0.3 * rng.standard_normal(leaf.shape) for leaf in jax.tree.leaves(shapes)]
-    return replace_parameters(shapes, [jnp.asarray(value, jnp.float32) for value in values])
-
-
-def abstract(config):
-    return jax.eval_shape(lambda: qwen3_5.Qwen3_5(config, rngs=nnx.Rngs(0)))
+    return random_model(CONFIG)
 
 
 @pytest.fixture

@@ -13,16 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.models.qwen3_5 import Qwen3_5
 from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.recurrence.tree import ancestors
 from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
 from jaxbuf.serving.speculation import Proposal
 from tests.serving.conftest import CONFIG, byte_tokenizer
 from tests.serving.goodness import tail_bound
+from tests.tiny import random_model
 
 NEW, DRAFTS, ROWS = 40, 4, 8
 # Log-probabilities are asked for everywhere, so that all tests share their programs.
@@ -33,11 +32,9 @@ TIE = 1e-4
 def random_qwen3_5(seed: int, **changes) -> LanguageModel:
     """A Qwen3.5 model with an MTP layer whose parameters are all random; `changes` are of its configuration."""
     config = Config.from_dict({**CONFIG, "mtp_num_hidden_layers": 1, **changes})
-    leaves, tree = jax.tree.flatten(nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(seed))))
-    rng = np.random.default_rng(seed)
-    noisy = [jnp.asarray(0.15 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
+    model = random_model(config, scale=0.15, seed=seed)
     tokenizer = byte_tokenizer() if config.vocab_size == CONFIG["vocab_size"] else None
-    return LanguageModel(jax.tree.unflatten(tree, noisy), config, tokenizer, {}, jnp.dtype("float32"), "tiny")
+    return LanguageModel(model, config, tokenizer, {}, jnp.dtype("float32"), "tiny")
 
 
 # name -> (seed, changes of the configuration) -> a random model

@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import replace_parameters
-from jaxbuf.models.qwen3_5 import Qwen3_5
 from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.serving import SamplingParams, beam_search, beams, generate, request
 from tests.serving.conftest import CONFIG
 from tests.serving.program import check_on_device, check_reused, made_in_loops, written_in_loops
-from tests.serving.speculating import near_tie
+from tests.serving.speculating import TINY, VOCAB, near_tie
+from tests.tiny import random_model
 
 NEW, BEAMS, LIMIT = 24, 3, 6  # several folds, and pages that fill up while beams fork
 LENGTHS = (63, 1, 37)
@@ -202,19 +201,15 @@ def test_beams_of_a_long_prompt_share_its_pages(lm):
     assert pages == [66, 63 + 4 * 4]
 
 
-VOCAB, SHORT, EOS = 5, 4, 4
+SHORT, EOS = 4, TINY["eos_token_id"]
 MANY = VOCAB ** (SHORT - 1)
 
 
 @pytest.fixture(scope="module")
 def tiny():
     """A model of five tokens, of which the last one ends a text."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "eos_token_id": EOS}
-    config = Config.from_dict({**CONFIG, **sizes, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8})
-    leaves, tree = jax.tree.flatten(nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng()
-    values = [jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
-    return LanguageModel(jax.tree.unflatten(tree, values), config, None, {}, jnp.dtype("float32"), "tiny")
+    config = Config.from_dict(CONFIG | TINY)
+    return LanguageModel(random_model(config), config, None, {}, jnp.dtype("float32"), "tiny")
 
 
 def everything(lm, prompt, stops, new):

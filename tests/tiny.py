@@ -1,0 +1,37 @@
+"""Tiny Qwen3.5 models: the sizes of one, and any configuration in shapes or with random parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxbuf.models.layers import replace_parameters
+from jaxbuf.models.qwen3_5 import Config, Qwen3_5
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+
+
+def abstract(config: Config, dtype=jnp.float32) -> Qwen3_5:
+    """A model in shapes."""
+    return jax.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0), dtype=dtype))
+
+
+def random_model(config: Config, *, scale: float = 0.3, seed: int | None = None) -> Qwen3_5:
+    """Normal numbers in every parameter, norms and gates included, drawn by numpy: nothing to compile.
+
+    Without a seed they are others in every run.
+    """
+    rng, shapes = np.random.default_rng(seed), abstract(config)
+    values = [scale * rng.standard_normal(leaf.shape) for leaf in jax.tree.leaves(shapes)]
+    return replace_parameters(shapes, [jnp.asarray(value, jnp.float32) for value in values])
