@@ -41,6 +41,7 @@ def measured(made, tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_figures_and_a_plot(measured):
     record = json.loads(measured.read_text())
     assert record["script"] == "scripts/bench_step" and record["read_bytes_per_s"] > 0 and record["steps"] == 8
@@ -66,10 +67,12 @@ def test_a_run_keeps_its_figures_and_a_plot(measured):
     assert record["ratios"] == [{"batch": 3, "buffered_over_recurrent": one / other}]
 
 
+@pytest.mark.slow
 def test_the_rows_fold_in_whole_cycles(measured):
     assert [row["folds"] for row in json.loads(measured.read_text())["figures"]] == [1.0, 0.25]
 
 
+@pytest.mark.slow
 def test_the_bytes_are_those_counted_by_hand(measured):
     weights = 4 * sum(leaf.size for leaf in jax.tree.leaves(shapes()))
     state, entry = 4 * 2 * 8 * 8, 4 * (8 + 2 * 8) + 4 * 2
@@ -107,6 +110,7 @@ def test_the_random_model_has_the_parameters_of_the_architecture_each_its_own():
     assert all(0.015 < value.std() < 0.025 for value in values)
 
 
+@pytest.mark.slow
 def test_every_run_of_a_form_starts_alike_and_its_rows_are_staggered(made):
     options, _, carry = made
     first = step.first_carry(step.small_arrays(carry), "buffered", options)
@@ -145,6 +149,7 @@ def test_the_kernel_is_counted_by_its_mean_and_the_parts_by_all_their_operations
     assert by_xla == {"kernel": None, "launches": 0.0, "us": pytest.approx(20.0), "share": pytest.approx(1.0)}
 
 
+@pytest.mark.slow
 def test_the_kernels_time_is_compared_with_that_of_the_kernels_benchmark(tmp_path, capsys, measured):
     figures = [
         {"part": part, "batch": 3, "limit": limit, "us": us, "phase": "staggered"}

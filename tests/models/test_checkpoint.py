@@ -387,6 +387,7 @@ def start_saving(directory):
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there_before", [False, True])
 def test_a_save_that_is_killed_leaves_what_was_there(model, tmp_path, start_saving, there_before):
     target = tmp_path / "target"

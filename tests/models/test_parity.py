@@ -92,6 +92,7 @@ def test_fixtures_are_small():
     assert sum(file.stat().st_size for file in files) <= 4 * 2**20
 
 
+@pytest.mark.slow
 def test_random_fixtures_cover_what_differs_between_checkpoints():
     models = [read(name)[0] for name in RANDOM]
     configs = [lm.config for lm in models]

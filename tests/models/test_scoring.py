@@ -77,6 +77,7 @@ def test_the_most_probable_tokens_are_found_in_blocks(lm, rng):
     np.testing.assert_allclose(np.take_along_axis(expected, found.top_ids, -1), best, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tokens_fit_at_a_vocabulary_of_248_320(lm, monkeypatch):
     config = dataclasses.replace(lm.config, vocab_size=248_320, max_position_embeddings=2**17)
     model = qwen3_5.Qwen3_5(config, rngs=nnx.Rngs(0))

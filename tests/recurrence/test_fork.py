@@ -49,6 +49,7 @@ def test_forks_share_and_diverge_without_touching_each_other(rng, form):
     assert int(twin.cache.cursor.sharing.states.left) == 5 and int(twin.cache.cursor.sharing.blocks.left) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{"blocks": 60}, {"states": 60}])
 def test_what_is_not_given_is_enough_for_all_slots_at_once(given):
     """Slots in pairs, each pair with one checkpoint and full blocks of both, that all fold and write in one launch."""

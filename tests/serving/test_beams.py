@@ -232,7 +232,8 @@ def small_shapes(monkeypatch):
     monkeypatch.setattr(beams, "ROOM", 8)
 
 
-@pytest.mark.parametrize("form", ["buffered", pytest.param("recurrent", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["buffered", "recurrent"])
 def test_with_as_many_beams_as_texts_it_finds_the_best_of_all(tiny, rng, small_shapes, form):
     """Until the last step no text falls out, so what comes back are the best of all texts there are."""
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 6)]

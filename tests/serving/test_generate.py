@@ -122,6 +122,7 @@ def test_a_generation_in_slices_is_the_whole_one(lm, prompts, greedy):
         assert whole.tokens == greedy[1].tokens
 
 
+@pytest.mark.slow
 def test_settings_do_not_compile_again_and_a_second_bucket_does_once(lm):
     start.clear_cache()
     generate_tokens.clear_cache()

@@ -40,6 +40,7 @@ def test_nothing_is_compiled_while_a_generation_is_traced(profiled):
     assert any("Execute" in name for name in found) and not any("Compil" in name for name in found)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_same_times(profiled):
     done = CliRunner().invoke(app, ["profile", str(profiled)])
     assert done.exit_code == 0
@@ -116,6 +117,7 @@ def test_a_pallas_kernel_is_placed_by_the_name_of_its_function():
     assert profiling._place(scopes, "command_buffer_7", "stable_mosaic_gpu_kernel") == "other"
 
 
+@pytest.mark.slow
 def test_the_operations_of_a_profile_are_those_of_its_scopes(profiled):
     ran = profiling.operations(profiled)
     for row in profiling.time_by_scope(profiled):

@@ -39,6 +39,7 @@ def leaves(state):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
+@pytest.mark.slow
 @pytest.mark.foreign
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     held_out = {"heldout": text()[:34].reshape(2, 17)}
