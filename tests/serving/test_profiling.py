@@ -72,10 +72,13 @@ def test_the_matrix_product_of_a_scope_is_counted_there_and_nowhere_else(tmp_pat
         if each.program == "two_products":
             runs.setdefault((each.scope, each.name), []).append(each.seconds)
     # Of each operation the shortest run: whatever else the machine does lengthens some of them, and hardly all.
-    seconds = collections.Counter()
+    seconds, whole = collections.Counter(), collections.Counter()
     for (scope, _), times in runs.items():
         assert len(times) == 10
         seconds[scope] += min(times)
+        whole[scope] += sum(times)
+    rows = [row for row in profiling.time_by_scope(tmp_path) if row.program == "two_products"]
+    assert {row.scope: row.seconds for row in rows} == pytest.approx(dict(whole))
     assert seconds["head"] + seconds["mlp"] > 0.9 * sum(seconds.values())
     assert seconds["mlp"] > 2 * seconds["head"] > 0
 
