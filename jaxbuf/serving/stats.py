@@ -46,7 +46,7 @@ class Stats:
 
         A last step whose last token is a draft (a stop token, say) gave no token beside its drafts and counts one more.
         """
-        return 1 + self.accepted / max(self.steps, 1)
+        return (self.steps + self.accepted) / self.steps if self.steps else 1.0
 
 
 def state_traffic(
