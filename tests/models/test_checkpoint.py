@@ -425,15 +425,15 @@ def test_a_save_that_is_killed_leaves_what_was_there(model, tmp_path, start_savi
 def test_a_save_that_is_killed_at_any_time_leaves_one_whole_checkpoint(tmp_path, start_saving, rng, attempt):
     target = tmp_path / "target"
     process = start_saving(target, "go")
-    for _ in range(3):
-        process.stdout.readline()
+    first = [process.stdout.readline() for _ in range(3)]
     time.sleep(rng.uniform(0, 0.2))
     process.send_signal(signal.SIGKILL)
     process.wait()
     leaves = jax.tree.leaves(load(target).model)
     (value,) = {float(number) for leaf in leaves for number in np.unique(leaf)}
-    last = [int(line) for line in process.stdout.read().split()]
-    assert value >= 2 and (not last or value in (last[-1], last[-1] + 1))
+    last = int([*first, *process.stdout.read().split()][-1])
+    # Of the save that was told last, or of the next one; on a busy machine there may be more than a hundred by now.
+    assert value in (last % 100, (last + 1) % 100)
 
 
 def test_everything_is_on_the_disk_before_the_name_changes(model, directory, monkeypatch):
