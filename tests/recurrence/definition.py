@@ -39,6 +39,9 @@ def inputs(rng, spec, batch, time, *, mean_log_decay=-0.3):
     """Random q, k (unit norm), v, log_decay, beta in float32, as `recurrent` takes them."""
     q, k = rng.standard_normal((2, batch, time, spec.key_heads, spec.key_dim))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    # A token that finds an empty state gives (q · k) u: of a q orthogonal to k, all of it is rounding. None is.
+    orthogonal = np.abs(np.sum(q * k, axis=-1)) < 0.01
+    q[orthogonal] = (q + k)[orthogonal] * np.sqrt(0.5)
     v = rng.standard_normal((batch, time, spec.heads, spec.value_dim))
     shape = (batch, time, spec.heads, *((spec.key_dim,) if spec.decay == "channel" else ()))
     log_decay = None if spec.decay == "none" else (mean_log_decay * rng.exponential(size=shape)).astype(np.float32)

@@ -27,9 +27,6 @@ def inputs(rng, family, batch, time):
     """q, k, v, log_decay, beta of a family in float32; row i of the batch decays as REGIMES[i % 4]."""
     spec = FAMILIES[family]
     q, k, v, log_decay, beta = definition.inputs(rng, spec, batch, time, mean_log_decay=-1.0)
-    # A token that finds an empty state gives (q · k) u: of a q orthogonal to k, all of it is rounding. None is.
-    orthogonal = np.abs(np.sum(q * k, axis=-1)) < 0.01
-    q[orthogonal] = (q + k)[orthogonal] * np.float32(np.sqrt(0.5))
     if family == "Mamba-2":  # beta is the step size dt, log_decay a rate of the head times dt
         beta = (2 * beta**2).astype(np.float32)
         log_decay = -beta * rng.uniform(0.5, 2, (1, 1, spec.heads)).astype(np.float32)

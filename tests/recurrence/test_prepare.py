@@ -92,9 +92,17 @@ def test_half_precision_inputs_give_half_precision_and_float32_gates(weights, ra
     raw[0] = raw[0].astype(jnp.bfloat16)
     found = prepare_sequence(SPEC, weights, *raw)
     assert [x.dtype for x in found] == [jnp.bfloat16] * 3 + [jnp.float32] * 2
-    for x, expected in zip(found, definition(SPEC, weights, *raw), strict=True):
-        # bfloat16 after the convolution, after SiLU (its sigmoid, too) and after the norm
-        np.testing.assert_allclose(float64(x), expected, atol=2e-3, rtol=2**-6)
+    found = dict(zip(Inputs._fields, map(float64, found), strict=True))
+    for name, expected in zip(found, definition(SPEC, weights, *raw), strict=True):
+        if name in ("log_decay", "beta"):
+            np.testing.assert_allclose(found[name], expected, atol=2e-6, rtol=2e-5)
+            continue
+        # A rounding to bfloat16 is by up to u = 2**-8. v has three: after the convolution, of SiLU's sigmoid and of its
+        # product. SiLU makes 1.3 of the first, and more only where it is so small that atol covers it: 3.3u. q and k
+        # have these in an element and in the norm that divides it, and one after: 7.6u.
+        np.testing.assert_allclose(found[name], expected, atol=2e-3, rtol=2**-6 if name == "v" else 2**-5)
+        error = np.linalg.norm(found[name] - expected)
+        assert error < 2**-7 * np.linalg.norm(expected), "roundings do not all go one way"
 
 
 def test_steps_with_rejections_are_the_whole_sequence(weights, raw, rng):
