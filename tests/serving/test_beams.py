@@ -73,9 +73,10 @@ def plain_search(after, allowed, *, stops, penalty=1.0, early=True, new=NEW, num
             nearest = min(nearest, apart(ended[-1], left_out[0]))
         live = going[:number]
         if not live or (early and len(ended) == number):
-            return ended, nearest
-    ended += [(tokens, score, score / new**penalty) for tokens, score in live]
-    ended = sorted(ended, key=lambda found: -found[2])
+            break
+    else:
+        ended += [(tokens, score, score / new**penalty) for tokens, score in live]
+        ended = sorted(ended, key=lambda found: -found[2])
     gaps = [apart(*pair) for pair in itertools.pairwise(ended[: number + 1])]
     return ended[:number], min([nearest, *gaps])
 
