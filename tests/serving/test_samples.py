@@ -265,7 +265,9 @@ def test_drafters_take_samples(drafting, rng, name):
     while True:
         prompts = draw_prompts(rng)
         found = generate(lm, prompts, NEW, SETTINGS, drafter=drafter)
-        beside = (generate(near, prompts, NEW, SETTINGS, drafter=drafter) for near in models_beside(lm, rng))
+        drafters = models_beside(other, rng) if name == "model" else [drafter] * 4
+        pairs = zip(models_beside(lm, rng), drafters, strict=True)
+        beside = (generate(near, prompts, NEW, SETTINGS, drafter=drafts) for near, drafts in pairs)
         if all(outcome_of(near) == outcome_of(found) for near in beside):
             break  # rounding decides nothing
     check_separate(lm, prompts, found, drafter=drafter)
