@@ -69,12 +69,14 @@ class Held:
       checkpoint: int32 [rows], its row of the pool; read only where has_checkpoint (bool [rows]).
       entries: int32 [rows, ring], their flat positions in the pool (block · block_size + offset).
       live: int32 [rows], how many of them are committed.
+      max_pending: The most tokens of one launch (static).
     """
 
     checkpoint: Array
     has_checkpoint: Array
     entries: Array
     live: Array
+    max_pending: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -327,7 +329,8 @@ def held(cursor: Cursor, slots: Array) -> Held:
     block = jnp.take_along_axis(cursor.block_table[slots], ring // block_size, axis=1)
     has_checkpoint = (cursor.folded[slots] > 0) & (slots > 0)
     live = jnp.where(slots > 0, cursor.length[slots], 0)
-    return Held(cursor.checkpoint_of[slots], has_checkpoint, block * block_size + ring % block_size, live)
+    entries = block * block_size + ring % block_size
+    return Held(cursor.checkpoint_of[slots], has_checkpoint, entries, live, cursor.max_pending)
 
 
 def _reserve(

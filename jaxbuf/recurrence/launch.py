@@ -100,6 +100,7 @@ def _gpu_shape(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Arra
         key_dim=spec.key_dim,
         value_dim=spec.value_dim,
         ring=before.entries.shape[1],
+        max_time=before.max_pending,
         state=pool.checkpoints.dtype,
         entry=pool.keys.dtype,
         pair=jnp.dtype(jnp.bfloat16 if q.dtype == pool.keys.dtype == jnp.bfloat16 else jnp.float32),

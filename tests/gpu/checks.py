@@ -63,11 +63,17 @@ def worst(found, expected) -> float:
 
 
 def errors(
-    rng, entry: str, state: str = "float32", time: int = 5, spec: RecurrenceSpec = QWEN, implementation: str = "gpu"
+    rng,
+    entry: str,
+    state: str = "float32",
+    time: int = 5,
+    spec: RecurrenceSpec = QWEN,
+    implementation: str = "gpu",
+    **sizes,
 ) -> Figures:
     """The worst errors over ragged steps with rejections and folds; every step starts from XLA's memory."""
     found = {"out": 0.0, "entries": 0.0, "checkpoints": 0.0}
-    cache = poisoned(spec, entry_dtype=jnp.dtype(entry), state_dtype=jnp.dtype(state))
+    cache = poisoned(spec, entry_dtype=jnp.dtype(entry), state_dtype=jnp.dtype(state), **sizes)
     slots, folds = jnp.asarray(rng.permutation(ROWS) + 1, jnp.int32), 0
     for _ in range(24):
         inputs = new_inputs(rng, spec, ROWS, time, jnp.dtype("float32" if entry == "float32" else "bfloat16"))
@@ -87,9 +93,9 @@ def errors(
     return found
 
 
-def check_errors(rng, entry: str, state: str = "float32", **settings) -> Figures:
+def check_errors(rng, entry: str, state: str = "float32", times: tuple[int, ...] = (1, 5), **settings) -> Figures:
     found = {}
-    for time in (1, 5):
+    for time in times:
         figures = errors(rng, entry, state, time, **settings)
         bounds = dict.fromkeys(figures, BOUNDS[entry])
         if state == "bfloat16":
@@ -99,6 +105,11 @@ def check_errors(rng, entry: str, state: str = "float32", **settings) -> Figures
         assert all(figures[name] <= bounds[name] for name in figures), f"{time} at once: {figures}, at most {bounds}"
         found |= {f"{name}, {time} at once": error for name, error in figures.items()}
     return found
+
+
+def check_recurrent(rng, entry: str, state: str = "float32", **settings) -> Figures:
+    """At limit 1, tokens come one by one and every step folds."""
+    return check_errors(rng, entry, state, times=(1,), limit=1, max_pending=1, **settings)
 
 
 def check_long_rings(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu", most: int = 64) -> Figures:
@@ -292,6 +303,8 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_step_is_xlas_with_float16_entries": lambda rng: check_errors(rng, "float16"),
     "a_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_errors(rng, "bfloat16", "bfloat16"),
     "a_step_is_xlas_with_more_entries_than_a_chunk": check_long_rings,
+    "a_recurrent_step_is_xlas_with_float32_entries": lambda rng: check_recurrent(rng, "float32"),
+    "a_recurrent_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_recurrent(rng, "bfloat16", "bfloat16"),
     "tokens_at_once_store_the_bits_of_one_by_one_bfloat16": lambda rng: check_at_once(rng, "bfloat16"),
     "tokens_at_once_store_the_bits_of_one_by_one_float32": lambda rng: check_at_once(rng, "float32"),
     "nan_reaches_no_row_that_it_does_not_belong_to": check_poison,

@@ -44,6 +44,7 @@ def error(found, expected):
 @pytest.mark.parametrize(
     "time, limit, state, entry",
     [
+        (1, 1, "float32", "bfloat16"),
         (1, 16, "float32", "bfloat16"),
         (5, 32, "float32", "bfloat16"),
         (9, 32, "float32", "bfloat16"),
@@ -53,7 +54,7 @@ def error(found, expected):
     ],
 )
 def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, limit, state, entry):
-    rows, max_pending = 128, 8 if time <= 8 else 16
+    rows, max_pending = 128, 1 if limit == 1 else 8 if time <= 8 else 16
     sizes = {"slots": rows, "limit": limit, "max_pending": max_pending}
     dtypes = {"state_dtype": jnp.dtype(state), "entry_dtype": jnp.dtype(entry)}
     cache = jax.eval_shape(lambda: buffered.init(QWEN, **sizes, **dtypes))
@@ -97,6 +98,33 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
         state = buffered.read(spec, cache, rows["slots"])
         assert error(state, buffered.read(spec, reference, rows["slots"])) < bound
     assert int(cache.cursor.folded.max()) > 0
+
+
+@pytest.mark.parametrize(
+    "spec, state, entry, limit, bound",
+    [(SMALL, "float32", "float32", 1, 1e-5), (NARROW, "bfloat16", "bfloat16", 5, 1e-2)],
+)
+def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, bound):
+    state, entry = jnp.dtype(state), jnp.dtype(entry)
+    cache = buffered.init(spec, slots=SLOTS, limit=limit, max_pending=1, state_dtype=state, entry_dtype=entry)
+    cache, slots = poisoned(cache), jnp.array([2, 1])
+    for lengths in ([1, 1], [1, 0], [0, 1], *[[1, 1]] * limit):
+        inputs = new_inputs(rng, spec, 2, 1, jnp.float32)
+        lengths = jnp.array(lengths)
+        expected, reference = buffered.extend(spec, cache, *inputs, slots=slots, lengths=lengths, implementation="xla")
+        out, cache = extend_on_gpu(spec, cache, inputs, slots=slots, lengths=lengths)
+        assert error(out, expected) < bound
+        for name in ("keys", "gates"):
+            found, expected = (np.asarray(getattr(x.pool, name), np.float32) for x in (cache, reference))
+            np.testing.assert_array_equal(found, expected)
+        cache, reference = (buffered.commit(x, lengths, slots=slots) for x in (cache, reference))
+        states = [buffered.read(spec, x, slots) for x in (cache, reference)]
+        assert error(*states) < bound
+    assert (cache.cursor.folded[1:] > 0).all()
+    slots = jnp.array([1, 0])
+    expected = buffered.fold(spec, cache, slots=slots, implementation="xla")
+    found = buffered.fold(spec, cache, slots=slots, implementation="gpu", interpret=True)
+    assert error(*(np.asarray(x.pool.checkpoints[1:], np.float32) for x in (found, expected))) < bound
 
 
 @pytest.mark.slow

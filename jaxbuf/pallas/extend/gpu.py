@@ -13,6 +13,8 @@ Little is waited for where it is asked for: cursors are read two items ahead; en
 of sixteen bytes a thread. They are staged in shared memory when an item is done; entries beyond the first chunk, and
 with several tokens that one too, go there past the registers where it has room for them beside the item's.
 
+One token a launch on few entries is another kernel, `gpu_step`.
+
 Floor: (checkpoint · (1 + folds per step) + live entries + appends + inputs and outputs) / read bandwidth.
 
 Precision: operands in float32 enter products on the tensor cores as two bfloat16 halves (2^-16 relative); all sums are
@@ -43,6 +45,7 @@ from jaxbuf.pallas.extend.gpu_shape import (
     Integers,
     Shape,
 )
+from jaxbuf.pallas.extend.gpu_step import extend_step
 from jaxbuf.pallas.lanes import (
     COMPILER,
     EVERY,
@@ -103,6 +106,11 @@ def extend(
     checkpoints, *entries = arrays
     flat = [x.reshape(-1, *x.shape[2:4]) for x in entries]
     flat[2] = flat[2].reshape(-1, shape.heads)
+    if shape.alone:
+        refs = [jax.new_ref(x) for x in (checkpoints, *flat)]
+        out = extend_step(shape, integers, refs, q, k, v, log_decay, beta, interpret=interpret)
+        checkpoints, *flat = (jax.freeze(ref) for ref in refs)
+        return out, (checkpoints, *(x.reshape(old.shape) for x, old in zip(flat, entries, strict=True)))
     padding = shape.columns - shape.ring
     positions = jnp.pad(integers.entries, ((0, 0), (0, padding)))
     counter = [jnp.zeros(1, jnp.int32)] if shape.draws and not interpret else []

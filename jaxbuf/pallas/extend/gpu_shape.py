@@ -20,6 +20,7 @@ PROCESSORS = 132  # of an H100 or H200
 MEMORY = 227 * 1024  # bytes of shared memory that a block may have
 ALIGNMENT = 1024  # of each array in it
 FEW_ROUNDS = 4  # of items, which lanes have dealt: from more they draw
+FEW_ENTRIES = 8  # of a ring, that are added to the state one after the other
 SPACING = 4  # rows of which one folds, where lanes draw: the others keep the memory busy meanwhile
 ROW, LENGTH, LIVE, CHECKPOINT, HAS_CHECKPOINT, FOLD_TO, FOLDING, FIELDS = range(8)  # of `Integers.numbers`
 
@@ -47,6 +48,7 @@ class Shape:
       rows, time: Of the launch.
       heads, key_heads, key_dim, value_dim: Of the recurrence.
       ring: Entries of a slot's ring.
+      max_time: The most tokens of a launch: as many places of a ring are free.
       state, entry, pair, out: Dtypes of checkpoints, entries, new keys and queries, and outputs.
     """
 
@@ -57,10 +59,16 @@ class Shape:
     key_dim: int
     value_dim: int
     ring: int
+    max_time: int
     state: np.dtype
     entry: np.dtype
     pair: np.dtype
     out: np.dtype
+
+    @property
+    def alone(self) -> bool:
+        """Whether tokens only come one by one, to few entries."""
+        return self.max_time == 1 and self.ring <= FEW_ENTRIES
 
     @property
     def width(self) -> int:
