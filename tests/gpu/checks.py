@@ -37,7 +37,9 @@ def new_inputs(rng, spec: RecurrenceSpec, rows: int, time: int, dtype) -> tuple[
     return *(jnp.asarray(x, dtype) for x in (q, k, v)), *(jnp.asarray(x, jnp.float32) for x in (log_decay, beta))
 
 
-def poisoned(spec: RecurrenceSpec, slots: int = ROWS, limit: int = LIMIT, **settings) -> buffered.BufferedState:
+def poisoned(
+    spec: RecurrenceSpec, slots: int = ROWS, limit: int | jax.Array = LIMIT, **settings
+) -> buffered.BufferedState:
     """A memory in which everything that no slot has written is NaN."""
     cache = buffered.init(spec, slots=slots, limit=limit, **({"max_pending": MAX_PENDING} | settings))
     return buffered.BufferedState(cache.cursor, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.pool))
@@ -115,8 +117,11 @@ def check_recurrent(rng, entry: str, state: str = "float32", **settings) -> Figu
 def check_long_rings(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu", most: int = 64) -> Figures:
     """A step at every filling of a ring: one later chunk, two and more; few rows (dealt) and many (drawn)."""
     found = {}
-    for limit, time, rows in ((32, 5, ROWS), (32, 9, most), (56, 1, ROWS), (100, 1, most), (100, 5, most)):
-        cache = poisoned(spec, rows, limit, max_pending=16)
+    sizes = ((32,), 5, ROWS), ((32,), 9, most), ((56,), 1, ROWS), ((100,), 1, most), ((100,), 5, most)
+    # Rows that fold, hold a checkpoint, or do not, next to each other.
+    for limits, time, rows in (*sizes, ((250, 20, 60), 1, most), ((250, 20, 100), 3, most)):
+        limit = max(limits)
+        cache = poisoned(spec, rows, jnp.asarray(np.resize(limits, rows), jnp.int32), max_pending=16)
         slots, figures = jnp.arange(1, rows + 1, dtype=jnp.int32), []
         for _ in range(limit // 5 + 3):  # at least limit + 11 tokens
             lengths = jnp.asarray(rng.integers(5, 9, rows), jnp.int32)
@@ -135,12 +140,20 @@ def check_long_rings(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gp
     return found
 
 
-def check_at_once(rng, entry: str, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") -> Figures:
-    """T tokens at once and one by one store the same bits."""
-    time, cache = 5, poisoned(spec, limit=32, entry_dtype=jnp.dtype(entry))
+def check_at_once(rng, entry: str, held: int = 0, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") -> Figures:
+    """T tokens at once and one by one store the same bits, behind `held` entries and behind more, with gates near 0
+    and far from it."""
+    time, cache = 5, poisoned(spec, limit=held + 32, entry_dtype=jnp.dtype(entry))
     slots, ones = jnp.arange(1, ROWS + 1, dtype=jnp.int32), jnp.ones(ROWS, jnp.int32)
-    for _ in range(3):
-        inputs = new_inputs(rng, spec, ROWS, time, jnp.bfloat16)
+    for _ in range(held // MAX_PENDING):
+        inputs = new_inputs(rng, spec, ROWS, MAX_PENDING, jnp.bfloat16)
+        _, cache = extend(spec, cache, inputs, slots, MAX_PENDING * ones, implementation="xla")
+        cache = buffered.commit(cache, MAX_PENDING * ones, slots=slots)
+    for _ in range(5):  # up to 30 entries: more than one chunk, and no fold
+        *inputs, log_decay, beta = new_inputs(rng, spec, ROWS, time, jnp.bfloat16)
+        extreme = rng.choice(np.array([0, -1e-6, -20, -130, -np.inf], np.float32), log_decay.shape)
+        log_decay = jnp.where(rng.random(log_decay.shape) < 0.03, extreme, log_decay)
+        inputs = *inputs, log_decay, beta
         _, at_once = extend(spec, cache, inputs, slots, time * ones, implementation=implementation)
         one_by_one = cache
         for t in range(time):
@@ -150,7 +163,8 @@ def check_at_once(rng, entry: str, spec: RecurrenceSpec = QWEN, implementation: 
         for name in ("keys", "updates", "gates"):
             found, expected = (np.asarray(getattr(x.pool, name)) for x in (at_once, one_by_one))
             different = np.unpackbits(np.bitwise_xor(found.view(np.uint8), expected.view(np.uint8))).sum()
-            largest = np.nanmax(np.abs(found.astype(np.float32) - expected.astype(np.float32)))
+            with np.errstate(invalid="ignore"):  # -inf less -inf
+                largest = np.nanmax(np.abs(found.astype(np.float32) - expected.astype(np.float32)))
             assert different == 0, f"{different} bits of {name} differ, by at most {largest:.1e}"
         kept = jnp.asarray(rng.integers(1, time + 1, ROWS), jnp.int32)
         cache = buffered.commit(at_once, kept, slots=slots)
@@ -307,6 +321,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_recurrent_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_recurrent(rng, "bfloat16", "bfloat16"),
     "tokens_at_once_store_the_bits_of_one_by_one_bfloat16": lambda rng: check_at_once(rng, "bfloat16"),
     "tokens_at_once_store_the_bits_of_one_by_one_float32": lambda rng: check_at_once(rng, "float32"),
+    "tokens_at_once_behind_many_entries_store_the_bits_of_one_by_one": lambda rng: check_at_once(rng, "bfloat16", 80),
     "nan_reaches_no_row_that_it_does_not_belong_to": check_poison,
     "no_pool_sized_write_in_a_loop_of_steps": lambda rng: check_loop(),
     "no_pool_sized_write_in_the_program_of_two_layers": lambda rng: check_program(two_layers()),

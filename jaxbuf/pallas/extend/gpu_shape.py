@@ -15,9 +15,11 @@ type Array = jax.Array
 
 TILE = 64  # rows of the state that a product takes
 CHUNK = 16  # entries, or pairs of a new key and a new query, that a product takes
-WIDE = 32  # entries of a later chunk, where there is shared memory for them
+WIDE = 32  # entries of a later chunk at most, where there is shared memory for them
+GROUP = 8  # entries of a chunk: several tokens skip those of which there are none
 PROCESSORS = 132  # of an H100 or H200
 MEMORY = 227 * 1024  # bytes of shared memory that a block may have
+SWIZZLE = 128  # bytes of a row of the state's tiles in it
 ALIGNMENT = 1024  # of each array in it
 FEW_ROUNDS = 4  # of items, which lanes have dealt: from more they draw
 FEW_ENTRIES = 8  # of a ring, that are added to the state one after the other
@@ -71,14 +73,24 @@ class Shape:
         return self.max_time == 1 and self.ring <= FEW_ENTRIES
 
     @property
+    def room(self) -> int:
+        """Committed entries that a slot may have."""
+        return self.ring - self.max_time
+
+    @property
+    def wide(self) -> int:
+        """Entries of a later chunk, where there is shared memory for it: as many as slots may have, in whole groups."""
+        return min(WIDE, max(CHUNK, -(-(self.room - CHUNK) // GROUP) * GROUP))
+
+    @property
     def width(self) -> int:
         """Columns of the product of the state with all pairs, rounded up to 8."""
         return -(-2 * self.time // 8) * 8
 
     @property
     def columns(self) -> int:
-        """Entries of a ring, in whole chunks, and what is passed on behind them, rounded up to one for each thread."""
-        later = max(0, self.ring - CHUNK)
+        """Entries of a slot, in whole chunks, and what is passed on behind them, rounded up to one for each thread."""
+        later = max(0, self.room - CHUNK)
         return -(-(CHUNK + -(-later // WIDE) * WIDE + self.passed) // THREADS) * THREADS
 
     @property
@@ -95,6 +107,27 @@ class Shape:
     def frugal(self) -> bool:
         """Whether products are kept without the rows and columns that no token needs: three slots then fit."""
         return self.time == 1
+
+    @property
+    def group(self) -> int:
+        """Heads that share a key."""
+        return self.heads // self.key_heads
+
+    @property
+    def halves(self) -> list:
+        """Rows of the state that are asked for, and multiplied, together."""
+        return [pl.ds(top, TILE) for top in range(0, self.value_dim, TILE)]
+
+    @property
+    def parts(self) -> list:
+        """Columns of the state that a product takes: a tile of its memory."""
+        columns = SWIZZLE // self.state.itemsize
+        return [pl.ds(start, columns) for start in range(0, self.key_dim, columns)]
+
+    @property
+    def tiles(self) -> list[int]:
+        """First of the pairs that a product takes; the last takes some a second time."""
+        return [*range(0, 2 * self.time - CHUNK, CHUNK), max(0, 2 * self.time - CHUNK)]
 
     @property
     def items(self) -> int:
@@ -121,15 +154,25 @@ class Shape:
 
     @property
     def stages(self) -> int:
-        """Later chunks, of WIDE entries, that have shared memory at once; if none, they are of CHUNK and share it.
+        """Later chunks, of `wide` entries, that have shared memory at once; if none, they are of CHUNK and share it.
 
         A ring of several is worth a warpgroup.
         """
-        if self.ring <= CHUNK or self.entry != jnp.bfloat16 or self.planes > 1:
+        if self.room <= CHUNK or self.entry != jnp.bfloat16 or self.planes > 1:
             return 0
-        if self.ring <= CHUNK + WIDE:
+        if self.room <= CHUNK + WIDE:
             return int(self._slots(1) == self._slots(0))
         return next((stages for stages in (2, 1) if self._slots(stages) >= min(2, self._slots(0))), 0)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a first chunk goes to shared memory at once, past the registers."""
+        return bool(self.stages) and not self.frugal
+
+    @property
+    def span(self) -> int:
+        """Columns of `products` for entries, before what tokens have of each other."""
+        return WIDE if self.stages else CHUNK
 
     @property
     def slots(self) -> int:
@@ -142,8 +185,8 @@ class Shape:
 
     def scratch(self, slots: int, stages: int) -> dict:
         """Shared memory for `slots` warpgroups with `stages` later chunks."""
-        tiling = plgpu.TilingTransform((8, 128 // self.state.itemsize))  # pyright: ignore[reportAbstractUsage]
-        swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+        tiling = plgpu.TilingTransform((8, SWIZZLE // self.state.itemsize))  # pyright: ignore[reportAbstractUsage]
+        swizzle = plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
 
         # Rows are a little longer than they need be: their columns then lie in different banks.
         pitch = max(self.key_dim, self.value_dim) + 8
@@ -164,7 +207,7 @@ class Shape:
             "barriers": plgpu.Barrier(num_barriers=slots * (self.value_dim // TILE)),
         }
         if stages:  # keys and updates of each
-            arrays["later"] = memory(2 * WIDE * stages, pitch, dtype=jnp.bfloat16)
+            arrays["later"] = memory(2 * self.wide * stages, pitch, dtype=jnp.bfloat16)
         return arrays
 
     def bytes(self, slots: int, stages: int) -> int:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.pallas.extend.gpu_products import ZERO, where
 from jaxbuf.pallas.extend.gpu_shape import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Integers, Shape
 from jaxbuf.pallas.lanes import COMPILER, load
 
@@ -55,7 +56,6 @@ def _kernel(shape: Shape, interpret: bool):
     group = heads // shape.key_heads
     layout = _layout(shape.state)
     along_keys, along_values = layout.reduce(0), layout.reduce(1)
-    zero = np.float32(0)
 
     def spread(x, axis):
         return plgpu.layout_cast(lax.broadcast_in_dim(x, (PART, key_dim), [axis]), layout)
@@ -84,9 +84,9 @@ def _kernel(shape: Shape, interpret: bool):
         def add(state, gate, key, update):
             return state * jnp.exp(gate) + spread(update, 0) * spread(key, 1)
 
-        state = _where(holds > 0, state)
+        state = where(holds > 0, state)
         some = live > 0
-        state = add(state, jnp.where(some, gate, zero), _where(some, key), _where(some, update))
+        state = add(state, jnp.where(some, gate, ZERO), where(some, key), where(some, update))
         state = lax.fori_loop(1, live, lambda i, state: add(state, *load_entry(entries[place, i])), state)
         stored = state.astype(shape.state)
 
@@ -111,7 +111,7 @@ def _kernel(shape: Shape, interpret: bool):
         out = jnp.sum(state * spread(query, 1), axis=1) * decay
         stored = (new_beta * (value - recalled)).astype(shape.entry)
         out = out + stored.astype(jnp.float32) * jnp.sum(query * new_key)
-        out_ref[row, 0, head, values] = _where(length > 0, out).astype(shape.out)
+        out_ref[row, 0, head, values] = where(length > 0, out).astype(shape.out)
 
         @pl.when(to >= 0)
         def _():
@@ -125,8 +125,3 @@ def _kernel(shape: Shape, interpret: bool):
         compiler_params=COMPILER,  # and no barrier: no thread reads what another wrote
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )
-
-
-def _where(flag: Array, x: Array) -> Array:
-    """x if the scalar flag is set, else zeros: selected, because what x was read from may be another owner's NaN."""
-    return jnp.where(jnp.broadcast_to(flag, x.shape), x, jnp.zeros_like(x))
