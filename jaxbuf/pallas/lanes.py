@@ -16,6 +16,7 @@ COMPILER = plgpu.CompilerParams(
     approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
 )
 THREADS = 128  # of a warpgroup
+WARP = 32
 EVERY = plgpu.Layout.TCGEN05_TMEM_NATIVE(4).reduce(1)  # of THREADS numbers, one in each thread
 
 
@@ -165,6 +166,110 @@ def round_now(x: Array, layout, interpret: bool) -> Array:
     return _inline(move, (layout,), plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout))(x)
 
 
+def sum_later(arrays: list[Array], interpret: bool) -> list[Array]:
+    """Of arrays float32 [THREADS], `EVERY`: each number and those of later threads of its warp, summed as a tree."""
+    if interpret:
+        return [jnp.cumsum(x.reshape(-1, WARP)[:, ::-1], axis=1)[:, ::-1].reshape(-1) for x in arrays]
+
+    def add(_, *arrays):
+        # All at once: the assembler leaves shuffles in their order, and each would wait for the one before.
+        every = range(len(arrays))
+        lines = [".reg .pred p;", f".reg .f32 t<{len(arrays)}>;", ".reg .u32 lane;", "mov.u32 lane, %laneid;"]
+        lines += [f"mov.f32 ${i}, ${len(arrays) + i};" for i in every]
+        for step in (1, 2, 4, 8, 16):
+            lines += [f"setp.lt.u32 p, lane, {WARP - step};"]
+            lines += [f"shfl.sync.down.b32 t{i}, ${i}, {step}, 31, 0xffffffff;" for i in every]
+            lines += [f"@p add.f32 ${i}, ${i}, t{i};" for i in every]
+        numbers = [vector.extract(x.registers.flat[0], [], [0]) for x in arrays]
+        kind = llvm.StructType.get_literal([number.type for number in numbers])
+        constraints = ",".join(["=&f"] * len(arrays) + ["f"] * len(arrays))
+        text = "{" + " ".join(lines) + "}"
+        found = llvm.inline_asm(kind, numbers, text, constraints, has_side_effects=True)
+        sums = []
+        for i, x in enumerate(arrays):
+            number = llvm.extractvalue(numbers[i].type, found, [i])
+            registers = np.full_like(x.registers, vector.broadcast(ir.VectorType.get((1,), number.type), number))
+            sums.append(mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None))
+        return sums
+
+    kinds = [plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=EVERY) for x in arrays]
+    return _inline(add, (EVERY,) * len(arrays), kinds)(*arrays)
+
+
+def publish_warps(x: Array, ref, interpret: bool) -> None:
+    """Writes what the first thread of each warp has of float32 [THREADS], `EVERY`, to shared memory [warps]."""
+    if interpret:
+        ref[...] = x[::WARP]
+        return
+
+    def write(_, x, ref):
+        i32 = ir.IntegerType.get_signless(32)
+        number, thread = vector.extract(x.registers.flat[0], [], [0]), _thread()
+        warp = arith.divui(thread, arith.constant(i32, WARP))
+        place = mgpu.utils.memref_ptr(ref)
+        place = llvm.getelementptr(place.type, place, [warp], [-(2**31)], number.type, [])
+        lane = arith.remui(thread, arith.constant(i32, WARP))
+        text = "{.reg .pred p; setp.eq.s32 p, $2, 0; @p st.shared.f32 [$0], $1;}"
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [place, number, lane], text, "r,f,r,~{memory}", has_side_effects=True
+        )
+
+    _inline(write, (EVERY, plgpu.RefType()), None)(x, ref)
+
+
+def relabel(x: Array, source, target, dims: tuple[int, ...], place) -> Array:
+    """The numbers that each thread has of x, in layout `source`, as those of an array [dims] in layout `target`.
+
+    Args:
+      place: From the index of a register in x, and which part of it, to the index of the target's register.
+    """
+
+    def move(_, x):
+        layout = target.to_mgpu()
+        registers = np.empty(layout.registers_shape(dims), object)
+        length = layout.vector_length
+        for i, numbers in np.ndenumerate(x.registers):
+            for j in range(x.layout.vector_length // length):
+                kind = ir.VectorType.get((length,), ir.VectorType(numbers.type).element_type)
+                part = vector.extract_strided_slice(kind, numbers, [j * length], [length], [1])
+                registers[place(i, j)] = part
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return _inline(move, (source,), plgpu.ShapeDtypeStruct(dims, x.dtype, layout=target))(x)
+
+
+def store_rows(x: Array, layout, axis: int, ref, interpret: bool) -> None:
+    """Writes the first rows (axis 0) or columns (axis 1) of a product, float32, to shared memory [n, the other]: n is
+    even, and at most 8.
+    """
+    n = ref.shape[0]
+    if interpret:
+        ref[...] = x[:n] if axis == 0 else x[:, :n].T
+        return
+
+    def write(_, x, ref):
+        i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
+        for ((*_, lower, _, _, _, _), numbers), place in zip(
+            np.ndenumerate(x.registers), x.layout.thread_idxs(x.shape), strict=True
+        ):
+            if axis == 0 and lower:  # the ninth row and those behind it
+                continue
+            row, column = place
+            stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, place[axis], _number(n)))
+            pair = [vector.extract(numbers, [], [i]) for i in range(2)]
+            if axis == 0:
+                points, text = [target.point(row, column)], "@p st.shared.v2.f32 [$1], {$2, $3};"
+            else:
+                points = [target.point(arith.addi(column, _number(i)), row) for i in range(2)]
+                text = "@p st.shared.f32 [$1], $3; @p st.shared.f32 [$2], $4;"
+            text = f"{{.reg .pred p; setp.ne.s32 p, $0, 0; {text}}}"
+            constraints = ",".join(["r"] * (1 + len(points)) + ["f"] * 2) + ",~{memory}"
+            operands = [stores, *points, *pair]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    _inline(write, (layout, plgpu.RefType()), None)(x, ref)
+
+
 def synchronize(interpret: bool) -> None:
     """Waits for all threads of the warpgroup; each then sees what the others wrote to shared memory.
 
@@ -187,7 +292,8 @@ def count_up(counter) -> Array:
 
     def add(_, counter):
         i32, layout = ir.IntegerType.get_signless(32), EVERY.to_mgpu()
-        text = "{.reg .pred p; setp.eq.s32 p, $2, 0; mov.b32 $0, 0; @p atom.global.add.s32 $0, [$1], 1;}"
+        # No addition, of which the assembler would make one for all threads of a warp: they would wait for it at once.
+        text = "{.reg .pred p; setp.eq.s32 p, $2, 0; mov.b32 $0, 0; @p atom.global.inc.u32 $0, [$1], 0x7fffffff;}"
         operands = [mgpu.utils.memref_ptr(counter), _thread()]
         number = llvm.inline_asm(i32, operands, text, "=r,l,r", has_side_effects=True)
         registers = np.full(layout.registers_shape((THREADS,)), None, object)

@@ -10,8 +10,8 @@ after half, and lets the next item's stream in behind; substitutes forward over 
 a row that folds it first adds the entries to the checkpoint in shared memory, which goes back to the pool meanwhile.
 
 Modules: `gpu_lane` is a warpgroup, and how what an item needs comes to it; `gpu_entries` sums the entries' part,
-`gpu_fold` folds, `gpu_products` is what all of them multiply with; `gpu_shape` has the sizes. One token a launch on few
-entries is another kernel, `gpu_step`.
+`gpu_sums` their decays, `gpu_fold` folds, `gpu_products` is what all of them multiply with; `gpu_shape` has the sizes.
+One token a launch on few entries is another kernel, `gpu_step`.
 
 Floor: (checkpoint · (1 + folds per step) + live entries + appends + inputs and outputs) / read bandwidth.
 
@@ -29,13 +29,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxbuf.pallas.extend.gpu_entries import add_all, sum_decays
+from jaxbuf.pallas.extend.gpu_entries import add_all
 from jaxbuf.pallas.extend.gpu_fold import fold
 from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, Lane, Place, read_item
-from jaxbuf.pallas.extend.gpu_products import TALL, TALL_LEFT, VECTORS, ZERO, cut, join, multiply, pick, where, zeros
+from jaxbuf.pallas.extend.gpu_products import STATE, STATE_LEFT, VECTORS, ZERO, cut, join, multiply_state, where, zeros
 from jaxbuf.pallas.extend.gpu_shape import CHUNK, FOLDING, TILE, Integers, Shape
 from jaxbuf.pallas.extend.gpu_step import extend_step
-from jaxbuf.pallas.lanes import COMPILER, count_up, load, round_now, synchronize
+from jaxbuf.pallas.extend.gpu_sums import factor, parts, sum_decays
+from jaxbuf.pallas.lanes import COMPILER, count_up, load, publish, round_now, store_rows, synchronize
 
 type Array = jax.Array
 
@@ -91,12 +92,17 @@ def _kernel(shape: Shape, interpret: bool):
         arrays, counter = Arrays(*refs[: len(Arrays._fields)]), refs[len(Arrays._fields) :]
         lane = Lane(shape, interpret, arrays, scratch)
 
-        def locate(turn, drawn):
-            """What the lane serves in a turn."""
-            return lane.locate(drawn if draws else lane.deal(turn))
+        # Items that fold come early, for they take longest. Either the lanes draw items when they have done others,
+        # which makes up for the multiprocessors' unequal shares of the bandwidth; or they are dealt. (The interpreter
+        # deals what should be drawn: in another order.)
+        folding = arrays.numbers[0, FOLDING] * shape.heads
 
-        def read_drawn(turns):
-            return turns * shape.lanes + lax.bitcast_convert_type(lane.sums[shape.columns], jnp.int32)
+        def locate_after_next(turn):
+            if not draws:
+                return lane.locate(lane.deal(turn + 2, folding))
+            # What was drawn a turn ago: for a number drawn in this turn it would wait.
+            drawn = lax.bitcast_convert_type(lane.sums[shape.columns], jnp.int32)
+            return lane.locate(3 * shape.lanes + drawn)
 
         def serve(turn, carry):
             """Serves an item; asks for the inputs of the next one, and where those of the one after it lie."""
@@ -107,22 +113,21 @@ def _kernel(shape: Shape, interpret: bool):
             gates, betas = (lane.read_words(FOLDING + i * shape.time, shape.time, jnp.float32) for i in range(2))
             places = lane.read_words(FOLDING + 2 * shape.time, shape.time, jnp.int32)
             if not shape.frugal:
-                # What was drawn a turn ago: this is too early for a number drawn in this one.
-                then = locate(turn + 2, read_drawn(3))
+                then = locate_after_next(turn)
 
             # It arrives while this item is served, if there are registers.
             def load_next():
                 return lane.load_inputs(following, next_fields)
 
             _append_keys(lane, item, places, gates, new_keys)
-            total = sum_decays(lane, item.live)
+            gates, total = [parts(lane, gate) for gate in gates], sum_decays(lane, item.live)
             pl.when(item.folds)(functools.partial(fold, lane, item, total))
-            total = jnp.where(item.folds, ZERO, total)
+            total = [jnp.where(item.folds, ZERO, x) for x in total]
             if shape.frugal:  # not before the fold, which would wait for it
                 loaded = load_next()
-            added = add_all(lane, item, gates, number)
+            added = add_all(lane, item, gates)
             if shape.frugal:
-                then = locate(turn + 2, read_drawn(2))
+                then = locate_after_next(turn)
             else:
                 loaded = load_next()
             if shape.stages:
@@ -134,21 +139,24 @@ def _kernel(shape: Shape, interpret: bool):
                 _read_state(lane, item, i, pairs)
                 pl.when(following.there)(functools.partial(lane.fetch, i, following.head, next_fields))
             _substitute(lane, item, out, added, total, gates, betas, places, values)
+            if number is not None:
+                publish(number, lane.sums.at[shape.columns])
             synchronize(interpret)  # all have read what the next item overwrites
             here = following.there, following.place, following.head, next_fields
             return here, then, *lane.admit(following.every, loaded, then.fields)
 
-        start, following = (locate(turn, turn * shape.lanes + lane.number) for turn in range(2))
+        start = lane.locate(lane.number)
 
         @pl.when(start.there)
         def _():
             fields = [arrays.numbers[start.place, i] for i in range(FOLDING)]
-            loaded = lane.load_inputs(start, fields)
             for i in range(len(shape.halves)):
                 lane.fetch(i, start.head, fields)
-            if draws and not shape.frugal:  # as if the item of the third turn had been drawn
-                lane.sums[shape.columns] = lax.bitcast_convert_type(lane.number - shape.lanes, jnp.float32)
+            loaded = lane.load_inputs(start, fields)
             lane.copy_ahead(True, start, fields)
+            following = lane.locate(shape.lanes + lane.number if draws else lane.deal(1, folding))
+            if draws:  # as if the item of the third turn had been drawn
+                lane.sums[shape.columns] = lax.bitcast_convert_type(lane.number - shape.lanes, jnp.float32)
             here = start.there, start.place, start.head, fields
             carry = here, following, *lane.admit(start.every, loaded, following.fields)
             lax.while_loop(lambda carry: carry[1][0][0], lambda carry: (carry[0] + 1, serve(*carry)), (0, carry))
@@ -189,21 +197,23 @@ def _read_state(lane: Lane, item: Item, i: int, pairs: list[list[Array]] | None)
     shape = lane.shape
     pl.when(item.has_checkpoint & ~item.folds)(lambda: plgpu.barrier_wait(lane.barriers[i]))
 
-    def multiply_state():
-        tile = zeros((TILE, shape.width), TALL)
+    def multiply_half():
+        # Two sums: products that follow one another would wait for each other.
+        tiles = [zeros((TILE, shape.width), STATE)] * 2
         for j, columns in enumerate(shape.parts):
-            state = cut(load(lane.states[i].at[:, columns], TALL_LEFT))
-            tile = multiply(tile, state, pairs[j] if pairs else lane.load_pairs(columns), lane.interpret)
+            right = pairs[j] if pairs else lane.load_pairs(columns)
+            for left in cut(load(lane.states[i].at[:, columns], STATE_LEFT)):
+                tiles = [tiles[1], multiply_state(tiles[0], left, right, lane.interpret)]
+        tile = tiles[0] + tiles[1]
         if shape.frugal:
-            for j in range(2 * shape.time):
-                lane.reads[j, shape.halves[i]] = pick(tile, j, 1, TALL)
+            store_rows(tile, STATE, 1, lane.reads.at[:, shape.halves[i]], lane.interpret)
         else:
             lane.reads[shape.halves[i], pl.ds(0, shape.width)] = tile
 
     if shape.stages:  # a slot may well be without a checkpoint where a ring is longer than a chunk
-        pl.when(item.holds)(multiply_state)
+        pl.when(item.holds)(multiply_half)
     else:
-        multiply_state()
+        multiply_half()
     behind = len(shape.halves) - 1 - i
     pl.when(item.folds)(lambda: plgpu.wait_smem_to_gmem(behind, wait_read_only=True))
     synchronize(lane.interpret)
@@ -219,8 +229,8 @@ def _substitute(lane: Lane, item: Item, out, added, total, gates, betas, places,
 
     decays = []
     for gate in gates:
-        total = total + gate
-        decays.append(jnp.exp(total))
+        total = [x + y for x, y in zip(total, gate, strict=True)]
+        decays.append(factor(total))
     recalls, outs = added[:time], added[time:]
     for t, (beta, to) in enumerate(zip(betas, places, strict=True)):
         recalled = recalls[t] + decays[t] * read(t)

@@ -21,54 +21,23 @@ from jaxbuf.pallas.extend.gpu_products import (
     count,
     join,
     multiply,
-    pick,
     spread,
     where,
     zeros,
 )
-from jaxbuf.pallas.extend.gpu_shape import CHUNK, GROUP, WIDE
-from jaxbuf.pallas.lanes import EVERY, THREADS, end_copies, load, publish, synchronize, wait_for_copies
+from jaxbuf.pallas.extend.gpu_shape import CHUNK, GROUP, WIDE, Shape
+from jaxbuf.pallas.extend.gpu_sums import factor, load_decays
+from jaxbuf.pallas.lanes import end_copies, load, store_rows, synchronize, wait_for_copies
 
 type Array = jax.Array
 
 
-def sum_decays(lane: Lane, live: Array) -> Array:
-    """The gates of an item's entries become, in place, the sums of those behind each, from old to new; all of them.
-
-    Entry n is in thread n mod THREADS, block n // THREADS: it takes all gates of later blocks, and those after it of
-    its own.
-    """
-    index, sums, total = count((THREADS,), 0, EVERY), [], ZERO
-
-    def add_gates(block, c, carry):
-        (*before, sum), total = carry
-        for i in range(CHUNK):
-            gate = lane.sums[c * CHUNK + i]
-            before = [x + gate for x in before]
-            sum = sum + jnp.where(index < (c * CHUNK + i) - block * THREADS, gate, ZERO)
-            total = total + gate
-        return [*before, sum], total
-
-    for block in range(lane.shape.columns // THREADS):
-        start, end = (jnp.minimum(pl.cdiv(live, CHUNK), (block + i) * THREADS // CHUNK) for i in range(2))
-        begun = [*sums, zeros((THREADS,), EVERY)], total
-        if block == 0:
-            start, begun = 1, add_gates(0, 0, begun)
-        sums, total = lax.fori_loop(start, end, functools.partial(add_gates, block), begun)
-    synchronize(lane.interpret)  # all have read the gates
-    for i, x in enumerate(sums):
-        lane.sums[pl.ds(THREADS * i, THREADS)] = x
-    synchronize(lane.interpret)
-    return jnp.asarray(total)
-
-
-def add_all(lane: Lane, item: Item, gates: list[Array], number: Array | None) -> list[Array]:
+def add_all(lane: Lane, item: Item, gates: list[list[Array]]) -> list[Array]:
     """Sums the entries' parts of what the new keys recall and of the outputs; multiplies the new tokens' pairs.
 
     Args:
       lane, item: It is served; `sums` has the decays.
-      gates: Of the new tokens.
-      number: Which item was drawn, to be published; None: it was dealt.
+      gates: Of the new tokens, in parts.
 
     Returns:
       2 T vectors [value_dim]; zeros where the item folds.
@@ -76,7 +45,9 @@ def add_all(lane: Lane, item: Item, gates: list[Array], number: Array | None) ->
     shape, interpret = lane.shape, lane.interpret
     stages, wide = shape.stages, shape.wide
     loops = shape.room > CHUNK + WIDE  # an item may have more later chunks than one
-    add = functools.partial(_add_chunk, lane, item, gates)
+    # For all chunks, if there are registers.
+    left = [_load_left(lane, 0, part) for part in _parts(shape)] if shape.frugal and loops else None
+    add = functools.partial(_add_chunk, lane, item, gates, left)
 
     def add_staged(c, carry):
         added, found = carry
@@ -99,7 +70,7 @@ def add_all(lane: Lane, item: Item, gates: list[Array], number: Array | None) ->
         return added
 
     empty = zeros((shape.value_dim,), VECTORS[shape.value_dim])
-    added = add(0, lane.first, [empty] * (2 * shape.time), number)
+    added = add(0, lane.first, [empty] * (2 * shape.time))
     if stages:
         chunks = jnp.where(item.folds, 0, pl.cdiv(item.live - CHUNK, wide))
         if loops:
@@ -116,37 +87,51 @@ def add_all(lane: Lane, item: Item, gates: list[Array], number: Array | None) ->
     return [where(~item.folds, x) for x in added] if shape.frugal else added
 
 
+def _parts(shape: Shape) -> list:
+    """Halves of the columns of a key."""
+    half = shape.key_dim // 2
+    return [pl.ds(i * half, half) for i in range(2)]
+
+
+def _load_left(lane: Lane, tile: int, part) -> list[Array]:
+    """New keys and queries from pair `tile` on, some columns, as a left side of a product with keys."""
+    return [load(x.at[pl.ds(CHUNK + tile, CHUNK), part], LEFT) for x in lane.planes]
+
+
 def _add_chunk(
-    lane: Lane, item: Item, gates: list[Array], entry: Array | int, there, added: list[Array], number=None
+    lane: Lane, item: Item, gates: list[list[Array]], left: list | None, entry: Array | int, there, added: list[Array]
 ) -> list[Array]:
     """Adds the entries of a chunk, from `entry` on; behind those in the place of the first lie the new keys."""
     shape = lane.shape
     refs, start, first_update = there
     first = there is lane.first
     n, length = 2 * CHUNK, CHUNK if first else shape.wide
-    right = [load(x.at[pl.ds(start, n), pl.ds(0, shape.key_dim)].transpose((1, 0)), RIGHT) for x in refs]
+    parts = _parts(shape)
+    right = [[load(x.at[pl.ds(start, n), part].transpose((1, 0)), RIGHT) for x in refs] for part in parts]
     columns = pl.ds(shape.span - CHUNK if first else 0, n)
     token = count((n,), 0, PRODUCT.reduce(0)) - (CHUNK if first else n)  # new keys count from 0
-    since = jnp.where(token < 0, load(lane.sums.at[pl.ds(entry, n)], PRODUCT.reduce(0)), ZERO)
+    since = [jnp.where(token < 0, x, ZERO) for x in load_decays(lane, entry, n, PRODUCT.reduce(0))]
     decays = []
     for t, gate in enumerate(gates):
-        since = since + jnp.where(token < t, gate, ZERO)
-        decays.append(jnp.exp(since))
+        since = [x + jnp.where(token < t, y, ZERO) for x, y in zip(since, gate, strict=True)]
+        decays.append(factor(since))
     for tile in shape.tiles:
-        left = [load(x.at[pl.ds(CHUNK + tile, CHUNK), pl.ds(0, shape.key_dim)], LEFT) for x in lane.planes]
-        matches = multiply(zeros((CHUNK, n), PRODUCT), left, right, lane.interpret)
+        # Two sums: products that follow one another would wait for each other.
+        sums = []
+        for i, part in enumerate(parts):
+            its_left = left[i] if left else _load_left(lane, tile, part)
+            sums.append(multiply(zeros((CHUNK, n), PRODUCT), its_left, right[i], lane.interpret))
+        matches = sums[0] + sums[1]
         pairs = range(tile, min(tile + CHUNK, 2 * shape.time))
         if shape.frugal:
-            for i in pairs:
-                lane.products[i, columns] = pick(matches, i - tile, 0, PRODUCT) * decays[i % shape.time]
+            matches = matches * spread(decays[0], matches.shape, 1, PRODUCT)
+            store_rows(matches, PRODUCT, 0, lane.products.at[:, columns], lane.interpret)
             continue
         decay, line = jnp.ones_like(matches), count(matches.shape, 0, PRODUCT)
         for i in pairs:
             its_decay = spread(decays[i % shape.time], decay.shape, 1, PRODUCT)
             decay = jnp.where(line == i - tile, its_decay, decay)
         lane.products[pl.ds(tile, CHUNK), columns] = matches * decay
-    if number is not None:
-        publish(number, lane.sums.at[shape.columns])
     synchronize(lane.interpret)
 
     def add_group(group, added):

@@ -21,17 +21,18 @@ from jaxbuf.pallas.extend.gpu_products import (
     where,
 )
 from jaxbuf.pallas.extend.gpu_shape import CHUNK
+from jaxbuf.pallas.extend.gpu_sums import factor, load_decays
 from jaxbuf.pallas.lanes import end_copies, load, synchronize, wait_for_copies
 
 type Array = jax.Array
 
 
-def fold(lane: Lane, item: Item, total: Array) -> None:
+def fold(lane: Lane, item: Item, total: list[Array]) -> None:
     """state · decay + Σ weight · u ⊗ k: chunk after chunk, or all that are in shared memory at once.
 
     Args:
       lane, item: It is served; `sums` has the decays.
-      total: Sum of the entries' gates.
+      total: Sum of the entries' gates, in parts.
     """
     shape, interpret = lane.shape, lane.interpret
     stages, wide = shape.stages, shape.wide
@@ -39,7 +40,7 @@ def fold(lane: Lane, item: Item, total: Array) -> None:
     def add(c, sources, last):
         """Adds chunks in shared memory, from chunk c on: where each is, its first entry, its length."""
         begins = jnp.equal(c, 0)
-        decay = jnp.where(begins, jnp.exp(total), np.float32(1))
+        decay = jnp.where(begins, factor(total), np.float32(1))
         steps = []
         for source, entry, n in sources:
             for i in range(0, n, CHUNK):
@@ -101,6 +102,6 @@ def fold(lane: Lane, item: Item, total: Array) -> None:
 
 def _weigh(lane: Lane, entry: Array, skipped: int) -> Array:
     """Weights of a chunk of entries; of those skipped, 0."""
-    weight = jnp.exp(load(lane.sums.at[pl.ds(entry, CHUNK)], TALL_LEFT.reduce(0)))
+    weight = factor(load_decays(lane, entry, CHUNK, TALL_LEFT.reduce(0)))
     index = count((CHUNK,), 0, TALL_LEFT.reduce(0))
     return jnp.where(index < skipped, ZERO, weight) if skipped else weight

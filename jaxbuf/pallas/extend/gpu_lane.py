@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxbuf.pallas.extend.gpu_products import TALL_RIGHT, VECTORS, ZERO, count, cut
+from jaxbuf.pallas.extend.gpu_products import STATE_RIGHT, VECTORS, ZERO, count, cut
 from jaxbuf.pallas.extend.gpu_shape import (
     CHECKPOINT,
     CHUNK,
@@ -102,7 +102,7 @@ class Lane:
       arrays: Of global memory.
       number: Which of all lanes it is.
       rows: A chunk of keys, the item's new keys and queries, the chunk's updates.
-      sums: Of each entry the gate, then the decay since; see `Shape.scratch`.
+      sums, lows: Of each entry the gate, then the decay since; see `Shape.scratch`.
       products: Of pairs with the entries of a chunk, and with each other.
       reads: Of the state with pairs.
       states, barriers: Where each half of a checkpoint comes, and what tells that it came.
@@ -118,30 +118,28 @@ class Lane:
         )
         self.states = [state.at[half] for half in shape.halves]
         self._later = scratch["later"].at[slot] if shape.stages else None
+        self.lows = scratch["lows"].at[slot] if shape.exact else None
         self.planes = [self.rows.at[i] for i in range(shape.planes)]
         self.first = self.planes, 0, CHUNK + 2 * shape.time
         halves = len(shape.halves)
         self.barriers = [scratch["barriers"].at[slot * halves + i] for i in range(halves)]
         self._layouts = vectors_layout(shape.key_dim, shape.entry), vectors_layout(shape.value_dim, shape.entry)
-        # Items that fold come early, for they take longest. Either the lanes draw items when they have done others,
-        # which makes up for the multiprocessors' unequal shares of the bandwidth; or they are dealt, those that fold
-        # first and as if each took FOLD_COST rounds. (The interpreter deals what should be drawn: in another order.)
-        self._folding = arrays.numbers[0, FOLDING] * shape.heads
-        rounds, self._late = self._folding // shape.lanes, lax.rem(self._folding, shape.lanes)
-        self._own = rounds + (self.number < self._late).astype(jnp.int32)  # items of this lane that fold
-        # Rounds in which it is among the few that deal with others.
-        self._spare = jnp.where(self.number < self._late, 0, FOLD_COST)
         # Scalars of the next items are loaded as vectors and read from shared memory when they are used: one loaded as
         # a scalar would be waited for where it is loaded.
         self._word = count((THREADS,), 0, EVERY) - (THREADS - shape.passed)
 
-    def deal(self, turn: Array) -> Array:
-        """The item that this lane serves in a turn; past `items` if there is none."""
-        lanes, late = self.shape.lanes, self._late
-        other = turn - self._own
+    def deal(self, turn: Array | int, folding: Array) -> Array:
+        """The item that this lane serves in a turn, of which so many fold; past `items` if there is none.
+
+        Items that fold come first, and as if each took FOLD_COST rounds. The first turn's is the lane's number.
+        """
+        lanes = self.shape.lanes
+        rounds, late = folding // lanes, lax.rem(folding, lanes)
+        other = turn - rounds - (self.number < late).astype(jnp.int32)  # without those of this lane that fold
+        spare = jnp.where(self.number < late, 0, FOLD_COST)  # rounds in which it is among the few that deal with others
         early = other * (lanes - late) + self.number - late
-        rest = FOLD_COST * (lanes - late) + (other - self._spare) * lanes + self.number
-        others = self._folding + jnp.where(other < self._spare, early, rest)
+        rest = FOLD_COST * (lanes - late) + (other - spare) * lanes + self.number
+        others = folding + jnp.where(other < spare, early, rest)
         return jnp.where(other < 0, turn * lanes + self.number, others)
 
     def later(self, stage: Array | int):
@@ -227,9 +225,8 @@ class Lane:
         return self._gather(head, self._load_positions(place, c * CHUNK, CHUNK))
 
     def load_pairs(self, columns) -> list[Array]:
-        """New keys and queries, as a right side of a product with the state."""
-        pairs = [x.at[pl.ds(CHUNK, self.shape.width), columns].transpose((1, 0)) for x in self.planes]
-        return [load(pair, TALL_RIGHT) for pair in pairs]
+        """New keys and queries, some columns, as a right side of a product with the state."""
+        return [load(x.at[pl.ds(CHUNK, self.shape.width), columns], STATE_RIGHT) for x in self.planes]
 
     def load_inputs(self, place: Place, fields: list[Array]):
         """All that an item needs of global memory besides its checkpoint."""

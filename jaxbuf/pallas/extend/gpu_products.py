@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxbuf.pallas.lanes import EVERY
+from jaxbuf.pallas.lanes import EVERY, relabel
 
 type Array = jax.Array
 
@@ -16,6 +16,13 @@ LEFT, RIGHT, PRODUCT = (
 TALL_LEFT, TALL_RIGHT, TALL = (
     layout(jnp.bfloat16, m_warps=4) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
 )
+# Left, right and sum of a product with the state, of which a thread reads sixteen bytes at once. Its columns are taken
+# in another order than a product's, by left and right; its rows, by left and sum, in one in which no two of the threads
+# that read at the same time meet in a bank.
+_Tiling = plgpu.Tiling
+STATE_LEFT = plgpu.Layout.TILED(_Tiling(((64, 16), (16, 16), (8, 16), (4, 4))), (-8,), (-2, -4, -3), -1)
+STATE_RIGHT = plgpu.Layout.TILED(_Tiling(((8, 16), (4,))), (plgpu.Replicated(4),), (-3, -2), -1)
+STATE = plgpu.Layout.TILED(_Tiling(((64, 8), (16, 8), (8, 8), (4, 2))), (-8,), (-2, -4, -3), -1)
 # A row or column of the state, by its length: one number a thread, or two in four threads each.
 VECTORS = {128: EVERY, 64: TALL.reduce(1)}
 ZERO = np.float32(0)
@@ -46,9 +53,17 @@ def multiply(total: Array, a: list[Array], b: list[Array], interpret: bool) -> A
     return total
 
 
-def pick(x: Array, index: int, axis: int, layout) -> Array:
-    """The row (axis 0) or column (axis 1) of a product: a sum of it and zeros."""
-    return jnp.sum(jnp.where(count(x.shape, axis, layout) == index, x, ZERO), axis=axis)
+def multiply_state(total: Array, left: Array, right: list[Array], interpret: bool) -> Array:
+    """total [n, m], `STATE`, + left [n, length], `STATE_LEFT`, · right [m, length]ᵀ, `STATE_RIGHT`, over all halves."""
+    if interpret:
+        return multiply(total, [left], [x.T for x in right], interpret)
+    # Sixteen columns, four a thread, are two groups of eight of a product, two a thread.
+    left = relabel(left, STATE_LEFT, TALL_LEFT, left.shape, lambda i, j: (*i[:2], 0, j, i[4], 0, 0, 0, 0))
+    for x in right:
+        x = relabel(x, STATE_RIGHT, TALL_RIGHT, x.shape[::-1], lambda i, j: (i[1], i[0], j, 0, 0, 0, 0, 0))
+        total = relabel(total, STATE, TALL, total.shape, lambda i, j: i[:9])
+        total = relabel(plgpu.mma(total, left, x), TALL, STATE, total.shape, lambda i, j: (*i, 0))
+    return total
 
 
 def cut(x: Array) -> list[Array]:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxbuf.pallas.lanes import THREADS
+from jaxbuf.pallas.lanes import THREADS, WARP
 
 type Array = jax.Array
 
@@ -23,7 +23,7 @@ SWIZZLE = 128  # bytes of a row of the state's tiles in it
 ALIGNMENT = 1024  # of each array in it
 FEW_ROUNDS = 4  # of items, which lanes have dealt: from more they draw
 FEW_ENTRIES = 8  # of a ring, that are added to the state one after the other
-SPACING = 4  # rows of which one folds, where lanes draw: the others keep the memory busy meanwhile
+SPACING = 6  # rows of which one folds, where lanes draw: the others keep the memory busy meanwhile
 ROW, LENGTH, LIVE, CHECKPOINT, HAS_CHECKPOINT, FOLD_TO, FOLDING, FIELDS = range(8)  # of `Integers.numbers`
 
 
@@ -92,6 +92,11 @@ class Shape:
         """Entries of a slot, in whole chunks, and what is passed on behind them, rounded up to one for each thread."""
         later = max(0, self.room - CHUNK)
         return -(-(CHUNK + -(-later // WIDE) * WIDE + self.passed) // THREADS) * THREADS
+
+    @property
+    def exact(self) -> bool:
+        """Whether decays are summed exactly, in two parts, which may then be done in any order: worth it for many."""
+        return self.room > CHUNK + WIDE
 
     @property
     def passed(self) -> int:
@@ -206,6 +211,8 @@ class Shape:
             "reads": memory(*((2 * self.time, self.value_dim) if self.frugal else (self.value_dim, self.width + 2))),
             "barriers": plgpu.Barrier(num_barriers=slots * (self.value_dim // TILE)),
         }
+        if self.exact:  # the second part of each decay; behind them, the first and second of a warp's sums
+            arrays["lows"] = memory(self.columns + 2 * self.columns // WARP)
         if stages:  # keys and updates of each
             arrays["later"] = memory(2 * self.wide * stages, pitch, dtype=jnp.bfloat16)
         return arrays
