@@ -114,13 +114,18 @@ def check_recurrent(rng, entry: str, state: str = "float32", **settings) -> Figu
     return check_errors(rng, entry, state, times=(1,), limit=1, max_pending=1, **settings)
 
 
-def check_long_rings(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu", most: int = 64) -> Figures:
-    """A step at every filling of a ring: one later chunk, two and more; few rows (dealt) and many (drawn)."""
+# Limits, tokens at once and rows: few are dealt, many drawn.
+LONG = ((32,), 5, ROWS), ((32,), 9, 64), ((100,), 1, 64)  # one later chunk, two and more
+MIXED = ((250, 20, 60), 1, ROWS), ((250, 20, 100), 3, 64)  # rows that fold, hold a checkpoint, or do not, side by side
+
+
+def check_long_rings(
+    rng, sizes=(*LONG, *MIXED), spec: RecurrenceSpec = QWEN, implementation: str = "gpu", most: int = 64
+) -> Figures:
+    """A step at every filling of a ring; `most` rows at most."""
     found = {}
-    sizes = ((32,), 5, ROWS), ((32,), 9, most), ((56,), 1, ROWS), ((100,), 1, most), ((100,), 5, most)
-    # Rows that fold, hold a checkpoint, or do not, next to each other.
-    for limits, time, rows in (*sizes, ((250, 20, 60), 1, most), ((250, 20, 100), 3, most)):
-        limit = max(limits)
+    for limits, time, rows in sizes:
+        limit, rows = max(limits), min(rows, most)
         cache = poisoned(spec, rows, jnp.asarray(np.resize(limits, rows), jnp.int32), max_pending=16)
         slots, figures = jnp.arange(1, rows + 1, dtype=jnp.int32), []
         for _ in range(limit // 5 + 3):  # at least limit + 11 tokens
@@ -316,7 +321,8 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_step_is_xlas_with_bfloat16_entries": lambda rng: check_errors(rng, "bfloat16"),
     "a_step_is_xlas_with_float16_entries": lambda rng: check_errors(rng, "float16"),
     "a_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_errors(rng, "bfloat16", "bfloat16"),
-    "a_step_is_xlas_with_more_entries_than_a_chunk": check_long_rings,
+    "a_step_is_xlas_with_more_entries_than_a_chunk": lambda rng: check_long_rings(rng, LONG),
+    "a_step_is_xlas_with_rows_of_every_kind": lambda rng: check_long_rings(rng, MIXED),
     "a_recurrent_step_is_xlas_with_float32_entries": lambda rng: check_recurrent(rng, "float32"),
     "a_recurrent_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_recurrent(rng, "bfloat16", "bfloat16"),
     "tokens_at_once_store_the_bits_of_one_by_one_bfloat16": lambda rng: check_at_once(rng, "bfloat16"),
