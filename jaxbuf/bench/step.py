@@ -107,11 +107,11 @@ def make_model(options: argparse.Namespace) -> LanguageModel:
     return random_model(configuration(**sizes), jnp.dtype(options.dtype or "bfloat16"))
 
 
-def make_request(lm: LanguageModel, batch: int, options: argparse.Namespace) -> request.Request:
+def make_request(lm: LanguageModel, batch: int, form: str, options: argparse.Namespace) -> request.Request:
     """What `jaxbuf.generate` would start with, for prompts of the context's length; a token more than steps."""
     prompts = [[row % lm.vocab_size] * options.context for row in range(batch)]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-    return request.check(lm, prompts, options.steps + 1, sampling, options.limit, "buffered", None)
+    return request.check(lm, prompts, options.steps + 1, sampling, options.limit, form, None)
 
 
 def make_carry(lm: LanguageModel, asked: request.Request) -> loop.Carry:
@@ -328,7 +328,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
     record |= {name: getattr(options, name) for name in ("implementation", "context", "limit", "steps")}
     figures: list[Row] = []
     with Progress(console=notes, redirect_stdout=False) as progress:
-        task = progress.add_task("measuring the bandwidth", total=2 + len(options.batches) * (1 + len(options.forms)))
+        task = progress.add_task("measuring the bandwidth", total=2 + len(options.batches) * len(options.forms))
         record |= bandwidths()
         progress.update(task, advance=1, description="making the model")
         lm = make_model(options)
@@ -337,27 +337,30 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
         record["model"] |= {"config": lm.config.to_dict(), "memory": "random; the prompts were not read"}
         progress.advance(task)
         for batch in options.batches:
-            progress.update(task, description=f"compiling, batch {batch}")
             try:
-                asked = make_request(lm, batch, options)
+                asked = {form: make_request(lm, batch, form, options) for form in options.forms}
             except ValueError as error:  # a context that the model has no room for
                 console.print(f"--context {options.context}: {error}", soft_wrap=True)
                 return 2
-            carry = make_carry(lm, asked)
-            small = small_arrays(carry)
-            program, seconds = compile_steps(lm, carry, options.command_buffers)
-            progress.advance(task)
-            for form in options.forms:
-                progress.update(task, description=f"{form}, batch {batch}")
-                row, carry = measure(program, lm, carry, first_carry(small, form, options), options)
-                row |= memory(program) | {"compile_s": seconds, "kernel_us": kernel_figure(options.kernels, row)}
-                row["floor_ms"] = 1e3 * sum(row["bytes"].values()) / record["read_bytes_per_s"]
-                row["achieved"] = row["floor_ms"] / row["ms"]
-                figures.append(row)
-                if options.json:
-                    report.write(options.json, record | {"ratios": compare_forms(figures), "figures": figures})
-                progress.advance(task)
-            del carry, program
+            by_program: dict[int, list[str]] = {}
+            for form, its_request in asked.items():
+                by_program.setdefault(its_request.arguments["ring_limit"], []).append(form)
+            for forms in by_program.values():
+                progress.update(task, description=f"compiling, batch {batch}")
+                carry = make_carry(lm, asked[forms[0]])
+                small = small_arrays(carry)
+                program, seconds = compile_steps(lm, carry, options.command_buffers)
+                for form in forms:
+                    progress.update(task, description=f"{form}, batch {batch}")
+                    row, carry = measure(program, lm, carry, first_carry(small, form, options), options)
+                    row |= memory(program) | {"compile_s": seconds, "kernel_us": kernel_figure(options.kernels, row)}
+                    row["floor_ms"] = 1e3 * sum(row["bytes"].values()) / record["read_bytes_per_s"]
+                    row["achieved"] = row["floor_ms"] / row["ms"]
+                    figures.append(row)
+                    if options.json:
+                        report.write(options.json, record | {"ratios": compare_forms(figures), "figures": figures})
+                    progress.advance(task)
+                del carry, program
     show(console, figures, record)
     if options.json:
         plot(figures, options.json.with_suffix(".png"))

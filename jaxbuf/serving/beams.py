@@ -22,6 +22,7 @@ from jaxbuf.serving.request import (
     check_settings,
     check_token_ids,
     choose_form,
+    choose_ring,
     encode_prompts,
     pack_prompts,
 )
@@ -139,7 +140,8 @@ def beam_search(
     A prompt is read once. Beams share the memory of what they have in common: going on from another beam copies what
     is partly filled (a page of each softmax layer, two blocks of entries and the convolution's inputs of each recurrent
     one), no state. Compilation happens once for a shape: the numbers of prompts, beams and stop tokens, the longest
-    prompt and max_new_tokens. Penalty, stop tokens and form are data.
+    prompt and max_new_tokens. Penalty, stop tokens and form are data;
+    on a Hopper GPU the recurrent form is a program of its own.
 
     Args:
       lm: From `jaxbuf.load`.
@@ -173,12 +175,12 @@ def beam_search(
     tokens, lengths = pack_prompts(encoded)
     room = power_of_two_from(max_new_tokens, ROOM)
     stops = [*setting.stop_token_ids, *(() if ignore_eos else lm.stop_ids)]
-    recurrent = choose_form(lm, form, len(encoded) * beams) == "recurrent"
+    form = choose_form(lm, form, len(encoded) * beams)
     search = start_beams(
         lm.model,
         tokens,
         lengths,
-        np.int32(1 if recurrent else limit),
+        np.int32(1 if form == "recurrent" else limit),
         np.array(stops + [-1] * (power_of_two_from(len(stops)) - len(stops)), np.int32),
         lm.known_ids,
         np.int32(max_new_tokens),
@@ -187,7 +189,7 @@ def beam_search(
         beams=beams,
         capacity=tokens.shape[1] + room,
         room=room,
-        ring_limit=limit,
+        ring_limit=choose_ring(form, limit),
         entry_dtype=jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype),
     )
     search = search_beams(lm.model, search)

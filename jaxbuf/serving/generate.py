@@ -76,7 +76,8 @@ def generate(
 
     Compilation happens once for a shape: the number of prompts, that of their samples, the longest prompt and
     max_new_tokens, each rounded up to a power of two; and the drafter with draft_tokens. Sampling settings, seeds, stop
-    tokens and the form are data.
+    tokens and the form are data; on a Hopper GPU the recurrent form without a drafter is a program of its own, whose
+    rings hold one entry.
 
     A prompt with several samples (`SamplingParams.n`) is read once; its samples share the memory of it.
 

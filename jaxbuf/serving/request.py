@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.shapes import power_of_two_from
+from jaxbuf.pallas.platform import has_hopper
 from jaxbuf.serving import forms
 from jaxbuf.serving.drafters import DRAFT_TOKENS, check_draft_tokens, make_drafter
 from jaxbuf.serving.samples import group_rows
@@ -133,7 +134,7 @@ def check(
         "allowed": lm.known_ids,
         "capacity": bucket + room,
         "room": room,
-        "ring_limit": limit,
+        "ring_limit": choose_ring(form, limit, drafts=drafter is not None),
         "entry_dtype": dtype,
         "top": _most(s.logprobs for s in settings),
         "prompt_top": _most(s.prompt_logprobs for s in settings),
@@ -157,6 +158,11 @@ def pack_prompts(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarr
     for row, prompt in enumerate(encoded):
         tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
     return tokens, lengths
+
+
+def choose_ring(form: forms.Chosen, limit: int, *, drafts: bool = False) -> int:
+    """What the rings are made for: so that both forms run the same program, but where a kernel serves shorter rings."""
+    return 1 if form == "recurrent" and not drafts and has_hopper() else limit
 
 
 def choose_form(lm: LanguageModel, form: Form, rows: int) -> forms.Chosen:

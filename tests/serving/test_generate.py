@@ -74,6 +74,16 @@ def test_recurrent_and_buffered_give_the_same_tokens(lm, prompts, greedy):
         assert [r.tokens for r in results] == [r.tokens for r in greedy], form
 
 
+@pytest.mark.slow
+def test_rings_of_one_entry_give_the_same_tokens(lm, prompts, greedy, monkeypatch):
+    monkeypatch.setattr(request, "has_hopper", lambda: True)  # where a kernel serves them
+    before = start._cache_size()
+    results = generate(lm, prompts, NEW, GREEDY, form="recurrent")
+    assert start._cache_size() == before + 1
+    assert [r.tokens for r in results] == [r.tokens for r in greedy]
+    assert all(r.stats.folds == r.stats.steps - 1 for r in results)
+
+
 @pytest.mark.parametrize("form", ["recurrent", "buffered"])
 def test_stats_are_what_a_count_by_hand_gives(lm, prompts, form):
     """The ring is empty after prefill; each step reads it, appends one, and folds first if one more would exceed."""
