@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -23,6 +24,22 @@ EVERY = plgpu.Layout.TCGEN05_TMEM_NATIVE(4).reduce(1)  # of THREADS numbers, one
 def load(ref, layout):
     """The array of a reference in global or shared memory, spread over the threads as `layout` says."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def load_every(ref, i: int, n: int, interpret: bool) -> Array:
+    """Number i of the n that each thread has of the first THREADS · n of a reference: [THREADS], `EVERY`."""
+    if interpret:  # it cannot write to a reference in another shape
+        return ref[pl.ds(0, THREADS * n)].reshape(THREADS, n)[:, i]
+    return load(ref.at[pl.ds(0, THREADS * n)].reshape(THREADS, n).at[:, i], EVERY)
+
+
+def store_every(x: Array, ref, i: int, n: int, interpret: bool) -> None:
+    """Writes what `load_every` reads."""
+    there = pl.ds(0, THREADS * n)
+    if interpret:
+        ref[there] = ref[there].reshape(THREADS, n).at[:, i].set(x).reshape(-1)
+    else:
+        ref.at[there].reshape(THREADS, n)[:, i] = x
 
 
 def vectors_layout(length: int, dtype):
@@ -239,10 +256,11 @@ def relabel(x: Array, source, target, dims: tuple[int, ...], place) -> Array:
 
 
 def store_rows(x: Array, layout, axis: int, ref, interpret: bool) -> None:
-    """Writes the first rows (axis 0) or columns (axis 1) of a product, float32, to shared memory [n, the other]: n is
-    even, and at most 8.
+    """Writes the first rows (axis 0) or columns (axis 1; float32) of a product to shared memory [n, its other length].
+
+    n is even, and at most 8.
     """
-    n = ref.shape[0]
+    n, packs = ref.shape[0], x.dtype == jnp.bfloat16
     if interpret:
         ref[...] = x[:n] if axis == 0 else x[:, :n].T
         return
@@ -256,14 +274,17 @@ def store_rows(x: Array, layout, axis: int, ref, interpret: bool) -> None:
                 continue
             row, column = place
             stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, place[axis], _number(n)))
-            pair = [vector.extract(numbers, [], [i]) for i in range(2)]
-            if axis == 0:
+            pair, kind = [vector.extract(numbers, [], [i]) for i in range(2)], "f"
+            if packs:
+                pair, kind = [vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), numbers), [], [0])], "r"
+                points, text = [target.point(row, column)], "@p st.shared.b32 [$1], $2;"
+            elif axis == 0:
                 points, text = [target.point(row, column)], "@p st.shared.v2.f32 [$1], {$2, $3};"
             else:
                 points = [target.point(arith.addi(column, _number(i)), row) for i in range(2)]
                 text = "@p st.shared.f32 [$1], $3; @p st.shared.f32 [$2], $4;"
             text = f"{{.reg .pred p; setp.ne.s32 p, $0, 0; {text}}}"
-            constraints = ",".join(["r"] * (1 + len(points)) + ["f"] * 2) + ",~{memory}"
+            constraints = ",".join(["r"] * (1 + len(points)) + [kind] * len(pair)) + ",~{memory}"
             operands = [stores, *points, *pair]
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 

@@ -42,19 +42,20 @@ def error(found, expected):
 
 
 @pytest.mark.parametrize(
-    "time, limit, state, entry",
+    "time, limit, max_pending, state, entry",
     [
-        (1, 1, "float32", "bfloat16"),
-        (1, 16, "float32", "bfloat16"),
-        (5, 32, "float32", "bfloat16"),
-        (9, 32, "float32", "bfloat16"),
-        (1, 256, "float32", "bfloat16"),
-        (1, 16, "bfloat16", "bfloat16"),
-        (5, 32, "float32", "float32"),
+        (1, 1, 1, "float32", "bfloat16"),
+        (1, 16, 8, "float32", "bfloat16"),
+        (5, 32, 8, "float32", "bfloat16"),
+        (9, 32, 16, "float32", "bfloat16"),
+        (1, 256, 8, "float32", "bfloat16"),
+        (1, 256, 1, "float32", "bfloat16"),
+        (1, 16, 8, "bfloat16", "bfloat16"),
+        (5, 32, 8, "float32", "float32"),
     ],
 )
-def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, limit, state, entry):
-    rows, max_pending = 128, 1 if limit == 1 else 8 if time <= 8 else 16
+def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, limit, max_pending, state, entry):
+    rows = 128
     sizes = {"slots": rows, "limit": limit, "max_pending": max_pending}
     dtypes = {"state_dtype": jnp.dtype(state), "entry_dtype": jnp.dtype(entry)}
     cache = jax.eval_shape(lambda: buffered.init(QWEN, **sizes, **dtypes))
@@ -128,13 +129,16 @@ def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, boun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit, held, time", [(40, 30, 3), (56, 54, 1), (100, 97, 1)])  # rings of 56, 72 and 116
-def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, monkeypatch, limit, held, time):
+@pytest.mark.parametrize(
+    "limit, held, time, pending",  # rings of 56, 72, 116 and 151
+    [(40, 30, 3, 16), (56, 54, 1, 16), (100, 97, 1, 16), (150, 141, 1, 1)],
+)
+def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, monkeypatch, limit, held, time, pending):
     monkeypatch.setattr(gpu_shape, "PROCESSORS", 2)
-    cache, rows = poisoned(buffered.init(NARROW, slots=SLOTS, limit=limit, max_pending=16)), jnp.array([1, 2])
+    cache, rows = poisoned(buffered.init(NARROW, slots=SLOTS, limit=limit, max_pending=pending)), jnp.array([1, 2])
     while (missing := held - int(cache.cursor.length[1])) > 0:
-        lengths = jnp.array([min(16, missing), 1])
-        inputs = new_inputs(rng, NARROW, 2, 16, jnp.bfloat16)
+        lengths = jnp.array([min(pending, missing), 1])
+        inputs = new_inputs(rng, NARROW, 2, pending, jnp.bfloat16)
         _, cache = buffered.extend(NARROW, cache, *inputs, slots=rows, lengths=lengths)
         cache = buffered.commit(cache, lengths, slots=rows)
     inputs = new_inputs(rng, NARROW, 2, time, jnp.bfloat16)

@@ -120,7 +120,10 @@ def _kernel(shape: Shape, interpret: bool):
                 return lane.load_inputs(following, next_fields)
 
             _append_keys(lane, item, places, gates, new_keys)
-            gates, total = [parts(lane, gate) for gate in gates], sum_decays(lane, item.live)
+            gates = [parts(lane, gate) for gate in gates]
+            # The factors of a fold are up to the last entry.
+            until = [jnp.where(item.folds, ZERO, x) for x in gates[0]] if shape.frugal else None
+            total = sum_decays(lane, item.live, until)
             pl.when(item.folds)(functools.partial(fold, lane, item, total))
             total = [jnp.where(item.folds, ZERO, x) for x in total]
             if shape.frugal:  # not before the fold, which would wait for it
@@ -131,13 +134,17 @@ def _kernel(shape: Shape, interpret: bool):
             else:
                 loaded = load_next()
             if shape.stages:
+                lane.keep(following)
                 synchronize(interpret)  # all are done with the entries
                 lane.copy_ahead(following.there, following, next_fields)
             # Too many pairs to be held are loaded again for each half.
             pairs = [lane.load_pairs(columns) for columns in shape.parts] if shape.width <= CHUNK else None
-            for i in range(len(shape.halves)):
+
+            def read_half(i):
                 _read_state(lane, item, i, pairs)
                 pl.when(following.there)(functools.partial(lane.fetch, i, following.head, next_fields))
+
+            lane.each_half(read_half)
             _substitute(lane, item, out, added, total, gates, betas, places, values)
             if number is not None:
                 publish(number, lane.sums.at[shape.columns])
@@ -150,10 +157,12 @@ def _kernel(shape: Shape, interpret: bool):
         @pl.when(start.there)
         def _():
             fields = [arrays.numbers[start.place, i] for i in range(FOLDING)]
-            for i in range(len(shape.halves)):
-                lane.fetch(i, start.head, fields)
+            lane.each_half(lambda i: lane.fetch(i, start.head, fields))
             loaded = lane.load_inputs(start, fields)
-            lane.copy_ahead(True, start, fields)
+            if shape.stages:
+                lane.keep(start)
+                synchronize(interpret)
+                lane.copy_ahead(True, start, fields)
             following = lane.locate(shape.lanes + lane.number if draws else lane.deal(1, folding))
             if draws:  # as if the item of the third turn had been drawn
                 lane.sums[shape.columns] = lax.bitcast_convert_type(lane.number - shape.lanes, jnp.float32)
@@ -192,30 +201,32 @@ def _append_keys(lane: Lane, item: Item, places: list[Array], gates: list[Array]
                 lane.arrays.keys[to, item.head // shape.group] = key.astype(shape.entry)
 
 
-def _read_state(lane: Lane, item: Item, i: int, pairs: list[list[Array]] | None) -> None:
+def _read_state(lane: Lane, item: Item, i: Array, pairs: list[list[Array]] | None) -> None:
     """Multiplies half i of the state with the new keys and queries; then its memory is free."""
     shape = lane.shape
-    pl.when(item.has_checkpoint & ~item.folds)(lambda: plgpu.barrier_wait(lane.barriers[i]))
+    half, state, barrier = lane.half(i)
+    pl.when(item.has_checkpoint & ~item.folds)(lambda: plgpu.barrier_wait(barrier))
 
     def multiply_half():
         # Two sums: products that follow one another would wait for each other.
         tiles = [zeros((TILE, shape.width), STATE)] * 2
         for j, columns in enumerate(shape.parts):
             right = pairs[j] if pairs else lane.load_pairs(columns)
-            for left in cut(load(lane.states[i].at[:, columns], STATE_LEFT)):
+            for left in cut(load(state.at[:, columns], STATE_LEFT)):
                 tiles = [tiles[1], multiply_state(tiles[0], left, right, lane.interpret)]
         tile = tiles[0] + tiles[1]
         if shape.frugal:
-            store_rows(tile, STATE, 1, lane.reads.at[:, shape.halves[i]], lane.interpret)
+            store_rows(tile, STATE, 1, lane.reads.at[:, half], lane.interpret)
         else:
-            lane.reads[shape.halves[i], pl.ds(0, shape.width)] = tile
+            lane.reads[half, pl.ds(0, shape.width)] = tile
 
     if shape.stages:  # a slot may well be without a checkpoint where a ring is longer than a chunk
         pl.when(item.holds)(multiply_half)
     else:
         multiply_half()
-    behind = len(shape.halves) - 1 - i
-    pl.when(item.folds)(lambda: plgpu.wait_smem_to_gmem(behind, wait_read_only=True))
+    for behind, _ in enumerate(shape.halves):
+        last = item.folds & (i == len(shape.halves) - 1 - behind)
+        pl.when(last)(functools.partial(plgpu.wait_smem_to_gmem, behind, wait_read_only=True))
     synchronize(lane.interpret)
 
 

@@ -21,7 +21,7 @@ from jaxbuf.pallas.extend.gpu_products import (
     where,
 )
 from jaxbuf.pallas.extend.gpu_shape import CHUNK
-from jaxbuf.pallas.extend.gpu_sums import factor, load_decays
+from jaxbuf.pallas.extend.gpu_sums import factor, load_factors
 from jaxbuf.pallas.lanes import end_copies, load, synchronize, wait_for_copies
 
 type Array = jax.Array
@@ -46,11 +46,10 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
             for i in range(0, n, CHUNK):
                 start = min(i, n - CHUNK)  # the last takes some a second time
                 steps.append((*source, start, _weigh(lane, entry + start, i - start)))
-        for half, state, barrier in zip(shape.halves, lane.states, lane.barriers, strict=True):
 
-            @pl.when(item.has_checkpoint & begins)
-            def _(barrier=barrier):
-                plgpu.barrier_wait(barrier)
+        def add_to(i):
+            half, state, barrier = lane.half(i)
+            pl.when(item.has_checkpoint & begins)(lambda: plgpu.barrier_wait(barrier))
 
             updates = []
             for refs, _, start, j, weight in steps:
@@ -67,8 +66,10 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
             plgpu.commit_smem()  # for the copy to the pool
 
             @pl.when(last)
-            def _(half=half, state=state):
+            def _():
                 plgpu.copy_smem_to_gmem(state, lane.arrays.checkpoints.at[item.fold_to, item.head, half])
+
+        lane.each_half(add_to)
 
     def fold_chunk(c, _):
         add(c, [(lane.first, c * CHUNK, CHUNK)], c + 1 == chunks)
@@ -80,7 +81,7 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
             synchronize(interpret)
 
     def fold_later(j, _):
-        lane.copy(item.head, lane.locate_later(item.place, j), lane.later(0))
+        lane.copy(item.head, CHUNK + j * wide, lane.later(0))
         end_copies(interpret)
         wait_for_copies(0, interpret)
         synchronize(interpret)
@@ -102,6 +103,6 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
 
 def _weigh(lane: Lane, entry: Array, skipped: int) -> Array:
     """Weights of a chunk of entries; of those skipped, 0."""
-    weight = factor(load_decays(lane, entry, CHUNK, TALL_LEFT.reduce(0)))
+    weight = load_factors(lane, entry, CHUNK, TALL_LEFT.reduce(0))
     index = count((CHUNK,), 0, TALL_LEFT.reduce(0))
     return jnp.where(index < skipped, ZERO, weight) if skipped else weight

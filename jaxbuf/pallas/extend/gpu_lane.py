@@ -22,6 +22,7 @@ from jaxbuf.pallas.extend.gpu_shape import (
     HAS_CHECKPOINT,
     LIVE,
     ROW,
+    TILE,
     Shape,
 )
 from jaxbuf.pallas.lanes import (
@@ -62,7 +63,8 @@ class Arrays(NamedTuple):
 
 class Place(NamedTuple):
     """An item, two ahead: whether there is one, its row's place in the launch and its head, the fields of the row, each
-    in a thread, and positions of its entries: for the threads that ask for their vectors, and one a thread."""
+    in a thread, and positions of its entries: of the first chunk's, if they go through registers, for the threads that
+    ask for their vectors; and of all, one a thread."""
 
     there: Array
     place: Array
@@ -105,7 +107,6 @@ class Lane:
       sums, lows: Of each entry the gate, then the decay since; see `Shape.scratch`.
       products: Of pairs with the entries of a chunk, and with each other.
       reads: Of the state with pairs.
-      states, barriers: Where each half of a checkpoint comes, and what tells that it came.
       first: Where the first chunk is: its references, the first row of its keys and that of its updates.
     """
 
@@ -113,20 +114,34 @@ class Lane:
         slot = lax.axis_index("warpgroup")
         self.shape, self.interpret, self.arrays = shape, interpret, arrays
         self.number = slot * shape.blocks + lax.axis_index("block")
-        self.rows, self.sums, self.products, self.reads, state = (
+        self.rows, self.sums, self.products, self.reads, self._state = (
             scratch[name].at[slot] for name in ("rows", "sums", "products", "reads", "state")
         )
-        self.states = [state.at[half] for half in shape.halves]
-        self._later = scratch["later"].at[slot] if shape.stages else None
+        self._barriers, self._first_barrier = scratch["barriers"], slot * len(shape.halves)
+        self._later, self._positions = (
+            scratch[name].at[slot] if shape.stages else None for name in ("later", "positions")
+        )
         self.lows = scratch["lows"].at[slot] if shape.exact else None
         self.planes = [self.rows.at[i] for i in range(shape.planes)]
         self.first = self.planes, 0, CHUNK + 2 * shape.time
-        halves = len(shape.halves)
-        self.barriers = [scratch["barriers"].at[slot * halves + i] for i in range(halves)]
         self._layouts = vectors_layout(shape.key_dim, shape.entry), vectors_layout(shape.value_dim, shape.entry)
         # Scalars of the next items are loaded as vectors and read from shared memory when they are used: one loaded as
         # a scalar would be waited for where it is loaded.
         self._word = count((THREADS,), 0, EVERY) - (THREADS - shape.passed)
+
+    def half(self, i: Array | int):
+        """A half of a checkpoint: its rows, where it comes, and what tells that it came."""
+        rows = pl.ds(i * TILE, TILE)
+        return rows, self._state.at[i], self._barriers.at[self._first_barrier + i]
+
+    def each_half(self, function) -> None:
+        """Calls a function with the number of each half: in a loop, where instructions for each would be many."""
+        halves = range(len(self.shape.halves))
+        if self.shape.frugal:
+            for i in halves:
+                function(i)
+        else:
+            lax.fori_loop(0, len(halves), lambda i, _: function(i), None)
 
     def deal(self, turn: Array | int, folding: Array) -> Array:
         """The item that this lane serves in a turn, of which so many fold; past `items` if there is none.
@@ -161,17 +176,17 @@ class Lane:
         here = self.arrays.entries.at[place, pl.ds(start, length)]
         return [load(here, layout.reduce(1)) for layout in self._layouts]
 
-    def locate_later(self, place: Array, j: Array | int) -> list[Array]:
-        """Positions of the entries of a later chunk."""
-        return self._load_positions(place, CHUNK + j * self.shape.wide, self.shape.wide)
+    def keep(self, place: Place) -> None:
+        """Puts positions of an item's entries into shared memory: for `copy`, when the threads have met."""
+        assert self._positions is not None
+        for i, x in enumerate(place.every):
+            self._positions[pl.ds(i * THREADS, THREADS)] = x
 
     def locate(self, item: Array) -> Place:
         """Asks for what is needed to ask for an item's inputs."""
         shape, arrays = self.shape, self.arrays
         place = jnp.minimum(item, shape.items - 1) // shape.heads
-        positions = self._load_positions(place, 0, CHUNK)
-        for stage in range(shape.stages):
-            positions += self.locate_later(place, stage)
+        positions = [] if shape.ahead else self._load_positions(place, 0, CHUNK)
         every = [load(arrays.entries.at[place, pl.ds(i, THREADS)], EVERY) for i in range(0, shape.columns, THREADS)]
         fields = self._load_words(arrays.numbers.at[place], 0, FOLDING)
         return Place(item < shape.items, place, lax.rem(item, shape.heads), fields, positions, every)
@@ -181,33 +196,43 @@ class Lane:
 
         @pl.when(fields[HAS_CHECKPOINT] > 0)
         def _():
-            there = self.arrays.checkpoints.at[fields[CHECKPOINT], head, self.shape.halves[i]]
-            plgpu.copy_gmem_to_smem(there, self.states[i], self.barriers[i])
+            rows, state, barrier = self.half(i)
+            plgpu.copy_gmem_to_smem(self.arrays.checkpoints.at[fields[CHECKPOINT], head, rows], state, barrier)
 
-    def copy(self, head: Array, positions: list[Array], there) -> None:
-        """Starts to copy a chunk to shared memory, with zeros where there is no entry."""
+    def copy(self, head: Array, entry: Array | int, there) -> None:
+        """Starts to copy a chunk, from `entry` on, to shared memory, with zeros where there is no entry.
+
+        The entries are those of the item that was kept last.
+        """
         (ref,), *starts = there
-        refs = self._entries_of(head)
-        for source, at, layout, start in zip(refs, positions, self._layouts, starts, strict=True):
-            target = ref.at[pl.ds(start, at.shape[0]), pl.ds(0, source.shape[-1])]
-            copy_vectors(source, at, layout, target, self.interpret)
+        n = CHUNK if there is self.first else self.shape.wide
+        assert self._positions is not None
+        # Read once, if the same threads copy keys and updates.
+        at = {layout: load(self._positions.at[pl.ds(entry, n)], layout.reduce(1)) for layout in self._layouts}
+        for source, layout, start in zip(self._entries_of(head), self._layouts, starts, strict=True):
+            target = ref.at[pl.ds(start, n), pl.ds(0, source.shape[-1])]
+            copy_vectors(source, at[layout], layout, target, self.interpret)
+
+    def copy_later(self, head: Array, j: Array | int) -> None:
+        """Starts to copy a later chunk to its stage."""
+        self.copy(head, CHUNK + j * self.shape.wide, self.later(lax.rem(j, self.shape.stages)))
 
     def copy_ahead(self, there: Array | bool, place: Place, fields: list[Array]) -> None:
-        """Starts to copy what has shared memory of its own of an item's entries."""
-        shape, head, positions = self.shape, place.head, place.positions
+        """Starts to copy what has shared memory of its own of an item's entries; it was kept last."""
+        shape, head = self.shape, place.head
         live, folds = fields[LIVE], fields[FOLD_TO] >= 0
         if shape.ahead:
 
             @pl.when(jnp.asarray(there))
             def _():
-                self.copy(head, positions[:2], self.first)
+                self.copy(head, 0, self.first)
 
             end_copies(self.interpret)
         for i in range(shape.stages):
 
             @pl.when(jnp.logical_and(there, (live > CHUNK + i * shape.wide) | folds))
             def _(i=i):
-                self.copy(head, positions[2 * (i + 1) :][:2], self.later(i))
+                self.copy_later(head, i)
 
             end_copies(self.interpret)
 

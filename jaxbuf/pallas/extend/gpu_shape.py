@@ -180,6 +180,12 @@ class Shape:
         return WIDE if self.stages else CHUNK
 
     @property
+    def multiplies(self) -> bool:
+        """Whether entries of later chunks are added on the tensor cores: in another order than one by one, which is no
+        matter where tokens always come one by one."""
+        return self.max_time == 1 and self.stages > 0 and self.wide == WIDE and self.exact
+
+    @property
     def slots(self) -> int:
         """Warpgroups of a block: as many as there is work and shared memory for."""
         return self._slots(self.stages)
@@ -201,20 +207,22 @@ class Shape:
             return plgpu.SMEM((slots, *dims), dtype, transforms=transforms)
 
         arrays = {
-            "state": memory(self.value_dim, self.key_dim, dtype=self.state, transforms=(tiling, swizzle)),
+            "state": memory(len(self.halves), TILE, self.key_dim, dtype=self.state, transforms=(tiling, swizzle)),
             # A chunk of keys, the pairs, and the chunk's updates.
             "rows": memory(self.planes, 2 * CHUNK + 2 * self.time, pitch, dtype=jnp.bfloat16),
-            # Of each entry the gate, then the decay since; behind the gates, what is passed on; then the number drawn.
+            # Of each entry the gate, then the decay since, or its factor; behind the gates, what is passed on; then the
+            # number drawn.
             # CHUNK more than columns: a chunk of CHUNK reads as many decays behind its own, and leaves them out.
             "sums": memory(self.columns + CHUNK),
             "products": memory(2 * self.time if self.frugal else max(CHUNK, 2 * self.time), entries + CHUNK),
             "reads": memory(*((2 * self.time, self.value_dim) if self.frugal else (self.value_dim, self.width + 2))),
             "barriers": plgpu.Barrier(num_barriers=slots * (self.value_dim // TILE)),
         }
-        if self.exact:  # the second part of each decay; behind them, the first and second of a warp's sums
-            arrays["lows"] = memory(self.columns + 2 * self.columns // WARP)
-        if stages:  # keys and updates of each
+        if self.exact:  # of each decay the second part, if it is kept in parts; behind them both of a warp's sums
+            arrays["lows"] = memory((0 if self.frugal else self.columns) + 2 * THREADS // WARP)
+        if stages:  # keys and updates of each; where entries lie
             arrays["later"] = memory(2 * self.wide * stages, pitch, dtype=jnp.bfloat16)
+            arrays["positions"] = memory(self.columns, dtype=jnp.int32)
         return arrays
 
     def bytes(self, slots: int, stages: int) -> int:

@@ -17,7 +17,17 @@ from jax.experimental import pallas as pl
 from jaxbuf.pallas.extend.gpu_lane import Lane
 from jaxbuf.pallas.extend.gpu_products import ZERO, count, zeros
 from jaxbuf.pallas.extend.gpu_shape import CHUNK
-from jaxbuf.pallas.lanes import EVERY, THREADS, WARP, load, publish_warps, sum_later, synchronize
+from jaxbuf.pallas.lanes import (
+    EVERY,
+    THREADS,
+    WARP,
+    load,
+    load_every,
+    publish_warps,
+    store_every,
+    sum_later,
+    synchronize,
+)
 
 type Array = jax.Array
 
@@ -26,12 +36,17 @@ type Array = jax.Array
 LEAST_GATE, HIGH, LOW = (np.float32(x) for x in (-128, 1.5 * 2**10, 1.5 * 2**-4))
 
 
-def sum_decays(lane: Lane, live: Array) -> list[Array]:
-    """The gates of an item's entries become, in place, the sums of those behind each; all of them, in one or two parts.
+def sum_decays(lane: Lane, live: Array, gate: list[Array] | None) -> list[Array]:
+    """The gates of an item's entries become, in place, the decay since each: in one part or two, or as a factor.
 
-    Entry n is in thread n mod THREADS.
+    Args:
+      lane, live: Where they are, and how many.
+      gate: If one token comes, its gate, in parts: decays are then up to it, and factors.
+
+    Returns:
+      The sum of all gates, in parts.
     """
-    return _sum_exactly(lane, live) if lane.shape.exact else [_sum_in_order(lane, live)]
+    return _sum_exactly(lane, live, gate) if lane.shape.exact else [_sum_in_order(lane, live, gate)]
 
 
 def parts(lane: Lane, gate: Array) -> list[Array]:
@@ -42,7 +57,14 @@ def parts(lane: Lane, gate: Array) -> list[Array]:
 def load_decays(lane: Lane, entry: Array | int, n: int, layout) -> list[Array]:
     """Decays since n entries, in parts."""
     refs = [lane.sums, lane.lows] if lane.shape.exact else [lane.sums]
-    return [load(ref, layout) for ref in [ref.at[pl.ds(entry, n)] for ref in refs]]
+    return [load(ref.at[pl.ds(entry, n)], layout) for ref in refs]
+
+
+def load_factors(lane: Lane, entry: Array | int, n: int, layout) -> Array:
+    """exp of decays since n entries; up to the new token, if one comes and the item does not fold."""
+    if lane.shape.frugal:
+        return load(lane.sums.at[pl.ds(entry, n)], layout)
+    return factor(load_decays(lane, entry, n, layout))
 
 
 def factor(decay: Sequence) -> Array:
@@ -50,7 +72,7 @@ def factor(decay: Sequence) -> Array:
     return jnp.exp(functools.reduce(jnp.add, decay))
 
 
-def _sum_in_order(lane: Lane, live: Array) -> Array:
+def _sum_in_order(lane: Lane, live: Array, gate: list[Array] | None) -> Array:
     """Of at most THREADS entries."""
     index = count((THREADS,), 0, EVERY)
 
@@ -65,37 +87,50 @@ def _sum_in_order(lane: Lane, live: Array) -> Array:
     begun = add_gates(0, (zeros((THREADS,), EVERY), ZERO))
     sum, total = lax.fori_loop(1, pl.cdiv(live, CHUNK), add_gates, begun)
     synchronize(lane.interpret)  # all have read the gates
-    lane.sums[pl.ds(0, THREADS)] = sum
+    lane.sums[pl.ds(0, THREADS)] = _until([sum], gate)[0]
     synchronize(lane.interpret)
     return jnp.asarray(total)
 
 
-def _sum_exactly(lane: Lane, live: Array) -> list[Array]:
-    """Within warps, and then over them."""
-    index, lows = count((THREADS,), 0, EVERY), lane.lows
+def _until(decay: list[Array], gate: list[Array] | None) -> list[Array]:
+    """Decays with a new token's gate, as factors, if there is one."""
+    return [factor([x + y for x, y in zip(decay, gate, strict=True)])] if gate else decay
+
+
+def _sum_exactly(lane: Lane, live: Array, gate: list[Array] | None) -> list[Array]:
+    """Of whole blocks of THREADS entries: what adds a chunk reads up to CHUNK behind the last one."""
+    blocks = range(1, lane.shape.columns // THREADS + 1)
+    sums = [functools.partial(_sum_blocks, lane, live, gate, n) for n in blocks]
+    return lax.switch(jnp.clip((live + CHUNK - 1) // THREADS, 0, len(sums) - 1), sums)
+
+
+def _sum_blocks(lane: Lane, live: Array, gate: list[Array] | None, blocks: int) -> list[Array]:
+    """So many entries that follow one another in each thread: within threads, within warps, over them."""
+    lows, warps = lane.lows, THREADS // WARP
     assert lows is not None
-    blocks, warps = lane.shape.columns // THREADS, THREADS // WARP
-    starts = [lane.shape.columns, lane.shape.columns + blocks * warps]  # of the warps' sums
-    own = []
-    for start in range(0, lane.shape.columns, THREADS):
-        gate = load(lane.sums.at[pl.ds(start, THREADS)], EVERY)
-        own += _split(jnp.where(index < live - start, gate, ZERO), lane.interpret)
-    found = sum_later(own, lane.interpret)  # of each block both parts
-    for i, sum in enumerate(found):
-        start = starts[i % 2] + warps * (i // 2)
+    index = count((THREADS,), 0, EVERY)
+    later = [[zeros((THREADS,), EVERY)] * 2]  # of an entry, what follows it in its thread, in parts; the last one first
+    for i in reversed(range(blocks)):
+        own = jnp.where(index * blocks + i < live, load_every(lane.sums, i, blocks, lane.interpret), ZERO)
+        later.append([x + y for x, y in zip(later[-1], _split(own, lane.interpret), strict=True)])
+    totals = later.pop()
+    found = sum_later(totals, lane.interpret)
+    starts = [lows.shape[0] - (2 - i) * warps for i in range(2)]
+    for start, sum in zip(starts, found, strict=True):
         publish_warps(sum, lows.at[pl.ds(start, warps)], lane.interpret)
     synchronize(lane.interpret)
-    totals = [jnp.asarray(ZERO)] * 2
-    for block in reversed(range(blocks)):
-        for i, ref in enumerate((lane.sums, lows)):
-            sum = found[2 * block + i] - own[2 * block + i] + totals[i]
-            for warp in reversed(range(warps)):
-                other = lows[starts[i] + warps * block + warp]
-                sum = sum + jnp.where(index < WARP * warp, other, ZERO)
-                totals[i] = totals[i] + other
-            ref[pl.ds(THREADS * block, THREADS)] = sum
+    others, every = [], []
+    for start, sum, own in zip(starts, found, totals, strict=True):
+        of_warps = [lows[start + warp] for warp in range(warps)]
+        rest = [jnp.where(index < WARP * warp, of_warps[warp], ZERO) for warp in range(1, warps)]
+        others.append(functools.reduce(jnp.add, rest, sum - own))
+        every.append(functools.reduce(jnp.add, of_warps))
+    for i, sums in enumerate(reversed(later)):
+        sums = _until([x + y for x, y in zip(sums, others, strict=True)], gate)
+        for ref, sum in zip((lane.sums, lows), sums, strict=False):
+            store_every(sum, ref, i, blocks, lane.interpret)
     synchronize(lane.interpret)
-    return totals
+    return every
 
 
 def _split(gate: Array, interpret: bool) -> list[Array]:
