@@ -86,6 +86,20 @@ def test_there_is_no_module_called_utils():
     assert [path for path in MODULES if "utils" in path.relative_to(ROOT).with_suffix("").parts] == []
 
 
+def test_a_program_whose_python_lacks_jax_runs_in_the_environment_of_the_tests():
+    programs = {path.name: path.read_text() for path in (ROOT / "scripts").iterdir() if path.is_file()}
+    programs = [name for name, text in programs.items() if text.startswith("#!/usr/bin/env python3")]
+    programs.remove("make_parity_fixtures")  # has an environment of its own
+    assert len(programs) > 9
+    assert all("\nimport _environment" in (ROOT / "scripts" / name).read_text() for name in programs)
+    if not (ROOT / ".venv").exists():
+        pytest.skip("scripts/test has not set .venv up")
+    ran = subprocess.run(
+        [sys.executable, "-S", "scripts/make_forms", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ran.returncode == 0 and "auto" in ran.stdout, ran.stderr
+
+
 @pytest.mark.parametrize("script", ["scripts/demo", "scripts/test", ".ci/run"])
 def test_scripts_can_be_run(script):
     path = ROOT / script

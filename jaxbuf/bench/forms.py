@@ -26,7 +26,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("figures", type=Path, nargs="?", default=FIGURES, help="the JSON of jaxbuf bench kernels")
     parser.add_argument("--table", type=Path, default=forms.TABLE, help="the table to write to")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.record = report.read_kernels(parser, "figures", options.figures)
+    return options
 
 
 def row(record: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def row(record: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status."""
     options, console = parse(arguments), Console(highlight=False)
-    new = row(json.loads(options.figures.read_text(encoding="utf-8")))
+    new = row(options.record)
     table = json.loads(options.table.read_text(encoding="utf-8"))["measured"] if options.table.exists() else []
     same = ("device", *forms.SIZES)
     table = [old for old in table if any(old[name] != new[name] for name in same)] + [new]

@@ -16,6 +16,18 @@ PACKAGES = ("jax", "flax", "optax", "numpy")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+def read_kernels(parser: argparse.ArgumentParser, option: str, path: Path) -> dict[str, Any]:
+    """The record that `jaxbuf bench kernels` wrote; ends the program with an error if it is not one."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record, dict) and "figures" in record:
+            return record
+        error = "it has no figures"
+    except (OSError, ValueError) as found:
+        error = str(found)
+    parser.error(f"{option} must be the JSON of jaxbuf bench kernels, got {path}: {error}")
+
+
 def check_plots(parser: argparse.ArgumentParser, path: Path | None) -> None:
     """Ends the program with one line if a plot would go beside `path` and matplotlib is not there to draw it."""
     if path and importlib.util.find_spec("matplotlib") is None:

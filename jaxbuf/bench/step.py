@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import os
 import statistics
@@ -95,6 +94,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if getattr(options, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(options, name)}")
     report.check_plots(parser, options.json)
+    if options.kernels is not None:
+        options.kernels = report.read_kernels(parser, "--kernels", options.kernels)["figures"]
+    sizes = configuration.__kwdefaults__ or {}
+    full = options.model == "random" and all(getattr(options, name) == size for name, size in sizes.items())
+    if full and jax.default_backend() == "cpu":
+        names = " and ".join("--" + name.replace("_", "-") for name in list(sizes)[:2])
+        parser.error(f"a random model of full size needs a GPU, this is a cpu: try --model demo, or {names}")
     whole = fold_cycle(options.limit)
     options.steps = whole * -(-options.steps // whole)
     return options
@@ -295,12 +301,12 @@ def memory(program) -> Row:
     return {"program_bytes": total, "temporary_bytes": sizes[2], "peak_bytes": peak}
 
 
-def kernel_figure(path: Path | None, row: Row) -> float | None:
+def kernel_figure(figures: list[Row] | None, row: Row) -> float | None:
     """Microseconds of the same step of a layer in the figures of `jaxbuf bench kernels`."""
-    if path is None:
+    if figures is None:
         return None
     part = "recurrent" if row["form"] == "recurrent" else "decode"
-    found = find(json.loads(path.read_text())["figures"], part, batch=row["batch"], limit=row["limit"])
+    found = find(figures, part, batch=row["batch"], limit=row["limit"])
     return found["us"] if found else None
 
 

@@ -208,9 +208,11 @@ def begin(cursor: Cursor, slots: Array, lengths: Array, time: int, parents: Arra
       run out, all rows rest (lengths 0) and the cursor's `sharing` is flagged.
 
     Raises:
-      ValueError: time exceeds max_pending, or slots, lengths and parents do not fit.
+      ValueError: time is 0 or exceeds max_pending, or slots, lengths and parents do not fit.
       PoolExhausted: Rows or blocks ran out, where that is known (outside jit).
     """
+    if time < 1:
+        raise ValueError(f"time must be at least 1 token, got {time}")
     if time > cursor.max_pending:
         raise ValueError(f"time ({time} tokens at once) must be at most max_pending ({cursor.max_pending})")
     slots, lengths = _rows(cursor, slots, lengths, time)

@@ -42,7 +42,13 @@ def init_pool(spec: RecurrenceSpec, cursor: Cursor, *, state_dtype=jnp.float32, 
       cursor: From `init_cursor`.
       state_dtype: Of the checkpoints: float32, or bfloat16 (which drifts where the decay is weak).
       entry_dtype: Of keys and updates. bfloat16 entries do not accumulate error under an fp32 checkpoint.
+
+    Raises:
+      ValueError: A dtype is not one of floating-point numbers.
     """
+    for name, dtype in (("state_dtype", state_dtype), ("entry_dtype", entry_dtype)):
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"{name} must be a dtype of floating-point numbers, got {jnp.dtype(dtype).name}")
     slots, max_blocks = cursor.block_table.shape
     states, blocks = slots, 1 + (slots - 1) * max_blocks
     if cursor.sharing is not None:
@@ -55,6 +61,20 @@ def init_pool(spec: RecurrenceSpec, cursor: Cursor, *, state_dtype=jnp.float32, 
         updates=jnp.zeros((*entries, spec.heads, spec.value_dim), entry_dtype),
         gates=jnp.zeros((*entries, spec.heads, gates), jnp.float32),
     )
+
+
+def check_pool(spec: RecurrenceSpec, pool: Pool) -> None:
+    """Raises a ValueError unless the memory is one of `spec`."""
+    for name, shape in (
+        ("checkpoints", spec.state_shape),
+        ("keys", (spec.key_heads, spec.key_dim)),
+        ("updates", (spec.heads, spec.value_dim)),
+        ("gates", (spec.heads, spec.decay_width + (0 if spec.delta else 1))),
+    ):
+        found = getattr(pool, name).shape
+        if found[-len(shape) :] != shape:
+            expected = ", ".join(map(str, shape))
+            raise ValueError(f"{name} of the memory must be [..., {expected}] for this spec, got {found}: another's?")
 
 
 def extend_pool(

@@ -78,7 +78,13 @@ class RecurrenceSpec:
 def check_inputs(
     spec: RecurrenceSpec, q: Array, k: Array, v: Array, log_decay: Array | None, beta: Array | None
 ) -> None:
-    """Raises a ValueError that names the first argument whose shape or dtype does not fit `spec`."""
+    """Raises a ValueError that names the first argument whose kind, shape or dtype does not fit `spec`."""
+    for name, array in {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}.items():
+        if array is None and name in ("log_decay", "beta"):
+            continue
+        dtype = getattr(array, "dtype", None)
+        if dtype is None or not (jnp.issubdtype(dtype, jnp.floating) or name in ("log_decay", "beta")):
+            raise ValueError(f"{name} must be an array of floating-point numbers, got {dtype or type(array).__name__}")
     if v.ndim != 4:
         raise ValueError(f"v must be [batch, time, heads, value_dim], got shape {v.shape}")
     batch, time = v.shape[:2]
@@ -98,7 +104,8 @@ def check_inputs(
     }
     for name, (array, shape) in expected.items():
         if array is not None and array.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+            words = "" if name == "v" else " (batch and time are those of v)"
+            raise ValueError(f"{name} must have shape {shape}, got {array.shape}{words}")
     for name, gate in (("log_decay", log_decay), ("beta", beta)):
         if gate is not None and gate.dtype != jnp.float32:
             raise ValueError(f"{name} must be float32 (rounded gates drift over long decodes), got {gate.dtype}")
@@ -117,7 +124,8 @@ def check_implementation(operation: str, implementation: str, kernels: tuple[str
         expected = ", ".join(f'"{name}"' for name in known[:-1]) + f' or "{known[-1]}"'
         raise ValueError(f'implementation="{implementation}" has no kernel for {operation} yet, expected {expected}')
     if implementation not in ("auto", "xla", *kernels):
-        raise ValueError(f'implementation must be "auto", "xla", "gpu" or "tpu", got {implementation!r}')
+        known = ", ".join(f'"{name}"' for name in ("auto", "xla", *kernels))
+        raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
 
 
 def asks_kernel(operation: str, implementation: str) -> bool:

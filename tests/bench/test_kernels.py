@@ -86,13 +86,31 @@ def test_targets_compare_staggered_figures_and_say_what_was_not_measured():
 
 
 def test_the_kernels_time_is_its_own_and_xlas_path_is_all_of_its_kernels():
-    taken = {"loop_add_fusion_2": [90.0] * 4, "body_kernel": [4.0, 6.0, 5.0, 5.0], "MemcpyD2D": [50.0] * 4}
+    taken = {"loop_add_fusion_2": [90.0] * 4, "body_mosaic_gpu_kernel": [4.0, 6.0, 5.0, 5.0], "MemcpyD2D": [50.0] * 4}
     ours = measure.device_time(taken, 4, "gpu")
-    assert (ours["kernel"], ours["device_us"], ours["most_us"], ours["rest_us"]) == ("body_kernel", 5.0, 6.0, 140.0)
+    assert (ours["kernel"], ours["device_us"], ours["most_us"], ours["rest_us"]) == (
+        "body_mosaic_gpu_kernel",
+        5.0,
+        6.0,
+        140.0,
+    )
     assert measure.device_time(taken, 4, "xla")["device_us"] == 145.0
     assert measure.device_time({}, 4, "gpu") == measure.device_time({}, 4, "xla") == {}
-    lost = {"body_kernel": taken["body_kernel"][1:]}  # an event that the profiler lost
+    lost = {"body_mosaic_gpu_kernel": taken["body_mosaic_gpu_kernel"][1:]}  # an event that the profiler lost
     np.testing.assert_allclose(measure.device_time(lost, 4, "gpu")["device_us"], 16 / 3)
+
+
+def test_a_trace_in_which_xla_tried_kernels_of_other_programs_is_taken_again(monkeypatch, tmp_path):
+    tried = {"stream_executor::gpu::RedzoneAllocatorKernelImpl(int)": [30.0], "body_mosaic_gpu_kernel": [9.0]}
+    traces = iter([tried, tried, {"body_mosaic_gpu_kernel": [4.0]}])
+    monkeypatch.setattr(measure, "durations", lambda directory: next(traces))
+    calls, _, found = measure.timed(lambda calls: calls + 1, 0, tmp_path)
+    assert found == {"body_mosaic_gpu_kernel": [4.0]}
+    assert calls == 1 + 3 + 3
+    assert measure.device_time(tried, 1, "gpu")["device_us"] == 9.0
+    monkeypatch.setattr(measure, "durations", lambda directory: tried)
+    with pytest.raises(RuntimeError, match="other programs in 10 traces"):
+        measure.timed(lambda calls: calls, 0, tmp_path)
 
 
 def test_a_small_run_on_a_cpu_keeps_its_figures_and_a_plot(tmp_path, capsys):

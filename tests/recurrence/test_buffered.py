@@ -303,6 +303,15 @@ def test_errors_name_the_argument(rng):
     inputs = definition.inputs(rng, GDN, 1, 5)
     with pytest.raises(ValueError, match=r"time \(5 tokens at once\) must be at most max_pending \(4\)"):
         buffered.extend(GDN, cache, *inputs, slots=ints(1))
+    with pytest.raises(ValueError, match="time must be at least 1 token, got 0"):
+        buffered.extend(GDN, cache, *window(inputs, 0, 0), slots=ints(1))
+    with pytest.raises(ValueError, match=r"slots must be int32 \[1\], one number a row, got int32 \(2,\)"):
+        buffered.extend(GDN, cache, *window(inputs, 0, 1), slots=ints(1, 2))
+    with pytest.raises(ValueError, match=r"checkpoints of the memory must be \[..., 6, 24, 16\] for this spec, got"):
+        other = dataclasses.replace(GDN, key_dim=16)
+        buffered.extend(other, cache, *definition.inputs(rng, other, 1, 1), slots=ints(1))
+    with pytest.raises(ValueError, match="entry_dtype must be a dtype of floating-point numbers, got int32"):
+        buffered.init(GDN, slots=2, entry_dtype=jnp.int32)
     with pytest.raises(ValueError, match=r"slots must be in \[0, 2\], got 3 at row 0"):
         buffered.extend(GDN, cache, *window(inputs, 0, 1), slots=ints(3))
     with pytest.raises(ValueError, match=r"accepted must be in \[0, 0\], got 1"):

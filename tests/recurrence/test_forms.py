@@ -117,6 +117,12 @@ def test_a_call_that_does_not_fit_is_an_error_that_names_the_argument(rng):
         RecurrenceSpec(6, 4, 8, 8)
     with pytest.raises(ValueError, match=r"k must have shape \(2, 3, 2, 32\), got \(2, 2, 2, 32\)"):
         chunked(spec, None, q, k[:, :2], v, log_decay, beta)
+    with pytest.raises(ValueError, match="v must be an array of floating-point numbers, got int32"):
+        recurrent(spec, None, q, k, jnp.asarray(v, jnp.int32), log_decay, beta)
+    with pytest.raises(ValueError, match="q must be an array of floating-point numbers, got list"):
+        recurrent(spec, None, [q], k, v, log_decay, beta)
+    with pytest.raises(ValueError, match='implementation must be one of "auto", "xla", got \'cuda\''):
+        chunked(spec, None, q, k, v, log_decay, beta, implementation="cuda")
     with pytest.raises(ValueError, match="log_decay must be float32"):
         recurrent(spec, None, q, k, v, jnp.asarray(log_decay, jnp.bfloat16), beta)
     with pytest.raises(ValueError, match="log_decay must be f32"):
