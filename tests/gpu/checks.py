@@ -6,6 +6,7 @@ They need no pytest: `scripts/check_gpu` runs them where there is none. Each ret
 import dataclasses
 import functools
 from collections.abc import Callable
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 import jaxbuf
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.pallas.extend import gpu_shape
 from jaxbuf.pallas.platform import without_kernels
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import SamplingParams, generate_tokens, request, start
@@ -142,6 +144,9 @@ def check_long_rings(
         cache = poisoned(spec, rows, jnp.asarray(np.resize(limits, rows), jnp.int32), max_pending=max_pending)
         slots, figures = jnp.arange(1, rows + 1, dtype=jnp.int32), []
         at_once = min(8, max_pending)
+        begun = jnp.asarray(rng.integers(0, 9, rows), jnp.int32)  # rows do not go in step
+        prompts = new_inputs(rng, spec, rows, 8, jnp.bfloat16)
+        _, cache = buffered.prefill(spec, cache, *prompts, slots=slots, lengths=begun, keep=begun)
         for _ in range(limit // 5 + 3):  # at least limit + 11 tokens
             for _ in range(8 // at_once):
                 inputs = new_inputs(rng, spec, rows, at_once, jnp.bfloat16)
@@ -317,16 +322,24 @@ def check_logprobs(lm: LanguageModel, tokens: int = 32) -> Figures:
     return figures | {"tokens until they differ": same, "of the forms, until they differ": others}
 
 
+@mock.patch.object(gpu_shape, "PROCESSORS", 1)  # a warpgroup serves several heads
 def tiny(implementation: str = "gpu") -> Figures:
-    """A few steps of two small rows, folds and several tokens at once among them: what compute-sanitizer is run on."""
-    rng, cache, slots = np.random.default_rng(0), poisoned(SMALL, slots=2, limit=3), jnp.array([1, 2])
-    for time, accepted in ((1, 1), (3, 2), (1, 1), (3, 3), (1, 1)):
-        inputs = new_inputs(rng, SMALL, 2, time, jnp.bfloat16)
-        lengths = jnp.array([time, max(1, time - 1)])
-        out, cache = extend(SMALL, cache, inputs, slots, lengths, implementation=implementation)
-        cache = buffered.commit(cache, jnp.minimum(lengths, accepted), slots=slots)
-        jax.block_until_ready((out, cache))
-    assert int(cache.cursor.folded.max()) > 0
+    """A few steps of three small rows: folds, several tokens at once, short rings and long ones of either kind: what
+    compute-sanitizer is run on."""
+    rng, slots = np.random.default_rng(0), jnp.array([1, 2, 3])
+    for limit, max_pending, held in ((3, MAX_PENDING, ()), (150, 1, (149, 90, 5)), (60, MAX_PENDING, (57, 40, 3))):
+        cache = poisoned(SMALL, slots=3, limit=limit, max_pending=max_pending)
+        if held:  # all in the ring
+            prompts, lengths = new_inputs(rng, SMALL, 3, max(held), jnp.bfloat16), jnp.array(held)
+            _, cache = buffered.prefill(SMALL, cache, *prompts, slots=slots, lengths=lengths, keep=lengths)
+        for time, accepted in ((1, 1), (3, 2), (1, 1), (3, 3), (1, 1)):
+            time = min(time, max_pending)
+            inputs = new_inputs(rng, SMALL, 3, time, jnp.bfloat16)
+            lengths = jnp.array([time, max(1, time - 1), time])
+            out, cache = extend(SMALL, cache, inputs, slots, lengths, implementation=implementation)
+            cache = buffered.commit(cache, jnp.minimum(lengths, accepted), slots=slots)
+            jax.block_until_ready((out, cache))
+        assert int(cache.cursor.folded.max()) > 0
     return {}
 
 
@@ -343,6 +356,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "tokens_at_once_store_the_bits_of_one_by_one_bfloat16": lambda rng: check_at_once(rng, "bfloat16"),
     "tokens_at_once_store_the_bits_of_one_by_one_float32": lambda rng: check_at_once(rng, "float32"),
     "tokens_at_once_behind_many_entries_store_the_bits_of_one_by_one": lambda rng: check_at_once(rng, "bfloat16", 80),
+    "tokens_at_once_behind_200_entries_store_the_bits_of_one_by_one": lambda rng: check_at_once(rng, "bfloat16", 200),
     "nan_reaches_no_row_that_it_does_not_belong_to": check_poison,
     "no_pool_sized_write_in_a_loop_of_steps": lambda rng: check_loop(),
     "no_pool_sized_write_in_the_program_of_two_layers": lambda rng: check_program(two_layers()),

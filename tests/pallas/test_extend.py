@@ -55,19 +55,25 @@ def error(found, expected):
     ],
 )
 def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, limit, max_pending, state, entry):
-    rows = 128
-    sizes = {"slots": rows, "limit": limit, "max_pending": max_pending}
     dtypes = {"state_dtype": jnp.dtype(state), "entry_dtype": jnp.dtype(entry)}
-    cache = jax.eval_shape(lambda: buffered.init(QWEN, **sizes, **dtypes))
-    inputs = jax.eval_shape(lambda: new_inputs(np.random.default_rng(0), QWEN, rows, time, jnp.bfloat16))
+    assert "mosaic_gpu" in lowered(QWEN, time, limit=limit, max_pending=max_pending, **dtypes)
+
+
+def test_the_gpu_kernel_lowers_for_narrow_heads_with_a_later_chunk_of_any_length():
+    assert "mosaic_gpu" in lowered(NARROW, 1, limit=40, max_pending=8)  # 40 entries: 24 behind the first chunk
+
+
+def lowered(spec, time: int, rows: int = 128, **sizes) -> str:
+    """A step's program for CUDA."""
+    cache = jax.eval_shape(lambda: buffered.init(spec, slots=rows, **sizes))
+    inputs = jax.eval_shape(lambda: new_inputs(np.random.default_rng(0), spec, rows, time, jnp.bfloat16))
 
     def step(cache, *inputs):
         return buffered.extend(
-            QWEN, cache, *inputs, slots=jnp.arange(1, rows + 1, dtype=jnp.int32), implementation="gpu"
+            spec, cache, *inputs, slots=jnp.arange(1, rows + 1, dtype=jnp.int32), implementation="gpu"
         )
 
-    lowered = jax.jit(step, donate_argnums=0).trace(cache, *inputs).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
+    return jax.jit(step, donate_argnums=0).trace(cache, *inputs).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +136,7 @@ def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, boun
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "limit, held, time, pending",  # rings of 56, 72, 116 and 151
+    "limit, held, time, pending",  # rings of 56, 72, 120 and 152
     [(40, 30, 3, 16), (56, 54, 1, 16), (100, 97, 1, 16), (150, 141, 1, 1)],
 )
 def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, monkeypatch, limit, held, time, pending):

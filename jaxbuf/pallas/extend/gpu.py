@@ -5,9 +5,10 @@ its own: while one computes, the checkpoints of the others stream in.
 
 An item is a head of a row. A warpgroup sums the entries' part of every output, a chunk of entries at a time: it
 multiplies their keys with the T new keys and queries on the tensor cores, then the products with their updates, a
-thread a row of the state [value_dim, key_dim]. Then it multiplies the checkpoint with all new keys and queries, half
-after half, and lets the next item's stream in behind; substitutes forward over the T tokens; appends their entries. For
-a row that folds it first adds the entries to the checkpoint in shared memory, which goes back to the pool meanwhile.
+thread a row of the state [value_dim, key_dim] (or on the tensor cores, too: see `gpu_entries`). Then it multiplies the
+checkpoint with all new keys and queries, half after half, and lets the next item's stream in behind; substitutes
+forward over the T tokens; appends their entries. For a row that folds it first adds the entries to the checkpoint in
+shared memory, which goes back to the pool meanwhile.
 
 Modules: `gpu_lane` is a warpgroup, and how what an item needs comes to it; `gpu_entries` sums the entries' part,
 `gpu_sums` their decays, `gpu_fold` folds, `gpu_products` is what all of them multiply with; `gpu_shape` has the sizes.

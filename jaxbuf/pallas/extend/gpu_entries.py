@@ -42,7 +42,7 @@ def add_all(lane: Lane, item: Item, gates: list[list[Array]]) -> list[Array]:
     """Sums the entries' parts of what the new keys recall and of the outputs; multiplies the new tokens' pairs.
 
     Args:
-      lane, item: It is served; `sums` has the decays.
+      lane, item: It is served; `sums` has the decays, or their factors.
       gates: Of the new tokens, in parts.
 
     Returns:

@@ -31,7 +31,7 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
     """state · decay + Σ weight · u ⊗ k: chunk after chunk, or all that are in shared memory at once.
 
     Args:
-      lane, item: It is served; `sums` has the decays.
+      lane, item: It is served; `sums` has the decays, or their factors.
       total: Sum of the entries' gates, in parts.
     """
     shape, interpret = lane.shape, lane.interpret

@@ -1,8 +1,8 @@
 """A lane of `extend` on a GPU: a warpgroup, its shared memory, and how what its items need comes there.
 
 Little is waited for where it is asked for. Where an item's entries lie is asked two items ahead, its inputs one; they
-are registers until `admit` writes them to shared memory. Chunks of entries that have memory of their own beside the
-item's go there past the registers; a checkpoint too, half after half.
+are registers until `keep` and `admit` write them to shared memory. Chunks of entries that have memory of their own
+beside the item's go there past the registers; a checkpoint too, half after half.
 """
 
 from typing import NamedTuple
@@ -103,10 +103,10 @@ class Lane:
     Attributes:
       arrays: Of global memory.
       number: Which of all lanes it is.
-      rows: A chunk of keys, the item's new keys and queries, the chunk's updates.
-      sums, lows: Of each entry the gate, then the decay since; see `Shape.scratch`.
+      rows: The first chunk's keys, whose place weights may take; the item's new keys and queries; the chunk's updates.
+      sums, lows: Of each entry the gate, then the decay since or its factor; see `Shape.scratch`.
       products: Of pairs with the entries of a chunk, and with each other.
-      reads: Of the state with pairs.
+      reads: Of the state with pairs; before, what entries add to outputs, if that is of products.
       first: Where the first chunk is: its references, the first row of its keys and that of its updates.
     """
 

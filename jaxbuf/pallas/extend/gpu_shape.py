@@ -80,7 +80,9 @@ class Shape:
     @property
     def wide(self) -> int:
         """Entries of a later chunk, where there is shared memory for it: as many as slots may have, in whole groups."""
-        return min(WIDE, max(CHUNK, -(-(self.room - CHUNK) // GROUP) * GROUP))
+        # Threads copy vectors of 128 numbers in groups of eight, and of 64 in groups of sixteen.
+        group = GROUP if min(self.key_dim, self.value_dim) > TILE else CHUNK
+        return min(WIDE, max(CHUNK, -(-(self.room - CHUNK) // group) * group))
 
     @property
     def width(self) -> int:
@@ -181,7 +183,7 @@ class Shape:
 
     @property
     def multiplies(self) -> bool:
-        """Whether entries of later chunks are added on the tensor cores: in another order than one by one, which is no
+        """Whether entries are added on the tensor cores, a chunk at once: in another order than one by one, which is no
         matter where tokens always come one by one."""
         return self.max_time == 1 and self.stages > 0 and self.wide == WIDE and self.exact
 

@@ -1,4 +1,4 @@
-"""Sums of decays in `extend` on a GPU: from each entry to the last committed token.
+"""Sums of decays in `extend` on a GPU: from each entry to the last committed token, or to the one that comes.
 
 An order of summation must not depend on how many entries a slot has, or T tokens at once would not store the bits that
 they store one by one. Few gates are added one after the other, from old to new; many in two parts whose sums are exact,
@@ -55,7 +55,7 @@ def parts(lane: Lane, gate: Array) -> list[Array]:
 
 
 def load_decays(lane: Lane, entry: Array | int, n: int, layout) -> list[Array]:
-    """Decays since n entries, in parts."""
+    """Decays since n entries, in parts: not if they are factors."""
     refs = [lane.sums, lane.lows] if lane.shape.exact else [lane.sums]
     return [load(ref.at[pl.ds(entry, n)], layout) for ref in refs]
 
@@ -98,7 +98,8 @@ def _until(decay: list[Array], gate: list[Array] | None) -> list[Array]:
 
 
 def _sum_exactly(lane: Lane, live: Array, gate: list[Array] | None) -> list[Array]:
-    """Of whole blocks of THREADS entries: what adds a chunk reads up to CHUNK behind the last one."""
+    """Of whole blocks of THREADS entries, in which all of the last chunk is: those behind the first end at CHUNK more
+    than a multiple of WIDE."""
     blocks = range(1, lane.shape.columns // THREADS + 1)
     sums = [functools.partial(_sum_blocks, lane, live, gate, n) for n in blocks]
     return lax.switch(jnp.clip((live + CHUNK - 1) // THREADS, 0, len(sums) - 1), sums)
