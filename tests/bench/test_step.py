@@ -150,22 +150,30 @@ def test_the_kernel_is_counted_by_its_mean_and_the_parts_by_all_their_operations
 
 
 @pytest.mark.slow
-def test_the_kernels_time_is_compared_with_that_of_the_kernels_benchmark(tmp_path, capsys, measured):
+def test_the_kernels_time_is_compared_with_that_of_the_kernels_benchmark(capsys, measured):
     figures = [
         {"part": part, "batch": 3, "limit": limit, "us": us, "phase": "staggered"}
         for part, limit, us in (("recurrent", 1, 100.0), ("decode", 4, 50.0), ("decode", 16, 1.0))
     ]
-    path = tmp_path / "kernels.json"
-    path.write_text(json.dumps({"figures": figures}))
     record = json.loads(measured.read_text())
     for row, us in zip(record["figures"], (105.0, 60.0), strict=True):
-        row["kernel_us"] = step.kernel_figure(path, row)
+        row["kernel_us"] = step.kernel_figure(figures, row)
         row["recurrence"]["us"] = us
     step_figures.show(step.Console(width=200), record["figures"], record)
     out = capsys.readouterr().out
     assert "recurrent, batch 3: agrees within 10%: 105.0 us a layer, 100.0 in jaxbuf bench kernels (+5.0%)" in out
     assert "buffered, batch 3: DOES NOT AGREE within 10%" in out
     assert "command buffers off in the timed runs" in out and "the prompts were not read" in out
+
+
+def test_a_run_that_could_not_end_ends_before_it_begins(tmp_path, capsys):
+    for words, message in (
+        ([], "a random model of full size needs a GPU, this is a cpu"),
+        (["--model", "demo", "--kernels", str(tmp_path / "none.json")], "--kernels must be the JSON of jaxbuf bench"),
+    ):
+        with pytest.raises(SystemExit):
+            step.parse(words)
+        assert message in capsys.readouterr().err
 
 
 def test_without_kernels_auto_takes_none(monkeypatch):
