@@ -259,7 +259,7 @@ class Lane:
         key_vector, value_vector = VECTORS[shape.key_dim], VECTORS[shape.value_dim]
         time = range(shape.time)
         new = [load(ref.at[row, t, head // shape.group], key_vector) for ref in (arrays.k, arrays.q) for t in time]
-        found = [] if shape.ahead else self._gather(head, place.positions[:2])
+        found = [] if shape.ahead else self._gather(head, place.positions)
         values = [load(arrays.v.at[row, t, head], value_vector) for t in time]
         tokens = arrays.log_decay.at[row, :, head], arrays.beta.at[row, :, head], arrays.append.at[place.place]
         starts = [FOLDING + i * shape.time for i in range(len(tokens))]

@@ -185,7 +185,7 @@ class Shape:
     def multiplies(self) -> bool:
         """Whether entries are added on the tensor cores, a chunk at once: in another order than one by one, which is no
         matter where tokens always come one by one."""
-        return self.max_time == 1 and self.stages > 0 and self.wide == WIDE and self.exact
+        return self.max_time == 1 and self.stages > 0 and self.exact
 
     @property
     def slots(self) -> int:
@@ -214,7 +214,7 @@ class Shape:
             "rows": memory(self.planes, 2 * CHUNK + 2 * self.time, pitch, dtype=jnp.bfloat16),
             # Of each entry the gate, then the decay since, or its factor; behind the gates, what is passed on; then the
             # number drawn.
-            # CHUNK more than columns: a chunk of CHUNK reads as many decays behind its own, and leaves them out.
+            # CHUNK more than columns: for that number; no chunk's decays lie there.
             "sums": memory(self.columns + CHUNK),
             "products": memory(2 * self.time if self.frugal else max(CHUNK, 2 * self.time), entries + CHUNK),
             "reads": memory(*((2 * self.time, self.value_dim) if self.frugal else (self.value_dim, self.width + 2))),
