@@ -1,5 +1,8 @@
 """What the Mosaic GPU kernels share: each says for every array which thread holds what of it."""
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,6 +148,23 @@ def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
 
     out = plgpu.ShapeDtypeStruct(positions.shape, ref.dtype, layout=EVERY)
     return _inline(load_numbers, (plgpu.RefType(), EVERY), out)(ref, positions)
+
+
+def settle(positions: Sequence[tuple[Array, object]], interpret: bool) -> None:
+    """Waits until positions, int32 arrays and their layouts, are there; no load that follows is asked for before.
+
+    The assembler has six counters for all loads on their way: who needs a position that was asked for long ago may
+    otherwise wait for loads that were asked for a moment ago, which share its counter.
+    """
+
+    def wait(_, *arrays):
+        every = functools.reduce(arith.ori, (vector.extract(x, [], [0]) for a in arrays for x in a.registers.flat))
+        text = "{.reg .pred p; setp.eq.s32 p, $0, -1; @p trap;}"  # needs them all; no position is negative
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [every], text, "r,~{memory}", has_side_effects=True)
+
+    if not interpret:
+        arrays, layouts = zip(*positions, strict=True)
+        _inline(wait, layouts, None)(*arrays)
 
 
 def select_positive(x: Array, positions: Array, layout, interpret: bool) -> Array:

@@ -38,7 +38,7 @@ from jaxbuf.recurrence.cursor import (
     init_cursor,
 )
 from jaxbuf.recurrence.launch import extend_pool, fold_pool
-from jaxbuf.recurrence.pool import Pool, check_pool, fork_pool, init_pool, prefill_pool, read_pool
+from jaxbuf.recurrence.pool import Pool, fork_pool, init_pool, prefill_pool, read_pool
 from jaxbuf.recurrence.slots import Copies, fork_cursor, load_cursor, reset_cursor
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs, check_rows
 
@@ -157,7 +157,6 @@ def prefill(
     """
     check_implementation("prefill", implementation)
     check_inputs(spec, q, k, v, log_decay, beta)
-    check_pool(spec, cache.pool)
     check_rows("slots", jnp.asarray(slots), v.shape[0])
     step, cursor = begin_prefill(cache.cursor, slots, _all(lengths, v), keep)
     out, pool = prefill_pool(spec, cache.pool, step, q, k, v, log_decay, beta, chunk_size=chunk_size)
@@ -204,7 +203,6 @@ def extend(
     Source: KVBuffer, eqs. 7 and 16; ReplaySSM, algorithm 6.
     """
     check_inputs(spec, q, k, v, log_decay, beta)
-    check_pool(spec, cache.pool)
     check_rows("slots", jnp.asarray(slots), v.shape[0])
     step, cursor = begin(cache.cursor, slots, _all(lengths, v), v.shape[1], parents)
     inputs = q, k, v, log_decay, beta

@@ -46,6 +46,7 @@ def extend_pool(
       ValueError: A shape or dtype does not fit, or the implementation asked for can't serve the call; it says why.
     """
     check_inputs(spec, q, k, v, log_decay, beta)
+    xla.check_pool(spec, pool)
     if asks_kernel("extend", implementation):
         reason = _gpu_reason(spec, pool, step.before, q, v)
         if step.ancestors is not None:

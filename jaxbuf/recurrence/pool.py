@@ -184,6 +184,7 @@ def prefill_pool(
 ) -> tuple[Array, Pool]:
     """`prefill` for one layer, with the integers that `begin_prefill` made for all of them."""
     check_inputs(spec, q, k, v, log_decay, beta)
+    check_pool(spec, pool)
     k = rounded(k, pool.keys.dtype)  # what will be stored is what is used
     start = read_pool(spec, pool, step.before)
     out, state, updates = solve_chunks(

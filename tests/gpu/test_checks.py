@@ -3,6 +3,11 @@
 On a machine with a GPU: `JAX_PLATFORMS=cuda,cpu python3 -m pytest tests/gpu`, or `scripts/check_gpu` without pytest.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +37,22 @@ def test_an_error_and_a_nan_are_seen():
     np.testing.assert_allclose(checks.worst(expected + np.array([[0.0, 0.05], [0.0, 0.0]]), expected), 0.01, rtol=1e-4)
     with pytest.raises(AssertionError, match="NaN reached"):
         checks.worst(np.nan_to_num(expected), expected)
+
+
+def test_a_sanitizer_without_a_summary_is_not_taken_for_one_that_found_nothing(tmp_path):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\n[ "$2" = memcheck ] && echo "ERROR SUMMARY: 0 errors"\nexit 0\n')
+    tool.chmod(0o755)
+    script = Path(__file__).resolve().parents[2] / "scripts" / "check_gpu"
+
+    def run(*tools):
+        environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+        command = [sys.executable, str(script), "--sanitizer", *tools]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert run("memcheck").returncode == 0
+    found = run("memcheck", "racecheck")
+    assert found.returncode == 4 and "racecheck printed no summary" in found.stdout
 
 
 @pytest.mark.slow

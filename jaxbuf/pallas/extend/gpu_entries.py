@@ -180,7 +180,7 @@ def _multiply_all(lane: Lane, item: Item, gates: list[list[Array]], left: list |
         wait_for_copies(stages - 1, interpret)
         synchronize(interpret)
         there = lane.later(lax.rem(j, stages))
-        _weigh(lane, gates, left, CHUNK + j * wide, there)
+        _write_weights(lane, gates, left, CHUNK + j * wide, there)
         synchronize(interpret)
         operands = _load_chunk(lane, there, wide)
         synchronize(interpret)  # all are done with it
@@ -189,7 +189,7 @@ def _multiply_all(lane: Lane, item: Item, gates: list[list[Array]], left: list |
         end_copies(interpret)
         return _multiply_chunk(*operands, sums, interpret)
 
-    _weigh(lane, gates, left, 0, lane.first)
+    _write_weights(lane, gates, left, 0, lane.first)
     synchronize(interpret)
     # Of each half of the outputs two sums: products that follow one another would wait for each other.
     sums = [zeros((TILE, 8), TALL)] * (2 * len(shape.halves))
@@ -201,7 +201,7 @@ def _multiply_all(lane: Lane, item: Item, gates: list[list[Array]], left: list |
     return [where(~item.folds, load(lane.reads.at[i], VECTORS[shape.value_dim])) for i in range(2)]
 
 
-def _weigh(lane: Lane, gates: list[list[Array]], left: list | None, entry: Array | int, there) -> None:
+def _write_weights(lane: Lane, gates: list[list[Array]], left: list | None, entry: Array | int, there) -> None:
     """Writes the weights of a chunk's entries, as halves, over the keys of the first chunk; those of the new keys too.
 
     Rows 0 and 1 are what the new key recalls and what the query reads; the other half's stand in the rows from 8 on.
@@ -229,8 +229,8 @@ def _multiply_chunk(updates: list[Array], weights: list[Array], sums: list[Array
     """Adds a chunk of entries on the tensor cores.
 
     Args:
-      sums: [TILE, 8], `TALL`: of each half of the outputs two, of the weights' halves; the first columns are `_weigh`'s
-        rows.
+      sums: [TILE, 8], `TALL`: of each half of the outputs two, of the weights' halves; the first columns are what
+        `_write_weights` has as rows.
     """
     pairs = [(x, y) for x in updates for y in weights]
     return [multiply(sum, [x], [y], interpret) for sum, (x, y) in zip(sums, pairs, strict=True)]

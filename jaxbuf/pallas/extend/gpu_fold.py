@@ -45,7 +45,7 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
         for source, entry, n in sources:
             for i in range(0, n, CHUNK):
                 start = min(i, n - CHUNK)  # the last takes some a second time
-                steps.append((*source, start, _weigh(lane, entry + start, i - start)))
+                steps.append((*source, start, _load_weights(lane, entry + start, i - start)))
 
         def add_to(i):
             half, state, barrier = lane.half(i)
@@ -101,7 +101,7 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
         lax.fori_loop(stages, chunks, fold_later, None)
 
 
-def _weigh(lane: Lane, entry: Array, skipped: int) -> Array:
+def _load_weights(lane: Lane, entry: Array, skipped: int) -> Array:
     """Weights of a chunk of entries; of those skipped, 0."""
     weight = load_factors(lane, entry, CHUNK, TALL_LEFT.reduce(0))
     index = count((CHUNK,), 0, TALL_LEFT.reduce(0))

@@ -34,6 +34,7 @@ from jaxbuf.pallas.lanes import (
     gather_vectors,
     load,
     select_positive,
+    settle,
     synchronize,
     vectors_layout,
     wait_for_copies,
@@ -256,6 +257,9 @@ class Lane:
     def load_inputs(self, place: Place, fields: list[Array]):
         """All that an item needs of global memory besides its checkpoint."""
         shape, arrays, head, row = self.shape, self.arrays, place.head, fields[ROW]
+        if shape.multiplies:  # on short rings it gains nothing
+            first = [(at, layout.reduce(1)) for at, layout in zip(place.positions, self._layouts, strict=True)]
+            settle(first + [(at, EVERY) for at in place.every], self.interpret)
         key_vector, value_vector = VECTORS[shape.key_dim], VECTORS[shape.value_dim]
         time = range(shape.time)
         new = [load(ref.at[row, t, head // shape.group], key_vector) for ref in (arrays.k, arrays.q) for t in time]
