@@ -141,7 +141,7 @@ def prefill(
     Args:
       q, k, v, log_decay, beta: As in `recurrent`, [rows, time, ...]. Keys are rounded to the entry dtype first, as in
         `extend`, whether or not they stay as entries.
-      slots: int32 [rows], the physical slot of each row; 0 writes nothing.
+      slots: int32 [rows], the physical slot of each row; 0 writes nothing; no other slot twice.
       lengths: int32 [rows], the real tokens of each row; None: all.
       keep: How many last tokens stay as entries in the ring, one number or int32 [rows]; at most the
         ring's size (see `init`) less max_pending.
@@ -197,7 +197,8 @@ def extend(
       out [rows, T, heads, value_dim] in v's dtype (zero past `lengths`), and the memory.
 
     Raises:
-      ValueError: A shape or dtype does not fit, T exceeds max_pending, or the implementation can't serve the call.
+      ValueError: A shape or dtype does not fit, T exceeds max_pending, a slot is there twice (where that is known: not
+        under jit), or the implementation can't serve the call.
       PoolExhausted: The pool of `states` or `blocks` ran out: see `raise_exhausted`.
 
     Source: KVBuffer, eqs. 7 and 16; ReplaySSM, algorithm 6.
@@ -217,7 +218,7 @@ def commit(cache: BufferedState, accepted: Array, *, slots: Array, path: Array |
 
     Args:
       accepted: int32 [rows], how many to keep, in [0, pending].
-      slots: int32 [rows]; slot 0 is left as it is.
+      slots: int32 [rows]; slot 0 is left as it is; no other slot twice.
       path: int32 [rows, n], for a tree: the accepted nodes from the root to a leaf, of which the first `accepted`
         count; what stands past them is ignored. None: the tokens in their order. The parents are not remembered: that
         it is a path of the tree is not checked, and after a tree None is right only where the first `accepted` tokens

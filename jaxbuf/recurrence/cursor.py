@@ -288,7 +288,7 @@ def begin_fold(cursor: Cursor, slots: Array) -> tuple[Held, Array, Cursor]:
 
     Pending entries stay pending.
     """
-    slots = checked_slots(cursor, slots)
+    slots = checked_slots(cursor, slots, once=True)
     before = held(cursor, slots)
     pending = jnp.where(slots > 0, cursor.pending[slots], 0)
     cursor, which, _ = _reserve(cursor, slots, before.live > 0, pending, pending, pending)
@@ -302,7 +302,7 @@ def commit_cursor(cursor: Cursor, accepted: Array, slots: Array, path: Array | N
     With `path` (int32 [rows, n]) they are the first `accepted` nodes of it, root to leaf, and `order` is permuted so
     that they come first.
     """
-    slots = checked_slots(cursor, slots)
+    slots = checked_slots(cursor, slots, once=True)
     raise_exhausted(cursor.sharing)
     accepted = jnp.asarray(accepted)
     check_rows("accepted", accepted, slots.shape[0])
@@ -389,16 +389,22 @@ def put(array: Array, slots: Array, new: Array) -> Array:
     return array.at[jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")
 
 
-def checked_slots(cursor: Cursor, slots: Array) -> Array:
+def checked_slots(cursor: Cursor, slots: Array, *, once: bool = False) -> Array:
+    """Slots as int32; `once`: an error if one but the null slot is there twice, where the values are known."""
     slots = jnp.asarray(slots)
     if slots.ndim != 1 or not jnp.issubdtype(slots.dtype, jnp.integer):
         raise ValueError(f"slots must be int32 [rows], got {slots.dtype} {slots.shape}")
     _check_range("slots", slots, 0, cursor.length.shape[0] - 1)
+    if once and not isinstance(slots, jax.core.Tracer):
+        rows = np.bincount(np.asarray(slots))
+        if rows[1:].max(initial=0) > 1:
+            slot = 1 + int(rows[1:].argmax())
+            raise ValueError(f"slots must have each slot once, got slot {slot} in {rows[slot]} rows")
     return slots.astype(jnp.int32)
 
 
 def _rows(cursor: Cursor, slots: Array, lengths: Array, time: int | None) -> tuple[Array, Array]:
-    slots, lengths = checked_slots(cursor, slots), jnp.asarray(lengths)
+    slots, lengths = checked_slots(cursor, slots, once=True), jnp.asarray(lengths)
     check_rows("lengths", lengths, slots.shape[0])
     _check_range("lengths", lengths, 0, np.iinfo(np.int32).max if time is None else time)
     return slots, jnp.where(slots > 0, lengths.astype(jnp.int32), 0)

@@ -314,6 +314,11 @@ def test_errors_name_the_argument(rng):
         buffered.init(GDN, slots=2, entry_dtype=jnp.int32)
     with pytest.raises(ValueError, match=r"slots must be in \[0, 2\], got 3 at row 0"):
         buffered.extend(GDN, cache, *window(inputs, 0, 1), slots=ints(3))
+    twice = [jnp.concatenate([x, x, x, x]) for x in window(inputs, 0, 1)]
+    with pytest.raises(ValueError, match="slots must have each slot once, got slot 2 in 2 rows"):
+        buffered.extend(GDN, cache, *twice, slots=ints(2, 0, 2, 0))
+    with pytest.raises(ValueError, match="slots must have each slot once, got slot 1 in 2 rows"):
+        buffered.commit(cache, ints(0, 0), slots=ints(1, 1))
     with pytest.raises(ValueError, match=r"accepted must be in \[0, 0\], got 1"):
         buffered.commit(cache, ints(1), slots=ints(1))
     with pytest.raises(ValueError, match=r"keep must be in \[0, 20\]"):
