@@ -7,10 +7,6 @@ loads of one hide behind the others' stores.
 
 Floor: (checkpoint · 2 + live entries + appends + inputs and outputs) / read bandwidth, where every row folds.
 
-Time, on an H200 at batch 128 (16 key heads, 32 value heads): 138 us. Blocks of 16 to 64 KB take 136 to 141, through
-registers or shared memory; blocks of a Triton kernel that only scales the state take as long. Of 4 KB they take 130
-there, with one warp; a block has four here, and too many registers for as many blocks of that size as it needs.
-
 Precision: float32 throughout.
 """
 
