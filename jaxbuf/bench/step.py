@@ -33,6 +33,7 @@ from jaxbuf.serving import SamplingParams, generate_tokens, loop, request
 from jaxbuf.serving.profiling import Operation, operations, trace
 
 FORMS = ("recurrent", "buffered")
+SIZES: dict[str, int] = configuration.__kwdefaults__ or {}  # of the random model, by option: the full ones
 CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"  # XLA's own choice, spelled out
 COMMAND_BUFFERS = {  # what of a program XLA may record as CUDA graphs
     "default": {},
@@ -83,7 +84,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=None, help="keep the figures here as they come; a plot beside it")
     parser.add_argument("--profile", type=Path, default=None, help="a folder for the traces, one folder for each")
     shape = parser.add_argument_group("the random model")
-    for name, default in (configuration.__kwdefaults__ or {}).items():
+    for name, default in SIZES.items():
         shape.add_argument("--" + name.replace("_", "-"), type=int, default=default)
     options = parser.parse_args(arguments)
     options.batches = report.whole_numbers(parser, "--batches", options.batches)
@@ -96,10 +97,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     report.check_plots(parser, options.json)
     if options.kernels is not None:
         options.kernels = report.read_kernels(parser, "--kernels", options.kernels)["figures"]
-    sizes = configuration.__kwdefaults__ or {}
-    full = options.model == "random" and all(getattr(options, name) == size for name, size in sizes.items())
+    full = options.model == "random" and all(getattr(options, name) == size for name, size in SIZES.items())
     if full and jax.default_backend() == "cpu":
-        names = " and ".join("--" + name.replace("_", "-") for name in list(sizes)[:2])
+        names = " and ".join("--" + name.replace("_", "-") for name in list(SIZES)[:2])
         parser.error(f"a random model of full size needs a GPU, this is a cpu: try --model demo, or {names}")
     whole = fold_cycle(options.limit)
     options.steps = whole * -(-options.steps // whole)
@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def make_model(options: argparse.Namespace) -> LanguageModel:
     if options.model != "random":
         return load(options.model, dtype=options.dtype)
-    sizes = {name: getattr(options, name) for name in configuration.__kwdefaults__ or {}}
+    sizes = {name: getattr(options, name) for name in SIZES}
     return random_model(configuration(**sizes), jnp.dtype(options.dtype or "bfloat16"))
 
 

@@ -54,23 +54,28 @@ def init_pool(spec: RecurrenceSpec, cursor: Cursor, *, state_dtype=jnp.float32, 
     if cursor.sharing is not None:
         states, blocks = (owned.owners.shape[0] for owned in (cursor.sharing.states, cursor.sharing.blocks))
     entries = blocks, cursor.ring // max_blocks
-    gates = spec.decay_width + (0 if spec.delta else 1)
+    shapes = _row_shapes(spec)
     return Pool(
-        checkpoints=jnp.zeros((states, *spec.state_shape), state_dtype),
-        keys=jnp.zeros((*entries, spec.key_heads, spec.key_dim), entry_dtype),
-        updates=jnp.zeros((*entries, spec.heads, spec.value_dim), entry_dtype),
-        gates=jnp.zeros((*entries, spec.heads, gates), jnp.float32),
+        checkpoints=jnp.zeros((states, *shapes["checkpoints"]), state_dtype),
+        keys=jnp.zeros((*entries, *shapes["keys"]), entry_dtype),
+        updates=jnp.zeros((*entries, *shapes["updates"]), entry_dtype),
+        gates=jnp.zeros((*entries, *shapes["gates"]), jnp.float32),
     )
+
+
+def _row_shapes(spec: RecurrenceSpec) -> dict[str, tuple[int, ...]]:
+    """Of a checkpoint, and of what an entry has, in each array of a pool."""
+    return {
+        "checkpoints": spec.state_shape,
+        "keys": (spec.key_heads, spec.key_dim),
+        "updates": (spec.heads, spec.value_dim),
+        "gates": (spec.heads, spec.decay_width + (0 if spec.delta else 1)),
+    }
 
 
 def check_pool(spec: RecurrenceSpec, pool: Pool) -> None:
     """Raises a ValueError unless the memory is one of `spec`."""
-    for name, shape in (
-        ("checkpoints", spec.state_shape),
-        ("keys", (spec.key_heads, spec.key_dim)),
-        ("updates", (spec.heads, spec.value_dim)),
-        ("gates", (spec.heads, spec.decay_width + (0 if spec.delta else 1))),
-    ):
+    for name, shape in _row_shapes(spec).items():
         found = getattr(pool, name).shape
         if found[-len(shape) :] != shape:
             expected = ", ".join(map(str, shape))

@@ -41,7 +41,9 @@ def test_an_error_and_a_nan_are_seen():
 
 def test_a_sanitizer_without_a_summary_is_not_taken_for_one_that_found_nothing(tmp_path):
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text('#!/bin/sh\n[ "$2" = memcheck ] && echo "ERROR SUMMARY: 0 errors"\nexit 0\n')
+    tool.write_text(
+        '#!/bin/sh\n[ "$2" = memcheck ] && echo "ERROR SUMMARY: 0 errors"\n[ "$2" = initcheck ] && kill -9 $$\nexit 0\n'
+    )
     tool.chmod(0o755)
     script = Path(__file__).resolve().parents[2] / "scripts" / "check_gpu"
 
@@ -53,6 +55,7 @@ def test_a_sanitizer_without_a_summary_is_not_taken_for_one_that_found_nothing(t
     assert run("memcheck").returncode == 0
     found = run("memcheck", "racecheck")
     assert found.returncode == 4 and "racecheck printed no summary" in found.stdout
+    assert run("initcheck").returncode == 9  # a signal ended it
 
 
 @pytest.mark.slow
