@@ -326,20 +326,25 @@ def check_logprobs(lm: LanguageModel, tokens: int = 32) -> Figures:
 def tiny(implementation: str = "gpu") -> Figures:
     """A few steps of three small rows: folds, several tokens at once, short rings and long ones of either kind: what
     compute-sanitizer is run on."""
-    rng, slots = np.random.default_rng(0), jnp.array([1, 2, 3])
-    for limit, max_pending, held in ((3, MAX_PENDING, ()), (150, 1, (149, 90, 5)), (60, MAX_PENDING, (57, 40, 3))):
-        cache = poisoned(SMALL, slots=3, limit=limit, max_pending=max_pending)
-        if held:  # all in the ring
-            prompts, lengths = new_inputs(rng, SMALL, 3, max(held), jnp.bfloat16), jnp.array(held)
-            _, cache = buffered.prefill(SMALL, cache, *prompts, slots=slots, lengths=lengths, keep=lengths)
-        for time, accepted in ((1, 1), (3, 2), (1, 1), (3, 3), (1, 1)):
-            time = min(time, max_pending)
+    rng, slots = np.random.default_rng(0), np.arange(1, 4, dtype=np.int32)
+    sizes = (1, 1, ()), (3, 3, ()), (60, 3, (57, 40, 3)), (32, 9, (30, 17, 1)), (150, 1, (149, 90, 5))
+    for limit, max_pending, held in sizes:
+        print(f"limit {limit}, at most {max_pending} tokens at once", flush=True)
+        # The tools would look at every program of the GPU, and the compiler tries many.
+        with jax.default_device(jax.devices("cpu")[0]):
+            cache = poisoned(SMALL, slots=3, limit=limit, max_pending=max_pending)
+            if held:  # all in the ring
+                prompts, lengths = new_inputs(rng, SMALL, 3, max(held), jnp.bfloat16), jnp.array(held)
+                rows = {"slots": slots, "lengths": lengths, "keep": lengths, "implementation": "xla"}
+                _, cache = buffered.prefill(SMALL, cache, *prompts, **rows)
+        cache = jax.device_put(cache, jax.devices()[0])
+        for time, accepted in ((1, 1), (max_pending, 2), (1, 1), (max_pending, 3), (1, 1)):
             inputs = new_inputs(rng, SMALL, 3, time, jnp.bfloat16)
             lengths = jnp.array([time, max(1, time - 1), time])
             out, cache = extend(SMALL, cache, inputs, slots, lengths, implementation=implementation)
             cache = buffered.commit(cache, jnp.minimum(lengths, accepted), slots=slots)
             jax.block_until_ready((out, cache))
-        assert int(cache.cursor.folded.max()) > 0
+        assert int(cache.cursor.folded.max()) > 0, f"no row folded at limit {limit}"
     return {}
 
 

@@ -124,7 +124,7 @@ class Lane:
         )
         self.lows = scratch["lows"].at[slot] if shape.exact else None
         self.planes = [self.rows.at[i] for i in range(shape.planes)]
-        self.first = self.planes, 0, CHUNK + 2 * shape.time
+        self.first = self.planes, 0, CHUNK + shape.pairs
         self._layouts = vectors_layout(shape.key_dim, shape.entry), vectors_layout(shape.value_dim, shape.entry)
         # Scalars of the next items are loaded as vectors and read from shared memory when they are used: one loaded as
         # a scalar would be waited for where it is loaded.

@@ -90,6 +90,17 @@ class Shape:
         return -(-2 * self.time // 8) * 8
 
     @property
+    def pairs(self) -> int:
+        """Rows of shared memory for new keys and queries.
+
+        A product with the state reads `width` of them, which no copy that is on its way meanwhile may meet.
+        """
+        return self._pairs(self.stages)
+
+    def _pairs(self, stages: int) -> int:
+        return self.width if stages and not self.frugal else 2 * self.time
+
+    @property
     def columns(self) -> int:
         """Entries of a slot, in whole chunks, and what is passed on behind them, rounded up to one for each thread."""
         later = max(0, self.room - CHUNK)
@@ -211,7 +222,7 @@ class Shape:
         arrays = {
             "state": memory(len(self.halves), TILE, self.key_dim, dtype=self.state, transforms=(tiling, swizzle)),
             # A chunk of keys, the pairs, and the chunk's updates.
-            "rows": memory(self.planes, 2 * CHUNK + 2 * self.time, pitch, dtype=jnp.bfloat16),
+            "rows": memory(self.planes, 2 * CHUNK + self._pairs(stages), pitch, dtype=jnp.bfloat16),
             # Of each entry the gate, then the decay since, or its factor; behind the gates, what is passed on; then the
             # number drawn.
             # CHUNK more than columns: for that number; no chunk's decays lie there.
