@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxbuf
+from jaxbuf.bench import companions
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.pallas.extend import gpu_shape
@@ -324,8 +325,8 @@ def check_logprobs(lm: LanguageModel, tokens: int = 32) -> Figures:
 
 @mock.patch.object(gpu_shape, "PROCESSORS", 1)  # a warpgroup serves several heads
 def tiny(implementation: str = "gpu") -> Figures:
-    """A few steps of three small rows: folds, several tokens at once, short rings and long ones of either kind: what
-    compute-sanitizer is run on."""
+    """A few steps of three small rows: folds, several tokens at once, short rings and long ones of either kind; and
+    the kernels around them: what compute-sanitizer is run on."""
     rng, slots = np.random.default_rng(0), np.arange(1, 4, dtype=np.int32)
     sizes = (1, 1, ()), (3, 3, ()), (60, 3, (57, 40, 3)), (32, 9, (30, 17, 1)), (150, 1, (149, 90, 5))
     for limit, max_pending, held in sizes:
@@ -345,6 +346,15 @@ def tiny(implementation: str = "gpu") -> Figures:
             cache = buffered.commit(cache, jnp.minimum(lengths, accepted), slots=slots)
             jax.block_until_ready((out, cache))
         assert int(cache.cursor.folded.max()) > 0, f"no row folded at limit {limit}"
+    spec = dataclasses.replace(SMALL, key_heads=4)
+    for operation in companions.OPERATIONS:
+        print(operation, flush=True)
+        case = companions.Case(operation, batch=3, time=3, implementation=implementation)
+        with jax.default_device(jax.devices("cpu")[0]):
+            layer = companions.make_layer(spec, case, "bfloat16", jax.random.key(0))
+        layer = jax.device_put(layer, jax.devices()[0])
+        where = companions.odd_integers(case, rng)
+        jax.block_until_ready(companions.call(spec, operation, implementation, layer, where))
     return {}
 
 
