@@ -186,6 +186,7 @@ def test_standard_input_that_is_no_text_is_an_error():
     assert "utf-8" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_platform_that_is_not_there_is_an_error():
     environment = os.environ | {"JAX_PLATFORMS": "abacus"}
     done = subprocess.run([*COMMAND, "generate", PROMPT], env=environment, capture_output=True, text=True, timeout=120)
@@ -216,6 +217,7 @@ def test_ctrl_c_keeps_the_text_so_far_and_prints_its_statistics():
     assert "Traceback" not in stderr.decode()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_search_at_once():
     """It runs in one piece, of some minutes here; there is no text before its end."""
     process = subprocess.Popen(
@@ -329,6 +331,7 @@ def test_chat_leaves_at_exit(chat_model):
     assert (done.exit_code, done.stdout) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_conversation_that_outgrows_the_context_loses_nothing(chat_model):
     done = chat(chat_model, f"Hi\n{'long ' * 60}\nnaïve?\n")
     assert done.exit_code == 0, done.stderr

@@ -91,6 +91,7 @@ def test_a_revision_is_a_branch_or_a_commit(cache):
     assert load("org/name@v2").name == "org/name@v2"
 
 
+@pytest.mark.slow
 def test_the_environment_says_where_the_cache_is(tmp_path):
     put_in_cache(tmp_path / "home" / "hub", "org/name", COMMIT, "main", {"top_k": 9})
     code = "import jaxbuf; print(jaxbuf.load('org/name').generation_config)"

@@ -351,6 +351,7 @@ def run_sharded(tmp_path, model, tokens, devices):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_parameters_spread_over_a_mesh_give_the_same_logits(model, tokens, hidden, tmp_path):
     found = run_sharded(tmp_path, model, tokens, 2)
     assert isinstance(found, dict), found

@@ -52,6 +52,7 @@ def test_the_command_prints_the_same_times(profiled):
             assert any(line.startswith(longest) for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_the_matrix_product_of_a_scope_is_counted_there_and_nowhere_else(tmp_path):
     """Products of single rows are those whose names XLA drops."""
 
