@@ -16,6 +16,8 @@ from jaxbuf.recurrence import buffered
 from jaxbuf.sharing import PoolExhausted
 from tests.models.test_cache import CONFIG
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, SLOTS, TIME = 3, 8, 3
 TOKENS = {"prompt_tokens": 16, "new_tokens": 16}
 ALL = np.arange(1, SLOTS + 1, dtype=np.int32)
@@ -73,7 +75,6 @@ def draw_case(rng):
     return lengths, sorted([0, 1, 2, *rng.integers(0, PROMPTS, SLOTS - PROMPTS).tolist()])
 
 
-@pytest.mark.slow
 def test_samples_never_run_out_and_all_is_given_back(rng):
     def draw(left):
         read = np.minimum(rng.integers(0, TIME + 1, SLOTS), left)
@@ -84,7 +85,6 @@ def test_samples_never_run_out_and_all_is_given_back(rng):
             check_left(run(new_cache(limit), *draw_case(rng), draw))
 
 
-@pytest.mark.slow
 def test_beams_never_run_out_and_all_is_given_back(rng):
     for limit in (1, 5, 16):
         for _ in range(4):

@@ -123,7 +123,7 @@ def test_mtp_logits(name):
     assert np.abs(logits[tuple(expected.places.T)] - expected.mtp_place_logits).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x == "demo" else x for x in FOUND])
 def test_stepwise_decoding_is_the_full_forward(name, rng):
     lm, expected, logits, _ = read(name)
     rows, time = expected.tokens.shape
