@@ -53,9 +53,8 @@ def path_to(parents, node):
     return path
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"states": 3, "blocks": 9, "pages": 16}, pytest.param({}, marks=pytest.mark.slow)], ids=["shared", "own"]
-)
+@pytest.mark.parametrize("sizes", [{"states": 3, "blocks": 9, "pages": 16}, {}], ids=["shared", "own"])
+@pytest.mark.slow
 def test_trees_and_forks_equal_their_branches_alone(model, rng, sizes):
     cache = new_cache(trees=True, **sizes)
     history = [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in (0, 3, 9, 6)]

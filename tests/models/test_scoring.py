@@ -161,6 +161,7 @@ def test_texts_that_cannot_be_scored_are_refused(lm):
         scoring.score_text(lm, "text", context=1)
 
 
+@pytest.mark.slow
 def test_the_embedded_model_scores_as_its_logits_say():
     demo = load("demo", dtype="float32")
     text = "The configuration file is read when the server starts. Unknown keys are errors — naïve ones too.\n" * 3

@@ -91,6 +91,7 @@ def count_by_hand(right, count, new):
     return steps, drafted, accepted, without
 
 
+@pytest.mark.slow
 def test_rows_draft_by_what_was_kept_of_theirs_and_no_token_changes(lm, prompts, greedy):
     """By row: all right, all wrong, half of them, in turns, and a drafter that has few or none."""
     right = [[4, 4], [0, 0], [2, 2], [4, 0], [0, 4], [1, 1], [4, 4], [1, 3]]

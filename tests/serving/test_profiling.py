@@ -129,6 +129,7 @@ def test_the_operations_of_a_profile_are_those_of_its_scopes(profiled):
         assert len(found) == row.operations and sum(found) == pytest.approx(row.seconds)
 
 
+@pytest.mark.slow
 def test_the_recurrence_called_by_hand_is_in_its_scope(tmp_path):
     spec = RecurrenceSpec(heads=2, key_heads=1, key_dim=4, value_dim=4)
     cache = buffered.init(spec, slots=1, limit=2)

@@ -68,6 +68,7 @@ def count_by_hand(tree, row, new):
     return steps, drafted, accepted
 
 
+@pytest.mark.slow
 def test_paths_that_are_right_wrong_or_both_change_no_token(lm, prompts, greedy, rng):
     """In both forms; the steps are counted by hand, and the log-probabilities are those of the kept path."""
     tree = plant(greedy, rng)
