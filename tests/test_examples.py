@@ -16,7 +16,7 @@ def run(name: str, capsys) -> str:
 
 
 def test_each_example_can_be_read_in_one_sitting():
-    assert [path.name for path in EXAMPLES] == ["generate.py", "recurrence.py", "score.py"]
+    assert [path.name for path in EXAMPLES] == ["drafter.py", "generate.py", "recurrence.py", "score.py"]
     assert all(len(path.read_text().splitlines()) <= 50 for path in EXAMPLES)
 
 

@@ -20,8 +20,10 @@ from jaxbuf.models.checkpoint import save as save_checkpoint
 from jaxbuf.models.hub import ACCEPTED, COMPANIONS, download, parse_id
 from jaxbuf.models.qwen3_5_config import Config, token_ids
 from jaxbuf.models.scoring import score_tokens
+from jaxbuf.progress import progress_bar
 
 type Array = jax.Array
+type Tokens = Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
 
 DEMO = "demo"
 PADDED_TO = 64  # lengths that `logits` compiles for are multiples of this
@@ -128,39 +130,58 @@ class LanguageModel:
             )
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
 
-    def logits(self, tokens: Array | np.ndarray | Sequence[Sequence[int]]) -> Array:
+    def logits(self, tokens: Tokens) -> Array:
         """Scores of the token after each position: for parity and small inputs, the whole result is kept.
 
         Args:
-          tokens: int32 [batch, time].
+          tokens: int32 [batch, time], or one row [time].
 
         Returns:
-          f32 [batch, time, vocab].
+          f32 [batch, time, vocab], or [time, vocab] for one row.
 
         Raises:
-          ValueError: Not a two-dimensional integer array, no tokens, too many, or an id outside the vocabulary.
+          ValueError: Not integers, rows that differ in length, no tokens, too many, or an id outside the vocabulary.
         """
-        tokens = self._check_tokens(tokens)
+        tokens, lengths, one = self._rows_of(tokens, None)
         time = tokens.shape[1]
+        if (lengths < time).any():
+            raise ValueError("tokens must have rows of one length, got rows of several")
         padded = np.pad(tokens, ((0, 0), (0, -time % PADDED_TO)))
-        return _logits(self.model, jnp.asarray(padded))[:, :time]
+        found = _logits(self.model, jnp.asarray(padded))[:, :time]
+        return found[0] if one else found
 
-    def score(self, tokens: Array | np.ndarray | Sequence[Sequence[int]]) -> Array:
+    def score(
+        self, tokens: Tokens, *, lengths: Array | np.ndarray | Sequence[int] | None = None, progress: bool | None = None
+    ) -> Array:
         """Log-probability of each token given those before it in its row.
 
         The rows are read through a cache in pieces, and logits exist for a block of a piece only, so a hundred thousand
         tokens fit at a large vocabulary: beside the parameters and the cache it takes a gigabyte or so.
 
         Args:
-          tokens: int32 [batch, time].
+          tokens: int32 [batch, time], or one row [time], or a list of rows that differ in length.
+          lengths: int32 [batch], the real tokens of each row of an array, which come first; None: all.
+          progress: Whether to show a bar on standard error; None: on a terminal and in a notebook.
 
         Returns:
-          f32 [batch, time], natural logarithms. The first column is 0: nothing comes before it.
+          f32 [batch, time], or [time] for one row: natural logarithms. The first column is 0, for nothing comes before
+          it; so is what lies past a row's length.
 
         Raises:
-          ValueError: Not a two-dimensional integer array, no tokens, too many, or an id outside the vocabulary.
+          ValueError: Not integers, no tokens, too many, an id outside the vocabulary, or lengths that do not fit.
         """
-        return jnp.asarray(score_tokens(self.model, self._check_tokens(tokens)))
+        tokens, lengths, one = self._rows_of(tokens, lengths)
+        done = 0
+        with progress_bar(int(lengths.sum()), progress) as report:
+            report("compiling", 0)
+
+            def advance(read: int) -> None:
+                nonlocal done
+                done += read
+                report("scoring", done)
+
+            found = jnp.asarray(score_tokens(self.model, tokens, lengths=lengths, progress=advance))
+        return found[0] if one else found
 
     def save(
         self, directory: str | Path, *, dtype: str | jnp.dtype | None = None, shard_bytes: int = 5_000_000_000
@@ -202,18 +223,47 @@ class LanguageModel:
             companions=companions,
         )
 
-    def _check_tokens(self, tokens: Array | np.ndarray | Sequence[Sequence[int]]) -> np.ndarray:
+    def _rows_of(
+        self, tokens: Tokens, lengths: Array | np.ndarray | Sequence[int] | None
+    ) -> tuple[np.ndarray, np.ndarray, bool]:
+        """int32 [batch, time] right-padded, int32 [batch] how many of each row are real, and whether it is one row."""
         try:
-            tokens = np.asarray(tokens)
+            array = np.asarray(tokens)
+            one = array.ndim == 1
+            rows = list(array[None] if one else array)
         except ValueError:  # lists that differ in length
-            raise ValueError("tokens must have rows of one length, got rows of several") from None
-        if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or tokens.size == 0:
-            raise ValueError(f"tokens must be int32 [batch, time] and not empty, got {tokens.dtype} {tokens.shape}")
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            raise ValueError(f"tokens must be in [0, {self.vocab_size}), got {tokens.min()} to {tokens.max()}")
-        if tokens.shape[1] > self.max_length:
-            raise ValueError(f"tokens must be at most max_length ({self.max_length}) long, got {tokens.shape[1]}")
-        return tokens.astype(np.int32)
+            one, rows = False, [np.asarray(row) for row in tokens]
+        for row in rows:
+            if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer) or not row.size:
+                raise ValueError(
+                    f"tokens must be int32 [batch, time] or [time] and not empty, got {row.dtype} "
+                    f"{row.shape if one else (len(rows), *row.shape)}"
+                )
+        if not rows:
+            raise ValueError("tokens must be int32 [batch, time] or [time] and not empty, got no rows")
+        sizes = np.array([row.size for row in rows], np.int32)
+        padded = np.zeros((len(rows), sizes.max()), np.int64)
+        for row, target in zip(rows, padded, strict=True):
+            target[: row.size] = row
+        if lengths is not None:
+            sizes = self._check_lengths(lengths, sizes)
+        real = padded[np.arange(padded.shape[1])[None] < sizes[:, None]]
+        if real.min() < 0 or real.max() >= self.vocab_size:
+            raise ValueError(f"tokens must be in [0, {self.vocab_size}), got {real.min()} to {real.max()}")
+        padded = np.where(np.arange(padded.shape[1])[None] < sizes[:, None], padded, 0)
+        if padded.shape[1] > self.max_length:
+            raise ValueError(f"tokens must be at most max_length ({self.max_length}) long, got {padded.shape[1]}")
+        return padded.astype(np.int32), sizes, one
+
+    def _check_lengths(self, lengths: Array | np.ndarray | Sequence[int], sizes: np.ndarray) -> np.ndarray:
+        given = np.asarray(lengths)
+        if given.shape != sizes.shape or not np.issubdtype(given.dtype, np.integer):
+            raise ValueError(f"lengths must be int32 [{sizes.size}], one a row, got {given.dtype} {given.shape}")
+        wrong = np.flatnonzero((given < 1) | (given > sizes))
+        if wrong.size:
+            row = int(wrong[0])
+            raise ValueError(f"lengths must be in [1, {sizes[row]}], got {given[row]} at row {row}")
+        return given.astype(np.int32)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

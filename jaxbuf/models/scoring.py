@@ -131,6 +131,7 @@ def score_tokens(
     model: qwen3_5.Qwen3_5,
     tokens: np.ndarray,
     *,
+    lengths: np.ndarray | None = None,
     progress: Callable[[int], None] | None = None,
     _piece: int | None = None,
 ) -> np.ndarray:
@@ -142,6 +143,7 @@ def score_tokens(
     Args:
       model: The parameters.
       tokens: int32 [batch, time].
+      lengths: int32 [batch], the real tokens of each row; None: all.
       progress: Called after each piece with the tokens that it read.
       _piece: Tokens of a piece, a power of two; None: PIECE, or the capacity if that is less.
     """
@@ -154,21 +156,25 @@ def score_tokens(
     scores = np.zeros((batch, time), np.float32)
     for top in range(0, batch, rows):
         group = tokens[top : top + rows]
-        lengths = np.zeros(rows, np.int32)
+        real = np.zeros(rows, np.int32)
+        real[: len(group)] = time if lengths is None else lengths[top : top + rows]
         cache = qwen3_5.init_cache(
             model.config, slots=rows, capacity=capacity, limit=1, max_pending=1, block_size=1, dtype=dtype
         )
         padded = np.zeros((rows, -(-time // piece) * piece + 1), np.int32)
         padded[: len(group), :time] = group
         for start in range(0, time, piece):
-            read = min(piece, time - start)
-            lengths[: len(group)] = read
+            read = np.clip(real - start, 0, piece)
+            if not read.any():
+                break
             inputs, targets = padded[:, start : start + piece], padded[:, start + 1 : start + piece + 1]
-            found, cache = _score_piece(model, cache, inputs, targets, lengths, block=block)
+            found, cache = _score_piece(model, cache, inputs, targets, read, block=block)
             known = min(start + 1 + piece, time)  # the last token has nothing after it to score
             scores[top : top + rows, start + 1 : known] = np.asarray(found)[: len(group), : known - start - 1]
             if progress:
-                progress(read * len(group))
+                progress(int(read.sum()))
+    if lengths is not None:
+        scores[np.arange(time)[None] >= lengths[:, None]] = 0.0
     return scores
 
 
@@ -196,15 +202,39 @@ class Logprobs:
     top: Array
 
 
-def token_logprobs(logits: Array, tokens: Array, top: int = 0) -> Logprobs:
-    """Of tokens int32 [...] under logits f32 [..., vocab], with the `top` most probable ones beside each."""
+def token_logprobs(logits: Array, tokens: Array, top: int = 0, *, wanted: Array | None = None) -> Logprobs:
+    """Of tokens int32 [...] under logits f32 [..., vocab], with the `top` most probable ones beside each.
+
+    Args:
+      logits, tokens: As said.
+      top: How many (static), at most the vocabulary.
+      wanted: bool scalar, whether anybody asks for the most probable ones, which are zeros otherwise; None: yes.
+    """
     norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - norm
-    best, ids = jax.lax.top_k(logits, top)
-    return Logprobs(chosen[..., 0], ids.astype(jnp.int32), best - norm)
+    top = min(top, logits.shape[-1])
+
+    def most_probable():
+        best, ids = jax.lax.top_k(logits, top)
+        return best - norm, ids.astype(jnp.int32)
+
+    def nothing():
+        shape = (*tokens.shape, top)
+        return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
+
+    best, ids = most_probable() if wanted is None else jax.lax.cond(wanted, most_probable, nothing)
+    return Logprobs(chosen[..., 0], ids, best)
 
 
-def hidden_logprobs(model: qwen3_5.Qwen3_5, hidden: Array, targets: Array, *, block: int, top: int = 0) -> Logprobs:
+def hidden_logprobs(
+    model: qwen3_5.Qwen3_5,
+    hidden: Array,
+    targets: Array,
+    *,
+    block: int,
+    top: int = 0,
+    wanted: Array | None = None,
+) -> Logprobs:
     """`token_logprobs` of targets int32 [rows, time] under the logits of hidden [rows, time, D].
 
     Logits exist for `block` places of each row at a time, which must divide time.
@@ -212,7 +242,7 @@ def hidden_logprobs(model: qwen3_5.Qwen3_5, hidden: Array, targets: Array, *, bl
 
     def one_block(_, inputs):
         hidden, targets = inputs
-        return None, token_logprobs(qwen3_5.logits(model, hidden), targets, top)
+        return None, token_logprobs(qwen3_5.logits(model, hidden), targets, top, wanted=wanted)
 
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)

@@ -8,6 +8,7 @@ from jaxbuf.serving.sampling import Sampling, narrow, noise
 
 type Array = jax.Array
 
+UNNORMALISED = 1e-3  # of the logarithm of a sum of probabilities: rounding stays below, at any vocabulary
 COINS = 2**32 - 1  # folded into a key whose noise draws a token too: past every token, as those of drafts are
 
 
@@ -167,6 +168,24 @@ def _walk_chosen(target: Array, drafts: Array, parents: Array, coin: Array) -> t
     rejected = jnp.where(parents == at[:, None], drafts, after.shape[1])
     left = after.at[row, rejected].set(-jnp.inf, mode="drop")
     return kept.T, jnp.where(jnp.any(left > -jnp.inf, axis=-1, keepdims=True), left, after)
+
+
+def usable_log_q(log_q: Array, drafts: Array) -> Array:
+    """What drafts were drawn from, as far as that can be: a draft that can't have been is taken for a chosen one.
+
+    Where log_q is no distribution (NaN, infinite, not normalised), or gives the draft no probability, it becomes 0 at
+    the draft and -inf elsewhere: of a draft that was chosen in whatever way, the tokens keep their distribution.
+
+    Args:
+      log_q: f32 [rows, drafts, vocab].
+      drafts: int32 [rows, drafts].
+
+    Returns:
+      f32 [rows, drafts, vocab].
+    """
+    total = jax.nn.logsumexp(log_q, axis=-1)
+    drawn = (jnp.abs(total) < UNNORMALISED) & (_of(log_q, drafts) > -jnp.inf)
+    return jnp.where(drawn[..., None], log_q, jnp.where(_tokens(log_q) == drafts[..., None], 0.0, -jnp.inf))
 
 
 def draft_keys(key: Array, place: Array | int) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxbuf.recurrence.tree import ancestors
 from jaxbuf.serving.carry import RUNNING
 from jaxbuf.serving.sampling import is_finite
-from jaxbuf.serving.speculation import Drafter, drafts_trees
+from jaxbuf.serving.speculation import Drafter, drafts_trees, usable
 
 type Array = jax.Array
 
@@ -95,6 +95,7 @@ class Adaptive:
         inside = dataclasses.replace(carry.speculation, state=state.inner)
         carry = dataclasses.replace(carry, speculation=inside)
         proposal, inner = self.drafter.propose(model, carry, jnp.minimum(most, length))
+        proposal = usable(proposal, self.drafter, carry)
         depth = proposal.count
         if proposal.parents is not None:
             real = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None] < proposal.count[:, None]

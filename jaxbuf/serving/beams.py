@@ -1,7 +1,8 @@
 """Beam search: the most probable continuations, by one compiled loop over beams that share what they have in common."""
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from jaxbuf.models import qwen3_5
 from jaxbuf.models.cache import all_slots
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.shapes import power_of_two_from
+from jaxbuf.progress import progress_bar
 from jaxbuf.serving.carry import FULL, RUNNING, STOPPED
 from jaxbuf.serving.request import (
     ROOM,
@@ -27,8 +29,11 @@ from jaxbuf.serving.request import (
     pack_prompts,
 )
 from jaxbuf.serving.samples import Samples, init_cache, raise_exhausted, with_limits
-from jaxbuf.serving.sampling import SamplingParams, is_finite, whole
+from jaxbuf.serving.sampling import SamplingParams, has_candidate, is_finite, whole
+from jaxbuf.serving.slices import run_slices
 from jaxbuf.serving.text import TextStream
+
+log = logging.getLogger("jaxbuf")
 
 type Array = jax.Array
 
@@ -93,6 +98,7 @@ class Search:
       max_new_tokens: int32 scalar.
       length_penalty: f32 scalar.
       early_stopping: bool scalar.
+      failed: bool scalar, whether some hypothesis was given up because the logits after it were NaN or infinite.
     """
 
     cache: qwen3_5.Cache
@@ -108,11 +114,12 @@ class Search:
     max_new_tokens: Array
     length_penalty: Array
     early_stopping: Array
+    failed: Array
 
 
 def beam_search(
     lm: LanguageModel,
-    prompts: Sequence[Prompt],
+    prompts: Iterable[Prompt],
     max_new_tokens: int = 64,
     *,
     beams: int = 4,
@@ -123,6 +130,7 @@ def beam_search(
     limit: int = 16,
     form: Form = "auto",
     entry_dtype: str | None = None,
+    progress: bool | None = None,
 ) -> list[list[Beam]]:
     """Searches the continuations of highest probability of every prompt, all of them in one batch and one loop.
 
@@ -145,7 +153,7 @@ def beam_search(
 
     Args:
       lm: From `jaxbuf.load`.
-      prompts: Texts, or token lists; lengths may differ.
+      prompts: As in `generate`.
       max_new_tokens: The most tokens of a continuation.
       beams: How many hypotheses go on, and how many come back; at most 256.
       length_penalty: The exponent of the length, in [-5, 5]. 0 ranks by probability alone, which favours short ones; 1
@@ -153,11 +161,12 @@ def beam_search(
       early_stopping: Whether to end when `beams` hypotheses have ended, though a longer one might rank above them.
       stop_token_ids: Tokens that end a hypothesis, beside the model's own.
       ignore_eos: Do not end at the model's own end tokens.
-      limit, form, entry_dtype: As in `generate`.
+      limit, form, entry_dtype, progress: As in `generate`.
 
     Returns:
       For each prompt, in order, its beams, best ranking score first: `beams` of them, fewer only where the vocabulary
-      has no more.
+      has no more, or where the model's logits are NaN or infinite: such a hypothesis is given up, with a warning in the
+      log.
 
     Raises:
       ValueError: A setting out of range, or a prompt that `generate` would not take.
@@ -174,26 +183,40 @@ def beam_search(
         return []
     tokens, lengths = pack_prompts(encoded)
     room = power_of_two_from(max_new_tokens, ROOM)
+    capacity = tokens.shape[1] + room
     stops = [*setting.stop_token_ids, *(() if ignore_eos else lm.stop_ids)]
     form = choose_form(lm, form, len(encoded) * beams)
-    search = start_beams(
-        lm.model,
-        tokens,
-        lengths,
-        np.int32(1 if form == "recurrent" else limit),
-        np.array(stops + [-1] * (power_of_two_from(len(stops)) - len(stops)), np.int32),
-        lm.known_ids,
-        np.int32(max_new_tokens),
-        np.float32(length_penalty),
-        np.bool_(early_stopping),
-        beams=beams,
-        capacity=tokens.shape[1] + room,
-        room=room,
-        ring_limit=choose_ring(form, limit),
-        entry_dtype=jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype),
-    )
-    search = search_beams(lm.model, search)
+    with progress_bar(max_new_tokens, progress) as report:
+        report("compiling, reading prompts", 0)
+        search = start_beams(
+            lm.model,
+            tokens,
+            lengths,
+            np.int32(1 if form == "recurrent" else min(limit, capacity)),
+            np.array(stops + [-1] * (power_of_two_from(len(stops)) - len(stops)), np.int32),
+            lm.known_ids,
+            np.int32(max_new_tokens),
+            np.float32(length_penalty),
+            np.bool_(early_stopping),
+            beams=beams,
+            capacity=capacity,
+            room=room,
+            ring_limit=choose_ring(form, limit, capacity),
+            entry_dtype=jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype),
+        )
+
+        def look(search: Search) -> bool:
+            state, length = jax.device_get((search.state, search.length))
+            report("searching", int(length))
+            return bool((state == RUNNING).any())
+
+        def run(search: Search, steps: int) -> Search:
+            return search_beams(lm.model, search, np.int32(steps))
+
+        search, _ = run_slices(run, search, max_new_tokens, look)
     raise_exhausted(search)
+    if bool(search.failed):
+        log.warning("beam search gave hypotheses up: the model's logits after them are NaN or infinite")
     return _read(lm, search, len(encoded))
 
 
@@ -263,29 +286,33 @@ def start_beams(
         max_new_tokens=max_new_tokens,
         length_penalty=length_penalty,
         early_stopping=early_stopping,
+        failed=jnp.asarray(False),
     )
     return _advance(search, logits)
 
 
 @partial(jax.jit, donate_argnames="search")
-def search_beams(model: qwen3_5.Qwen3_5, search: Search) -> Search:
-    """Runs a search to its end: one `lax.while_loop`, inside which nothing returns to the host.
+def search_beams(model: qwen3_5.Qwen3_5, search: Search, steps: Array | int) -> Search:
+    """Runs up to `steps` steps of a search: one `lax.while_loop`, inside which nothing returns to the host.
 
     Args:
       model: The parameters, the same as `start_beams` had.
-      search: From there. Its memory is reused (it is donated, so the argument must not be used again).
+      search: From there, or from here. Its memory is reused (it is donated, so the argument must not be used again).
+      steps: int32 scalar, data: another number does not compile again.
     """
 
-    def running(search):
-        return jnp.any(search.state == RUNNING)
+    def running(loop):
+        left, search = loop
+        return (left > 0) & jnp.any(search.state == RUNNING)
 
-    def step(search):
+    def step(loop):
+        left, search = loop
         alive = _alive(search).reshape(-1).astype(jnp.int32)
         hidden, cache = qwen3_5.extend(model, search.cache, search.last.reshape(-1, 1), lengths=alive)
         logits = qwen3_5.logits(model, hidden[:, 0]).reshape(*search.last.shape, -1)
-        return _advance(dataclasses.replace(search, cache=qwen3_5.commit(cache, alive)), logits)
+        return left - 1, _advance(dataclasses.replace(search, cache=qwen3_5.commit(cache, alive)), logits)
 
-    return jax.lax.while_loop(running, step, search)
+    return jax.lax.while_loop(running, step, (jnp.asarray(steps, jnp.int32), search))[1]
 
 
 def _alive(search: Search) -> Array:
@@ -310,8 +337,11 @@ def _advance(search: Search, logits: Array) -> Search:
 def _choose(search: Search, logits: Array) -> tuple[Search, Array]:
     """The search after a step, but for its memory, and int32 [prompts, beams] the beam that each one goes on from."""
     (prompts, beams), (_, number, vocab) = search.last.shape, logits.shape
+    alive = (search.state == RUNNING)[:, None] & (search.score[:, :number] > -jnp.inf)
+    possible = has_candidate(logits)
     score = search.score[:, :number, None] + jax.nn.log_softmax(logits, axis=-1)
-    score = jnp.where(search.allowed[None, None], score, -jnp.inf).reshape(prompts, number * vocab)
+    score = jnp.where(search.allowed[None, None] & possible[..., None], score, -jnp.inf)
+    score = score.reshape(prompts, number * vocab)
     # Of the best of all, at most one a beam and stop token ends: so many hold the best `beams` that do not end.
     most = (1 + search.stop_ids.shape[0]) * beams
     score = jnp.pad(score, ((0, 0), (0, max(most - number * vocab, 0))), constant_values=-jnp.inf)
@@ -357,6 +387,7 @@ def _choose(search: Search, logits: Array) -> tuple[Search, Array]:
         length=length,
         state=keep(state, search.state),
         ended=keep(ended, search.ended),
+        failed=search.failed | jnp.any(alive & ~possible),
     )
     return after, parent
 

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.scoring import Logprobs, token_logprobs
+from jaxbuf.serving.acceptance import log_distribution
 from jaxbuf.serving.samples import Samples
-from jaxbuf.serving.sampling import History, Sampling
+from jaxbuf.serving.sampling import MOST_LOGPROBS, History, Sampling
 
 type Array = jax.Array
 
-RUNNING, STOPPED, FULL = 0, 1, 2  # why a row stopped: a stop token, or its max_new_tokens
+# Why a row ended: a stop token, its max_new_tokens, or logits from which no token can be chosen.
+RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
 
 
 @jax.tree_util.register_dataclass
@@ -52,12 +54,13 @@ class Carry:
       history: The prompts, what was generated so far (history.tokens, int32 [rows, room], of which history.count, int32
         [rows], are real) and the stop tokens.
       last: int32 [rows], the newest token, which the model has not read yet.
-      state: int32 [rows]: RUNNING, STOPPED (at a stop token, which is in tokens) or FULL.
+      state: int32 [rows]: RUNNING, STOPPED (at a stop token, which is in tokens), FULL, or FAILED (no token could be
+        chosen after the last one).
       max_new_tokens: int32 [rows], at most room.
       sampling: The settings of each row.
       allowed: bool [vocab], the tokens that may be sampled: ids that the tokenizer lacks may not.
-      logprobs: [rows, room] of the generated tokens, in the model's own distribution (before any setting changes it);
-        [rows, 0] if nobody asked.
+      logprobs: [rows, room] of the generated tokens, in the distribution that each row's settings ask for; [rows, 0] if
+        nobody asked.
       prompt_logprobs: [prompts, bucket] of the prompts' tokens likewise; the token at i + 1 has its own at i.
       counters: What was done so far.
       speculation: None without a drafter.
@@ -100,17 +103,19 @@ def append_token(history: History, token: Array, real: Array) -> History:
     return dataclasses.replace(history, tokens=tokens, count=history.count + real.astype(jnp.int32))
 
 
-def record(carry: Carry, tokens: Array, number: Array, logits: Array) -> Carry:
+def record(carry: Carry, tokens: Array, number: Array, failed: Array, logits: Array, adjusted: Array) -> Carry:
     """Writes down what was chosen, and decides which rows are done.
 
     Args:
       carry: Changed in its history, last, state and logprobs.
       tokens: int32 [rows, T].
       number: int32 [rows], how many of the T tokens are real: 0 for a row that does not run. A stop token is the last.
+      failed: bool [rows], the rows that have no candidate for the token after those.
       logits: f32 [rows, T, vocab], the model's own, that the tokens were chosen from.
+      adjusted: The same as the settings changed them, see `sampling.adjust`.
     """
     history, last, logprobs = carry.history, carry.last, carry.logprobs
-    found = token_logprobs(logits, tokens, logprobs.top.shape[2]) if logprobs.chosen.shape[1] else None
+    found = _logprobs(carry, tokens, logits, adjusted) if logprobs.chosen.shape[1] else None
     for t in range(tokens.shape[1]):
         real = t < number
         if found is not None:
@@ -119,8 +124,20 @@ def record(carry: Carry, tokens: Array, number: Array, logits: Array) -> Carry:
         last = jnp.where(real, tokens[:, t], last)
     stopped = jnp.any(last[:, None] == history.stop_ids, axis=-1)
     reason = jnp.where(stopped, STOPPED, jnp.where(history.count >= carry.max_new_tokens, FULL, RUNNING))
+    reason = jnp.where(failed, FAILED, reason)
     state = jnp.where(carry.state == RUNNING, reason, carry.state).astype(jnp.int32)
     return dataclasses.replace(carry, history=history, last=last, state=state, logprobs=logprobs)
+
+
+def _logprobs(carry: Carry, tokens: Array, logits: Array, adjusted: Array) -> Logprobs:
+    """What rows report of the tokens int32 [rows, T]: [rows, T], in the distribution that each row asks for."""
+    processed = carry.sampling.processed_logprobs
+
+    def drawn_from():
+        return jnp.where(processed[:, None, None], log_distribution(adjusted, carry.sampling), logits)
+
+    scores = jax.lax.cond(jnp.any(processed), drawn_from, lambda: logits)
+    return token_logprobs(scores, tokens, MOST_LOGPROBS, wanted=jnp.any(carry.sampling.top_logprobs > 0))
 
 
 def _write(logprobs: Logprobs, found: Logprobs, count: Array, real: Array) -> Logprobs:

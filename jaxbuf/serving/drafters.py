@@ -14,13 +14,13 @@ from jaxbuf.serving.acceptance import draft_keys, log_distribution
 from jaxbuf.serving.adaptive import Adaptive
 from jaxbuf.serving.carry import RUNNING, Carry, append_token
 from jaxbuf.serving.drafting import propose_ngram, propose_ngram_tree
+from jaxbuf.serving.own_drafter import MOST_DRAFTS, fit_drafter
 from jaxbuf.serving.samples import fork_rows, init_cache
 from jaxbuf.serving.sampling import History, adjust, keys, noise, whole
 from jaxbuf.serving.speculation import Drafter, Proposal, within_depth
 
 type Array = jax.Array
 
-MOST_DRAFTS = 15  # with the newest token 16: the most that the kernels read at once
 DRAFT_TOKENS = 4
 NEVER = 2**31 - 1  # a fold threshold that no ring reaches
 
@@ -53,8 +53,8 @@ def make_drafter(
     if isinstance(who, DraftModel):
         _check_draft_model(lm, who.model)
     if isinstance(who, Drafter) and isinstance(drafter, Drafter) and not isinstance(who, type):
-        check_draft_tokens(who.draft_tokens)
-        return drafter
+        fitting = fit_drafter(who)
+        return dataclasses.replace(drafter, drafter=fitting) if isinstance(drafter, Adaptive) else fitting
     if drafter is None:
         return None
     told = repr(who) if isinstance(who, str | int | float | type | None) else f"a {type(who).__name__}"

@@ -2,19 +2,22 @@
 
 import dataclasses
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Literal, overload
 
+import jax
 import numpy as np
 
 from jaxbuf.compilation import without_cache
 from jaxbuf.directory import make_directory
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.progress import Report, check_progress, progress_bar
 from jaxbuf.serving import loop
 from jaxbuf.serving.profiling import trace
-from jaxbuf.serving.request import DRAFT_TOKENS, GREEDY, Form, Prompt, Request, check
+from jaxbuf.serving.request import DRAFT_TOKENS, GREEDY, Form, Prompt, Request, check, list_prompts
 from jaxbuf.serving.result import Event, GenerationResult, Reader
 from jaxbuf.serving.sampling import SamplingParams, whole
+from jaxbuf.serving.slices import run_slices
 from jaxbuf.serving.speculation import Drafter
 
 SEGMENT = 16
@@ -25,7 +28,7 @@ type Speculator = Literal["ngram", "mtp"] | LanguageModel | Drafter
 @overload
 def generate(
     lm: LanguageModel,
-    prompts: Sequence[Prompt],
+    prompts: Iterable[Prompt],
     max_new_tokens: int = 64,
     sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     *,
@@ -38,11 +41,12 @@ def generate(
     stream: Literal[False] = False,
     segment: int = SEGMENT,
     profile: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
 ) -> list[GenerationResult]: ...
 @overload
 def generate(
     lm: LanguageModel,
-    prompts: Sequence[Prompt],
+    prompts: Iterable[Prompt],
     max_new_tokens: int = 64,
     sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     *,
@@ -55,10 +59,11 @@ def generate(
     stream: Literal[True],
     segment: int = SEGMENT,
     profile: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
 ) -> Generator[Event, None, None]: ...
 def generate(
     lm: LanguageModel,
-    prompts: Sequence[Prompt],
+    prompts: Iterable[Prompt],
     max_new_tokens: int = 64,
     sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     *,
@@ -71,6 +76,7 @@ def generate(
     stream: bool = False,
     segment: int = SEGMENT,
     profile: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
 ) -> list[GenerationResult] | Generator[Event, None, None]:
     """Continues every prompt, all of them in one batch and one compiled loop.
 
@@ -83,10 +89,12 @@ def generate(
 
     Args:
       lm: From `jaxbuf.load`.
-      prompts: Texts, or token lists; lengths may differ.
+      prompts: Texts, or token ids as lists or integer arrays of one dimension; lengths may differ. Any iterable of
+        them, or an integer array [prompts, time].
       max_new_tokens: The most tokens to generate for each.
       sampling: One for all prompts, or one each; greedy by default.
-      limit: Entries from which the buffered form folds its ring into the checkpoint.
+      limit: Entries from which the buffered form folds its ring into the checkpoint. A limit beyond a prompt's tokens
+        and the new ones is never reached.
       form: "recurrent" writes the state every step; "buffered" every `limit` steps. The tokens are the same up to
         rounding. "auto" is the form that was measured to be the faster one for so many prompts, on this kind of device
         (`jaxbuf.serving.forms` has the table), and "buffered" where nothing was measured. `stats.form` says which ran.
@@ -103,18 +111,21 @@ def generate(
       stream: Return an iterator of events, which hold the text as it comes, in place of a list of results. Nothing runs
         until it is read, and its `close` ends the generation.
       segment: Steps between two looks at the text, which streams and stop strings need. A step gives each prompt one
-        token, or with a drafter up to 1 + draft_tokens. The text and the tokens do not depend on it.
+        token, or with a drafter up to 1 + draft_tokens. The text and the tokens do not depend on it. However long it
+        is, the compiled loop runs a fraction of a second at a time, so that a Ctrl-C ends it.
       profile: A directory to write a jax.profiler trace to; None: no trace. The programs are compiled, and run once,
         before it begins: a program's first run is slower than all others.
+      progress: Whether to show a bar on standard error, for compilation and for the tokens; not with stream. None: on a
+        terminal and in a notebook.
 
     Returns:
-      One result a prompt, in order: that of its first sample, which has all of them in `samples`. With stream, an
+      One result a prompt, in order, that of its first sample, which has all of them in `samples`. With stream, an
       iterator of `Event`: one a sample for its first token, and then one every `segment` steps until the sample is
       done. The pieces of a sample's text together are the text that its result has without stream; they never split a
       character.
 
     Raises:
-      ValueError: An empty prompt, one that with max_new_tokens exceeds the model's max_position_embeddings, a token
+      ValueError: prompts that are no list, an empty prompt, one that with max_new_tokens exceeds the model's max_position_embeddings, a token
         outside the vocabulary, a setting out of range, a drafter of another vocabulary, "mtp" for a model without an
         MTP layer, or a profile directory that cannot be written to.
     """
@@ -122,6 +133,8 @@ def generate(
         raise ValueError(f"segment must be a whole number of at least 1, got {segment!r}")
     if not isinstance(stream, bool):
         raise ValueError(f"stream must be True or False, got {stream!r}")
+    check_progress(progress)
+    prompts = list_prompts(prompts)
     if not prompts:
         return (event for event in ()) if stream else []
     speculation = drafter, draft_tokens, adaptive_drafts
@@ -129,9 +142,11 @@ def generate(
     if profile is not None:
         make_directory(profile, "profile")
     if stream:
-        return _events(request, segment, profile)
-    events = _events(request, segment if request.has_stop_texts else max_new_tokens, profile)
-    results = {(event.index, event.sample): event.result for event in events}
+        return _events(request, segment, profile, _say_nothing)
+    with progress_bar(max_new_tokens * len(request.rows), progress) as report:
+        report("compiling, reading prompts", 0)
+        events = _events(request, segment if request.has_stop_texts else max_new_tokens, profile, report)
+        results = {(event.index, event.sample): event.result for event in events}
     found = []
     for index, setting in enumerate(request.settings):
         first, *others = (results[index, sample] for sample in range(setting.n))
@@ -139,28 +154,43 @@ def generate(
     return found
 
 
-def _events(request: Request, segment: int, profile: str | os.PathLike[str] | None) -> Generator[Event, None, None]:
+def _events(
+    request: Request, segment: int, profile: str | os.PathLike[str] | None, report: Report
+) -> Generator[Event, None, None]:
     """Runs the loop `segment` steps at a time, and tells in between what came."""
     if profile is None:
-        yield from _run(request, segment)
+        yield from _run(request, segment, report)
         return
     with without_cache():
         _decode(request, loop.start(request.lm.model, **request.arguments), 1)
         with trace(profile):
-            yield from _run(request, segment)
+            yield from _run(request, segment, report)
 
 
-def _run(request: Request, segment: int) -> Generator[Event, None, None]:
+def _run(request: Request, segment: int, report: Report) -> Generator[Event, None, None]:
     carry = loop.start(request.lm.model, **request.arguments)
-    reader = Reader(request, carry)
+    reader, steps = Reader(request, carry), 1
+
+    def look(carry: loop.Carry) -> bool:
+        state, count = jax.device_get((carry.state, carry.history.count))
+        report("generating", int(count.sum()))
+        return bool((state == loop.RUNNING).any())
+
+    def decode(carry: loop.Carry, steps: int) -> loop.Carry:
+        return _decode(request, carry, steps)
+
     while True:
         carry, events = reader.read(carry)
         yield from events
         if not reader.running:
             return
-        carry = _decode(request, carry, segment)
+        carry, steps = run_slices(decode, carry, segment, look, first=steps)
 
 
 def _decode(request: Request, carry: loop.Carry, steps: int) -> loop.Carry:
     drafter = () if request.drafter is None else (request.drafter,)
     return loop.generate_tokens(request.lm.model, carry, np.int32(steps), *drafter)
+
+
+def _say_nothing(doing: str, done: int) -> None:
+    """The report of a stream, whose events say what is being done."""

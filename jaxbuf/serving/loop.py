@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.scoring import Logprobs, fitting_block, hidden_logprobs
+from jaxbuf.serving.carry import FAILED as FAILED
 from jaxbuf.serving.carry import FULL as FULL
 from jaxbuf.serving.carry import RUNNING as RUNNING
 from jaxbuf.serving.carry import STOPPED as STOPPED
@@ -20,13 +21,22 @@ from jaxbuf.serving.carry import Carry as Carry
 from jaxbuf.serving.carry import Counters as Counters
 from jaxbuf.serving.carry import Speculation, record
 from jaxbuf.serving.samples import Samples, fork_rows, init_cache, with_limits
-from jaxbuf.serving.sampling import History, Sampling, adjust, sample
-from jaxbuf.serving.speculation import Drafter, Proposal, drafts_trees, most_drafts, verify, with_root
+from jaxbuf.serving.sampling import MOST_LOGPROBS, History, Sampling, adjust, has_candidate, sample
+from jaxbuf.serving.speculation import (
+    Drafter,
+    Proposal,
+    check_state,
+    drafts_trees,
+    most_drafts,
+    usable,
+    verify,
+    with_root,
+)
 
 type Array = jax.Array
 
 
-@partial(jax.jit, static_argnames=("capacity", "room", "ring_limit", "entry_dtype", "top", "prompt_top"))
+@partial(jax.jit, static_argnames=("capacity", "room", "ring_limit", "entry_dtype", "report", "report_prompt"))
 def start(
     model: qwen3_5.Qwen3_5,
     prompts: Array,
@@ -41,8 +51,9 @@ def start(
     room: int,
     ring_limit: int,
     entry_dtype,
-    top: int | None = None,
-    prompt_top: int | None = None,
+    report: bool = False,
+    report_prompt: bool = False,
+    prompt_top: Array | int = 0,
     drafter: Drafter | None = None,
     samples: Samples | None = None,
 ) -> Carry:
@@ -59,8 +70,9 @@ def start(
       room: Tokens that can be generated.
       ring_limit: What the rings are made for.
       entry_dtype: Of the ring's keys and updates.
-      top: How many top tokens to report at each step, beside the chosen one's log-probability; None: neither.
-      prompt_top: The same for each token of the prompts.
+      report: Whether log-probabilities of the generated tokens are reported (static): each row's settings say which.
+      report_prompt: Whether those of the prompts' tokens are (static).
+      prompt_top: int32 scalar, of how many of the most probable tokens at most beside each; data.
       drafter: Who drafts tokens in `generate_tokens`, which must be given the same; None: nobody.
       samples: Which rows continue which prompt: each is read once, and the rows share what they do not write. None: as
         many rows as prompts, and each has its own memory.
@@ -86,12 +98,13 @@ def start(
     def zero():
         return jnp.zeros(rows, jnp.int32)
 
-    if prompt_top is None:
-        prompt_logprobs = _no_logprobs(number, 0, 0)
+    vocab = model.config.vocab_size
+    if report_prompt:
+        following, wanted = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1))), jnp.asarray(prompt_top, jnp.int32) > 0
+        block = fitting_block(number, bucket, vocab)
+        prompt_logprobs = hidden_logprobs(model, hidden, following, block=block, top=MOST_LOGPROBS, wanted=wanted)
     else:
-        following = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1)))
-        block = fitting_block(number, bucket, model.config.vocab_size)
-        prompt_logprobs = hidden_logprobs(model, hidden, following, block=block, top=prompt_top)
+        prompt_logprobs = _no_logprobs(number, 0, vocab)
     if samples is not None:
         cache = fork_rows(cache, samples)
         prompts, logits = prompts[samples.prompt], logits[samples.prompt]
@@ -104,13 +117,12 @@ def start(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         allowed=allowed,
-        logprobs=_no_logprobs(rows, 0 if top is None else room, top or 0),
+        logprobs=_no_logprobs(rows, room if report else 0, vocab),
         prompt_logprobs=prompt_logprobs,
         counters=Counters(zero(), zero(), zero(), zero()),
         samples=samples,
     )
-    token = _choose(carry, logits, carry.position)
-    carry = record(carry, token[:, None], (carry.state == RUNNING).astype(jnp.int32), logits[:, None])
+    carry = _record_next(carry, logits, carry.position)
     if drafter is None:
         return carry
     state = drafter.start(model, carry, hidden, capacity=capacity, limit=ring_limit)
@@ -155,10 +167,10 @@ def _step(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter | None) -> Carr
     if drafter is None:
         hidden, after = _read(model, carry, carry.last[:, None], active)
         logits = qwen3_5.logits(model, hidden[:, 0])
-        tokens = _choose(carry, logits, carry.position + 1)
         after = dataclasses.replace(after, cache=qwen3_5.commit(after.cache, active))
-        return record(after, tokens[:, None], active, logits[:, None])
+        return _record_next(after, logits, carry.position + 1)
     proposal, state = drafter.propose(model, carry, most_drafts(carry, drafter.draft_tokens))
+    proposal = usable(proposal, drafter, carry)
     if not getattr(drafter, "adaptive", False):
         return _verify_drafts(model, carry, drafter, proposal, state)
     none = jnp.zeros_like(carry.last)
@@ -174,20 +186,19 @@ def _verify_drafts(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter, propo
     """The step after `propose`, which gave `proposal` and `state`."""
     active = (carry.state == RUNNING).astype(jnp.int32)
     parents = None if proposal.parents is None else with_root(proposal.parents)
-    if parents is not None and carry.cache.page_order is None:
-        name = type(drafter).__name__
-        raise ValueError(f"a drafter whose proposals have parents must have trees = True, got {name} without")
     read = jnp.concatenate([carry.last[:, None], proposal.drafts], axis=1)
     hidden, after = _read(model, carry, read, active * (1 + proposal.count), parents)
     logits = qwen3_5.logits(model, hidden)
-    tokens, number, accepted, path = verify(carry, proposal, logits)
+    tokens, number, accepted, path, failed, adjusted = verify(carry, proposal, logits)
     if path is not None:
-        hidden, logits = (jnp.take_along_axis(x, path[..., None], axis=1) for x in (hidden, logits))
+        hidden, logits, adjusted = (
+            jnp.take_along_axis(x, path[..., None], axis=1) for x in (hidden, logits, adjusted)
+        )
     missing = ((0, 0), (0, 1 + drafter.draft_tokens - read.shape[1]))
     state = drafter.settle(model, state, jnp.pad(hidden, (*missing, (0, 0))), jnp.pad(tokens, missing), number)
-    after = dataclasses.replace(after, speculation=_count_drafts(carry, state, active * proposal.count, accepted))
+    after = dataclasses.replace(after, speculation=_count_drafts(carry, drafter, state, proposal, accepted))
     after = dataclasses.replace(after, cache=qwen3_5.commit(after.cache, number, path=path))
-    return record(after, tokens, number, logits)
+    return record(after, tokens, number, failed, logits, adjusted)
 
 
 def _read(
@@ -206,19 +217,28 @@ def _read(
     return hidden, dataclasses.replace(carry, cache=cache, counters=counters)
 
 
-def _count_drafts(carry: Carry, state: Any, drafted: Array, accepted: Array) -> Speculation:
+def _count_drafts(carry: Carry, drafter: Drafter, state: Any, proposal: Proposal, accepted: Array) -> Speculation:
     assert carry.speculation is not None
     counted = carry.speculation
+    check_state(drafter, counted.state, state)
+    drafted = jnp.where(carry.state == RUNNING, proposal.count, 0)
     return Speculation(state, counted.drafted + drafted, counted.accepted + accepted)
 
 
-def _choose(carry: Carry, logits: Array, position: Array) -> Array:
-    """A token for every row, int32 [rows], from its logits [rows, vocab] and the position that it will have."""
+def _record_next(carry: Carry, logits: Array, position: Array) -> Carry:
+    """Chooses a token for every running row from its logits [rows, vocab], and writes it down.
+
+    `position` is the one that the token will have, int32 [rows].
+    """
     with jax.named_scope("sample"):
         adjusted = adjust(jnp.where(carry.allowed[None], logits, -jnp.inf), carry.sampling, carry.history)
-        return sample(adjusted, carry.sampling, position)
+        token = sample(adjusted, carry.sampling, position)
+    running = carry.state == RUNNING
+    failed = running & ~has_candidate(adjusted)
+    number = (running & ~failed).astype(jnp.int32)
+    return record(carry, token[:, None], number, failed, logits[:, None], adjusted[:, None])
 
 
-def _no_logprobs(rows: int, room: int, top: int) -> Logprobs:
-    best = (rows, room, top)
+def _no_logprobs(rows: int, room: int, vocab: int) -> Logprobs:
+    best = (rows, room, min(MOST_LOGPROBS, vocab))
     return Logprobs(jnp.zeros((rows, room), jnp.float32), jnp.zeros(best, jnp.int32), jnp.zeros(best, jnp.float32))

@@ -2,9 +2,10 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,14 +20,13 @@ from jaxbuf.serving.speculation import Drafter
 
 log = logging.getLogger("jaxbuf")
 
-type Prompt = str | Sequence[int]
+type Prompt = str | Sequence[int] | np.ndarray | jax.Array
 type Form = Literal["auto", "recurrent", "buffered"]
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT_BUCKET = 64  # the smallest shapes that are compiled; larger ones are powers of two
 ROOM = 16
 STOP_IDS = 4
-TOP = (0, 1, 5, 20)  # numbers of top tokens that are compiled for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +99,11 @@ def check(
     check_settings(max_new_tokens, limit, form, entry_dtype, draft_tokens)
     drafter = make_drafter(lm, drafter, draft_tokens, adaptive_drafts)
     encoded = encode_prompts(lm, prompts, max_new_tokens)
-    settings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    settings = [sampling] * len(encoded) if isinstance(sampling, SamplingParams) else sampling
     if not isinstance(settings, Sequence) or not all(isinstance(setting, SamplingParams) for setting in settings):
         raise ValueError(f"sampling must be one SamplingParams or a list of them, got {sampling!r}")
-    if len(settings) != len(prompts):
-        raise ValueError(f"sampling must be one SamplingParams or one a prompt ({len(prompts)}), got {len(settings)}")
+    if len(settings) != len(encoded):
+        raise ValueError(f"sampling must be one SamplingParams or one a prompt ({len(encoded)}), got {len(settings)}")
     settings = list(settings)
 
     for i, setting in enumerate(settings):
@@ -122,33 +122,49 @@ def check(
         stop_ids[row, : len(ids)] = ids
     dtype = jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype)
     form = choose_form(lm, form, len(each))
+    capacity = bucket + room
+    ring = choose_ring(form, limit, capacity, drafts=drafter is not None)
+    prompt_tops = [s.prompt_logprobs for s in settings if s.prompt_logprobs is not None]
     shape = (batch, rows, bucket, room, form, limit, dtype.name)
     log.debug("generating: prompts %d, rows %d, prompt bucket %d, room %d, %s form, limit %d, entries %s", *shape)
     arguments = {
         "prompts": tokens,
         "lengths": lengths,
-        "limit": np.full(rows, 1 if form == "recurrent" else limit, np.int32),
+        "limit": np.full(rows, 1 if form == "recurrent" else min(limit, capacity), np.int32),
         "max_new_tokens": np.full(rows, max_new_tokens, np.int32),
         "sampling": pack(each + [GREEDY] * (rows - len(each))),
         "stop_ids": stop_ids,
         "allowed": lm.known_ids,
-        "capacity": bucket + room,
+        "capacity": capacity,
         "room": room,
-        "ring_limit": choose_ring(form, limit, drafts=drafter is not None),
+        "ring_limit": ring,
         "entry_dtype": dtype,
-        "top": _most(s.logprobs for s in settings),
-        "prompt_top": _most(s.prompt_logprobs for s in settings),
+        "report": any(s.logprobs is not None for s in settings),
+        "report_prompt": bool(prompt_tops),
+        "prompt_top": np.int32(max(prompt_tops, default=0)),
         "drafter": drafter,
         "samples": None if len(each) == len(encoded) else group_rows([s.n for s in settings], prompts=batch, rows=rows),
     }
     return Request(lm, encoded, settings, form, dtype, arguments)
 
 
-def encode_prompts(lm: LanguageModel, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
-    """The tokens of every prompt; errors as in `generate`."""
+def list_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Prompts as a list: from any iterable in order, or the rows of an integer array [prompts, time].
+
+    Raises:
+      ValueError: They are nothing that can be listed in order, or a single text.
+    """
     if isinstance(prompts, str):
         raise ValueError(f"prompts must be a list of texts or token lists, got one text: [{prompts[:20]!r}...]")
-    return [_encode(lm, prompt, f"prompts[{i}]", max_new_tokens) for i, prompt in enumerate(prompts)]
+    array = hasattr(prompts, "dtype")
+    if isinstance(prompts, bytes | Mapping | Set) or not isinstance(prompts, Iterable) or (array and not np.ndim(prompts)):
+        raise ValueError(f"prompts must be a list of texts or token lists, got {_shown(prompts)}")
+    return list(np.asarray(prompts) if array else prompts)
+
+
+def encode_prompts(lm: LanguageModel, prompts: Iterable[Prompt], max_new_tokens: int) -> list[list[int]]:
+    """The tokens of every prompt; errors as in `generate`."""
+    return [_encode(lm, prompt, f"prompts[{i}]", max_new_tokens) for i, prompt in enumerate(list_prompts(prompts))]
 
 
 def pack_prompts(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -160,9 +176,12 @@ def pack_prompts(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarr
     return tokens, lengths
 
 
-def choose_ring(form: forms.Chosen, limit: int, *, drafts: bool = False) -> int:
-    """What the rings are made for: so that both forms run the same program, but where a kernel serves shorter rings."""
-    return 1 if form == "recurrent" and not drafts and has_hopper() else limit
+def choose_ring(form: forms.Chosen, limit: int, capacity: int, *, drafts: bool = False) -> int:
+    """What the rings are made for: both forms run the same program, but where a kernel serves shorter rings.
+
+    A ring need hold no more entries than a row has tokens (`capacity`), however large the limit is.
+    """
+    return 1 if form == "recurrent" and not drafts and has_hopper() else min(limit, capacity)
 
 
 def choose_form(lm: LanguageModel, form: Form, rows: int) -> forms.Chosen:
@@ -178,11 +197,11 @@ def check_token_ids(lm: LanguageModel, name: str, ids: Iterable[int], where: str
 
 
 def _encode(lm: LanguageModel, prompt: Prompt, name: str, max_new_tokens: int) -> list[int]:
-    if not isinstance(prompt, str) and not (isinstance(prompt, Iterable) and all(map(whole, prompt))):
-        raise ValueError(f"{name} must be a text or a list of token ids, got {prompt!r}")
-    tokens = lm.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    tokens = lm.encode(prompt) if isinstance(prompt, str) else _token_list(prompt)
+    if tokens is None:
+        raise ValueError(f"{name} must be a text or a list of token ids, got {_shown(prompt)}")
     if not tokens:
-        raise ValueError(f"{name} must hold at least one token, got {prompt!r}")
+        raise ValueError(f"{name} must hold at least one token, got {_shown(prompt)}")
     outside = [token for token in tokens if not 0 <= token < lm.vocab_size]
     if outside:
         raise ValueError(f"{name} must hold token ids in [0, {lm.vocab_size}), got {outside[0]}")
@@ -194,7 +213,20 @@ def _encode(lm: LanguageModel, prompt: Prompt, name: str, max_new_tokens: int) -
     return tokens
 
 
-def _most(asked: Iterable[int | None]) -> int | None:
-    """The number of top tokens to compile for."""
-    most = max((number for number in asked if number is not None), default=None)
-    return None if most is None else min(top for top in TOP if top >= most)
+def _token_list(prompt: object) -> list[int] | None:
+    """The integers of a list, or of a numpy or jax array of one dimension; None if it is no such thing."""
+    if hasattr(prompt, "dtype"):
+        array = np.asarray(prompt)
+        return array.tolist() if array.ndim == 1 and np.issubdtype(array.dtype, np.integer) else None
+    if isinstance(prompt, bytes | Mapping | Set) or not isinstance(prompt, Iterable):
+        return None
+    tokens = list(prompt)
+    return [int(token) for token in tokens] if all(map(whole, tokens)) else None
+
+
+def _shown(value: object) -> str:
+    """What an error says that came: a long list is cut, an array told by its dtype and shape."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array {value.dtype} {value.shape}"  # pyright: ignore[reportAttributeAccessIssue]
+    told = repr(value)
+    return told if len(told) <= 100 else f"{told[:97]}..."

@@ -1,6 +1,7 @@
 """What generations have led to, read from the carry of the loop while they go on."""
 
 import dataclasses
+import logging
 from typing import Any, Literal
 
 import jax
@@ -15,9 +16,16 @@ from jaxbuf.serving.sampling import SamplingParams
 from jaxbuf.serving.stats import Stats, snapshot_traffic, state_traffic
 from jaxbuf.serving.text import TextStream
 
-type FinishReason = Literal["stop", "length", "unfinished"]
+log = logging.getLogger("jaxbuf")
 
-REASONS: dict[int, FinishReason] = {loop.RUNNING: "unfinished", loop.STOPPED: "stop", loop.FULL: "length"}
+type FinishReason = Literal["stop", "length", "error", "unfinished"]
+
+REASONS: dict[int, FinishReason] = {
+    loop.RUNNING: "unfinished",
+    loop.STOPPED: "stop",
+    loop.FULL: "length",
+    loop.FAILED: "error",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +36,17 @@ class GenerationResult:
       text: The generated text, without the stop token and special tokens, cut before a stop string; "" if the model has
         no tokenizer.
       tokens: The generated tokens, a stop token and the tokens of a stop string included.
-      finish_reason: "stop" (a stop token or stop string), "length" (max_new_tokens), or "unfinished" (a stream that
-        goes on, or was cut short).
+      finish_reason: "stop" (a stop token or stop string), "length" (max_new_tokens), "error" (no token could be chosen
+        after the last one: the settings forbid all of them, or the model's logits are NaN or infinite), or "unfinished"
+        (a stream that goes on, or was cut short).
       stats: What decoding did and moved.
-      logprobs: Log-probability (natural logarithm) of each token in the model's own distribution, before any setting
-        changes it; None unless SamplingParams.logprobs asks.
+      logprobs: Log-probability (natural logarithm) of each token, in the distribution that SamplingParams.logprobs_mode
+        says: the model's own unless told otherwise. None unless SamplingParams.logprobs asks.
       top_logprobs: For each token, the most probable tokens at its place with their log-probabilities, best first; None
         likewise.
       prompt_logprobs, prompt_top_logprobs: The same of the prompt's tokens. The first of each is None, for nothing
         comes before it; both are None unless SamplingParams.prompt_logprobs asks.
+      stop_reason: With finish_reason "stop", what stopped: the stop string, or the id of the stop token; else None.
       other_samples: With SamplingParams.n, the samples after this one, the prompt's first; see `samples`. A sample has
         none itself.
     """
@@ -49,6 +59,7 @@ class GenerationResult:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    stop_reason: str | int | None = None
     other_samples: "tuple[GenerationResult, ...]" = ()
 
     @property
@@ -114,9 +125,16 @@ class Row:
         self.running = state == loop.RUNNING
         stop_token = new[-1:] if state == loop.STOPPED else []
         text = self._text.extend(new[: len(new) - len(stop_token)], last=not self.running)
-        reason = REASONS[state]
-        if self._text.stopped:
-            self.running, reason, stop_token = False, "stop", []
+        reason, stop = REASONS[state], next(iter(stop_token), None)
+        if self._text.stop is not None:
+            self.running, reason, stop, stop_token = False, "stop", self._text.stop, []
+        if reason == "error":
+            log.warning(
+                "prompt %d ended without a token to choose after %d tokens: all are forbidden, or the model's logits "
+                "are NaN or infinite",
+                self._index,
+                len(self._text.tokens),
+            )
         tokens = [*self._text.tokens, *stop_token]
         told = {}
         if self._setting.logprobs is not None:
@@ -125,7 +143,7 @@ class Row:
             self._top_logprobs += top
             told = {"logprobs": self._logprobs[: len(tokens)], "top_logprobs": self._top_logprobs[: len(tokens)]}
         stats = self._stats(len(tokens), counted)
-        result = GenerationResult(self._text.text, tokens, reason, stats, **told, **self._prompt)
+        result = GenerationResult(self._text.text, tokens, reason, stats, **told, **self._prompt, stop_reason=stop)
         seen, self.seen = self.seen, len(tokens)
         return Event(self._index, text, tokens[seen:], result, done=not self.running, sample=self._sample)
 
@@ -180,5 +198,8 @@ class Reader:
 def _read(logprobs: Logprobs, row: int, places: slice, top: int) -> tuple[list[float], list[dict[int, float]]]:
     """The chosen tokens' log-probabilities at places of a row, and the `top` most probable tokens' at each."""
     ids, best = logprobs.top_ids[row, places, :top].tolist(), logprobs.top[row, places, :top].tolist()
-    pairs = [dict(zip(*pair, strict=True)) for pair in zip(ids, best, strict=True)]
+    pairs = [
+        {token: found for token, found in zip(*pair, strict=True) if found > -np.inf}
+        for pair in zip(ids, best, strict=True)
+    ]
     return logprobs.chosen[row, places].tolist(), pairs

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from typing import Literal, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ type Array = jax.Array
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 1024  # of a prompt: a mistake beyond, which would take all memory
 BIASES = 4  # the fewest biased tokens that are compiled for
+
+type LogprobsMode = Literal["raw", "processed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,11 @@ class SamplingParams:
       stop_token_ids: Tokens that end the request, beside the model's own.
       ignore_eos: Do not stop at the model's own end tokens.
       logprobs: None, or how many of the most probable tokens to report at each step, beside the chosen one (0 to 20).
-      prompt_logprobs: The same of each token of the prompt.
+      logprobs_mode: Which distribution `logprobs` reports. "raw" is the model's own, before any setting changes it: what
+        `lm.score` gives. "processed" is the one that the token was drawn from, after all settings (what reinforcement
+        learning needs); a greedy token has probability 1 in it. Tokens of probability 0 are not reported.
+      prompt_logprobs: None, or how many of the most probable tokens to report at each token of the prompt, beside that
+        token itself (0 to 20). They are always raw.
       n: How many samples of the prompt, at most 1,024; the prompt is read once. Sample j draws as a request with the
         seed (seed + j) mod 2**32 does; greedy ones are all the same.
 
@@ -65,6 +71,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    logprobs_mode: LogprobsMode = "raw"
 
     def __post_init__(self):
         positive = "a finite number above 0"
@@ -90,6 +97,7 @@ class SamplingParams:
             "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
             "logprobs": (_top(self.logprobs), f"None or a whole number in [0, {MOST_LOGPROBS}]"),
             "prompt_logprobs": (_top(self.prompt_logprobs), f"None or a whole number in [0, {MOST_LOGPROBS}]"),
+            "logprobs_mode": (self.logprobs_mode in get_args(LogprobsMode.__value__), '"raw" or "processed"'),
             "n": (_count(self.n) and 1 <= self.n <= MOST_SAMPLES, f"a whole number in [1, {MOST_SAMPLES}]"),
         }
         for name, (fits, expected) in checks.items():
@@ -119,6 +127,8 @@ class Sampling:
       top_k, min_tokens: int32 [rows].
       bias_ids, bias: int32 and f32 [rows, n], padded with id -1.
       seed: uint32 [rows].
+      top_logprobs: int32 [rows], how many of the most probable tokens are reported; 0 also where nothing is.
+      processed_logprobs: bool [rows], whether log-probabilities are those of the distribution that is drawn from.
     """
 
     temperature: Array
@@ -132,6 +142,8 @@ class Sampling:
     bias: Array
     min_tokens: Array
     seed: Array
+    top_logprobs: Array
+    processed_logprobs: Array
 
 
 def pack(params: Sequence[SamplingParams]) -> Sampling:
@@ -153,6 +165,10 @@ def pack(params: Sequence[SamplingParams]) -> Sampling:
         bias_ids=jnp.asarray(bias_ids),
         bias=jnp.asarray(bias),
         seed=column("seed", np.uint32),
+        top_logprobs=jnp.asarray(np.array([p.logprobs or 0 for p in params], np.int32)),
+        processed_logprobs=jnp.asarray(
+            np.array([p.logprobs is not None and p.logprobs_mode == "processed" for p in params])
+        ),
     )
 
 
@@ -205,8 +221,16 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
     return jax.lax.cond(asked, penalised, lambda logits: logits, logits)
 
 
+def has_candidate(logits: Array) -> Array:
+    """Whether a token can be chosen from logits f32 [..., vocab], as `adjust` leaves them: bool [...].
+
+    It can't where all tokens are forbidden (-inf), and where a candidate's logit is NaN or infinite.
+    """
+    return jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum of anything and NaN is NaN
+
+
 def sample(logits: Array, sampling: Sampling, position: Array) -> Array:
-    """Chooses a token for each row.
+    """Chooses a token for each row; a row without a candidate (see `has_candidate`) gets a meaningless one.
 
     Args:
       logits: f32 [rows, vocab].

@@ -1,16 +1,16 @@
 """Speculative decoding: what a drafter is, and which of its drafts the model keeps after it read them all at once."""
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from jaxbuf.models import qwen3_5
 from jaxbuf.recurrence.tree import ancestors, check_parents
-from jaxbuf.serving.acceptance import accept, accept_tree, log_distribution, path_of
+from jaxbuf.serving.acceptance import accept, accept_tree, log_distribution, path_of, usable_log_q
 from jaxbuf.serving.carry import RUNNING, Carry
-from jaxbuf.serving.sampling import adjust, keys
+from jaxbuf.serving.sampling import adjust, has_candidate, keys
 
 type Array = jax.Array
 
@@ -19,6 +19,8 @@ type Array = jax.Array
 @dataclasses.dataclass(frozen=True)
 class Proposal:
     """What a drafter proposes for one step.
+
+    The program that verifies takes nothing on trust: see `usable`, and `acceptance.usable_log_q`.
 
     Attributes:
       drafts: int32 [rows, draft_tokens]: without parents the tokens after the newest one, in their order.
@@ -37,12 +39,18 @@ class Proposal:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens inside the compiled loop: a registered dataclass whose functions are pure.
+    """Proposes tokens inside the compiled loop. Its functions are pure: JAX traces them, and what changes is its state
+    in the carry.
 
-    Its arrays are arguments of the compiled programs, what changes is its state in the carry. Whatever it proposes, the
-    tokens are distributed as without it, if each draft was drawn from `log_q`, with numbers that nothing else uses, or
-    chosen without any. One whose proposals have parents says so by an attribute `trees` (static) that is True; one with
-    an attribute `adaptive` that is True gets a program whose steps read one token a row when no row has drafts.
+    A drafter is an object with these methods. If its class is a registered dataclass
+    (`jax.tree_util.register_dataclass`), its arrays are arguments of the compiled programs. `generate` takes an object
+    of any other class, too, as long as it can be hashed: then all that it holds is a constant of the program, which is
+    compiled once for the object, and does not see later changes to it. `examples/drafter.py` has one.
+
+    Whatever it proposes, the tokens are distributed as without it, if each draft was drawn from `log_q`, with numbers
+    that nothing else uses, or chosen without any. A drafter whose proposals have parents says so by an attribute `trees`
+    (static) that is True; one with an attribute `adaptive` that is True gets a program whose steps read one token a row
+    when no row has drafts.
     """
 
     @property
@@ -94,6 +102,11 @@ class Drafter(Protocol):
         ...
 
 
+def drafter_name(drafter: object) -> str:
+    """What errors call a drafter: its class."""
+    return type(getattr(drafter, "inner", drafter)).__name__
+
+
 def drafts_trees(drafter: Drafter | None) -> bool:
     """Whether the cache must serve a drafter's trees."""
     return bool(getattr(drafter, "trees", False))
@@ -123,55 +136,148 @@ def with_root(parents: Array) -> Array:
     return jnp.pad(parents + 1, ((0, 0), (1, 0)), constant_values=-1)
 
 
-def verify(carry: Carry, proposal: Proposal, logits: Array) -> tuple[Array, Array, Array, Array | None]:
-    """Chooses the next tokens of every row: the drafts that the model keeps, and one more.
+def usable(proposal: Proposal, drafter: Drafter, carry: Carry) -> Proposal:
+    """The part of a drafter's proposal that can be verified, whatever it holds.
+
+    A count outside [0, draft_tokens] is a proposal of no drafts. Drafts count up to the first that is no token that may
+    be sampled (outside the vocabulary, say): no model ever reads that one, and none of those behind it. A parent that
+    does not come before its draft is the newest token.
 
     Args:
-      carry: Before the step; its cache may be after it, not committed.
-      proposal: Of T - 1 drafts.
-      logits: f32 [rows, T, vocab], the model's after the newest token and after each draft.
+      proposal: From the drafter.
+      drafter: Named in errors.
+      carry: Before the step.
 
-    Returns:
+    Raises:
+      ValueError: The proposal is no `Proposal`, or an array of it has another shape or dtype than stated there.
+    """
+    _check_arrays(proposal, drafter, carry)
+    drafts, count, vocab = proposal.drafts, proposal.count, carry.allowed.shape[0]
+    known = (drafts >= 0) & (drafts < vocab)
+    drafts = jnp.where(known, drafts, 0)
+    first_wrong = jnp.sum(jnp.cumprod((known & carry.allowed[drafts]).astype(jnp.int32), axis=1), axis=1)
+    in_range = (count >= 0) & (count <= drafts.shape[1])
+    count = jnp.where(in_range, jnp.minimum(count, first_wrong), 0)
+    parents = proposal.parents
+    if parents is None:
+        count = jnp.minimum(count, most_drafts(carry, drafts.shape[1]))
+    else:
+        parents = check_parents(parents, *drafts.shape)
+    return Proposal(drafts, count, proposal.log_q, parents)
+
+
+def _check_arrays(proposal: object, drafter: Drafter, carry: Carry) -> None:
+    name, rows, length = drafter_name(drafter), carry.last.shape[0], drafter.draft_tokens
+    if not isinstance(proposal, Proposal):
+        raise ValueError(
+            f"propose of the drafter {name} must return a Proposal and its state, got a {type(proposal).__name__}"
+        )
+    arrays = {
+        "drafts": ((rows, length), jnp.int32),
+        "count": ((rows,), jnp.int32),
+        "log_q": ((rows, length, carry.allowed.shape[0]), jnp.float32),
+        "parents": ((rows, length), jnp.int32),
+    }
+    for field, (shape, dtype) in arrays.items():
+        found = getattr(proposal, field)
+        if found is None and field in ("log_q", "parents"):
+            continue
+        if getattr(found, "shape", None) != shape or found.dtype != dtype:
+            got = f"{found.dtype} {found.shape}" if hasattr(found, "dtype") else f"a {type(found).__name__}"
+            raise ValueError(
+                f"{field} in a proposal of the drafter {name} must be {jnp.dtype(dtype).name} {shape} (draft_tokens is "
+                f"{length}), got {got}"
+            )
+    if proposal.parents is not None and not drafts_trees(drafter):
+        raise ValueError(f"a drafter whose proposals have parents must have trees = True, got {name} without")
+
+
+def check_state(drafter: Drafter, before: Any, after: Any) -> None:
+    """Raises ValueError unless a drafter's state after a step has the structure, shapes and dtypes that it had."""
+
+    def described(state):
+        return jax.tree.map(lambda x: f"{jnp.result_type(x)} {jnp.shape(x)}", state)
+
+    was, now = described(before), described(after)
+    if was != now:
+        raise ValueError(
+            f"the state of the drafter {drafter_name(drafter)} must keep its structure, shapes and dtypes: before a "
+            f"step it is {was}, and settle returns {now}"
+        )
+
+
+class Verified(NamedTuple):
+    """What became of a step's drafts.
+
+    Attributes:
       tokens: int32 [rows, T].
       number: int32 [rows], how many of them are real: nothing after a stop token, 0 for a row that does not run.
       accepted: int32 [rows], how many of those are drafts.
       path: int32 [rows, T] for a tree, else None: the place in the logits that each token was chosen from. The tokens
         that were read there are what to commit.
+      failed: bool [rows], running rows that have no candidate for their next token.
+      adjusted: f32 [rows, T, vocab], the logits as the settings changed them.
     """
-    drafts, count = proposal.drafts, proposal.count
-    rows, length = drafts.shape
-    parents = None if proposal.parents is None else check_parents(proposal.parents, rows, length)
+
+    tokens: Array
+    number: Array
+    accepted: Array
+    path: Array | None
+    failed: Array
+    adjusted: Array
+
+
+def verify(carry: Carry, proposal: Proposal, logits: Array) -> Verified:
+    """Chooses the next tokens of every row: the drafts that the model keeps, and one more.
+
+    A row that has no candidate behind one of its drafts keeps no draft in this step: so the place without a candidate
+    is met again, as the next token, unless the row takes another turn.
+
+    Args:
+      carry: Before the step; its cache may be after it, not committed.
+      proposal: Of T - 1 drafts; see `usable`.
+      logits: f32 [rows, T, vocab], the model's after the newest token and after each draft.
+    """
+    drafts, parents = proposal.drafts, proposal.parents
+    length = drafts.shape[1]
     with jax.named_scope("sample"):
         masked = jnp.where(carry.allowed[None, None], logits, -jnp.inf)
         adjusted = _adjust_all(carry, drafts, parents, masked)
+        index = jnp.arange(length + 1, dtype=jnp.int32)[None]
+        possible = has_candidate(adjusted)
+        count = jnp.where(jnp.all(possible | (index > proposal.count[:, None]), axis=1), proposal.count, 0)
         sampled, key = jnp.any(carry.sampling.temperature > 0), keys(carry.sampling, carry.position + 1)
 
         def target():
             return log_distribution(adjusted, carry.sampling)
 
+        def log_q():
+            return None if proposal.log_q is None else usable_log_q(proposal.log_q, drafts)
+
         if parents is None:
             along, path = drafts, None
             accepted, token = jax.lax.cond(
                 sampled,
-                lambda: accept(target(), proposal.log_q, drafts, count, key),
+                lambda: accept(target(), log_q(), drafts, count, key),
                 lambda: _accept_greedy(adjusted, drafts, count),
             )
         else:
             path, accepted, token = jax.lax.cond(
                 sampled,
-                lambda: accept_tree(target(), proposal.log_q, drafts, parents, key, count),
+                lambda: accept_tree(target(), log_q(), drafts, parents, key, count),
                 lambda: _accept_greedy_tree(adjusted, drafts, parents, count),
             )
             along = jnp.take_along_axis(drafts, jnp.maximum(path, 0), axis=1)
             path = with_root(path)
             path = path.at[:, 0].set(0)
-        index = jnp.arange(length + 1, dtype=jnp.int32)[None]
         padded = jnp.pad(along, ((0, 0), (0, 1)))
         tokens = jnp.where(index < accepted[:, None], padded, token[:, None])
         stop = jnp.any(tokens[:, :, None] == carry.history.stop_ids[:, None], axis=-1)
         first = jnp.min(jnp.where(stop, index, most_drafts(carry, length)[:, None]), axis=1)
-        number = jnp.where(carry.state == RUNNING, jnp.minimum(accepted, first) + 1, 0)
-        return tokens, number, jnp.minimum(accepted, number), path
+        running = carry.state == RUNNING
+        failed = running & ~possible[:, 0]
+        number = jnp.where(running & ~failed, jnp.minimum(accepted, first) + 1, 0)
+        return Verified(tokens, number, jnp.minimum(accepted, number), path, failed, adjusted)
 
 
 def _accept_greedy(adjusted: Array, drafts: Array, count: Array) -> tuple[Array, Array]:

@@ -20,14 +20,14 @@ class TextStream:
     Attributes:
       tokens: What came so far; after a stop string, nothing behind the token that completed it.
       text: What is certain of their text.
-      stopped: Whether a stop string was found. The one that is complete first counts, and the text ends before it.
+      stop: The stop string that was found: the one that is complete first, before which the text ends. None: none was.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = ()):
         """Without a tokenizer all text is empty."""
         self.tokens: list[int] = []
         self.text = ""
-        self.stopped = False
+        self.stop: str | None = None
         self._tokenizer = Tokenizer(models.BPE()) if tokenizer is None else tokenizer
         self._stops = stops
         self._longest_stop = max(map(len, stops), default=0)
@@ -37,6 +37,11 @@ class TextStream:
         self._begin = 0  # where decoding starts: tokens[self._begin : self._read] give `_known` characters again
         self._known = 0
         self._searched = 0  # characters in which no stop string ends
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop is not None
 
     def extend(self, tokens: Sequence[int], *, last: bool) -> str:
         """Adds tokens, and returns the text that is certain now and was not before.
@@ -53,6 +58,7 @@ class TextStream:
         found = self._find_stop(whole)
         if found is not None:
             certain, stop_end = found
+            self.stop = whole[certain:stop_end]
             self._cut(whole[:stop_end], end)
         elif piece and not piece.endswith(UNDECODED):
             self._decoded, self._begin, self._read, self._known = whole, self._read, end, 0
@@ -93,7 +99,6 @@ class TextStream:
 
         count = next(count for count in range(self._read, end + 1) if complete(count))
         del self.tokens[count:]
-        self.stopped = True
 
 
 def settled(text: str, stops: Sequence[str]) -> int:

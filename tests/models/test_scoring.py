@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -103,7 +104,11 @@ def test_a_token_that_is_all_but_impossible_has_a_finite_score(lm, rng):
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([1, 2, 3], r"tokens must be int32 \[batch, time\]"),
+        (3, r"tokens must be int32 \[batch, time\] or \[time\] and not empty, got int64 \(\)"),
+        ([[[1, 2]]], r"tokens must be int32 \[batch, time\]"),
+        ([True, False], r"tokens must be int32 \[batch, time\]"),
+        ("text", r"tokens must be int32 \[batch, time\]"),
+        (None, r"tokens must be int32 \[batch, time\]"),
         ([[]], r"tokens must be int32 \[batch, time\] and not empty"),
         ([[0.5, 1.0]], r"tokens must be int32 \[batch, time\]"),
         ([[0, 259]], r"tokens must be in \[0, 259\), got 0 to 259"),
@@ -175,6 +180,31 @@ def test_sizes_are_rounded_to_powers_of_two():
     assert [power_of_two_to(n) for n in (0, 1, 3, 64, 127)] == [1, 1, 2, 64, 64]
 
 
-def test_rows_of_several_lengths_are_an_error_that_says_so(lm):
+def test_rows_of_several_lengths_are_scored_one_by_one(lm, rng):
+    """As lists, and as an array with lengths, whatever stands behind them; one row alone loses its axis."""
+    rows = [draw(lm, rng, 1, n)[0].tolist() for n in (3, 70, 1, 25)]
+    found = np.asarray(lm.score(rows))
+    assert found.shape == (4, 70)
+    for row, scores in zip(rows, found, strict=True):
+        alone = np.asarray(lm.score(row))
+        assert alone.shape == (len(row),)
+        np.testing.assert_allclose(scores[: len(row)], alone, rtol=0, atol=TOLERANCE)
+        assert not scores[len(row) :].any()
+    lengths = [len(row) for row in rows]
+    padded = np.array([row + [-7] * (70 - len(row)) for row in rows])
+    for array in (padded, jnp.asarray(padded)):
+        np.testing.assert_array_equal(lm.score(array, lengths=jnp.asarray(lengths)), found)
+    np.testing.assert_allclose(lm.logits(rows[3]), lm.logits([rows[3]])[0], rtol=0, atol=1e-6)
+
+
+def test_what_is_no_length_of_a_row_is_named(lm):
+    for lengths, message in (
+        ([4], r"lengths must be int32 \[2\], one a row, got int64 \(1,\)"),
+        ([1.0, 2.0], r"lengths must be int32 \[2\], one a row, got float64"),
+        ([3, 0], r"lengths must be in \[1, 3\], got 0 at row 1"),
+        ([4, 1], r"lengths must be in \[1, 3\], got 4 at row 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lm.score([[1, 2, 3], [4, 5, 6]], lengths=lengths)
     with pytest.raises(ValueError, match="tokens must have rows of one length"):
-        lm.score([[1, 2, 3], [4]])
+        lm.logits([[1, 2, 3], [4]])

@@ -1,6 +1,7 @@
 """Beam search: exhaustive where it can be, else the same search written down plainly over the whole model."""
 
 import dataclasses
+import logging
 import itertools
 
 import jax
@@ -166,6 +167,16 @@ def test_equal_scores_take_the_better_beam_and_the_lower_token(lm):
     assert [beam.tokens for beam in found] == [[0] * (NEW - 1) + [last] for last in range(BEAMS)]
 
 
+def test_hypotheses_whose_logits_are_not_finite_are_given_up_with_a_warning(lm, case, caplog):
+    prompts, stops, _ = case
+    leaves, _ = jax.tree.flatten(lm.model)
+    model = replace_parameters(jax.eval_shape(lambda: lm.model), leaves)
+    model.embed_tokens[...] = model.embed_tokens[...].at[3, 0].set(jnp.nan)
+    with caplog.at_level(logging.WARNING, logger="jaxbuf"):
+        assert ours(dataclasses.replace(lm, model=model), prompts, stops) == [[]] * len(prompts)
+    assert any("gave hypotheses up" in record.getMessage() for record in caplog.records)
+
+
 def test_a_search_is_one_compilation(lm, case):
     """The same one whatever the penalty, the form, the stop tokens, the prompts and the number of tokens."""
     prompts, stops, _ = case
@@ -189,7 +200,7 @@ def shape_of(lm, prompts, number):
 
 def test_the_loop_transfers_nothing_and_copies_no_pool(lm):
     carry = shape_of(lm, [[1] * 900] * 2, 4)
-    text = beams.search_beams.lower(lm.model, carry).compile().as_text()
+    text = beams.search_beams.lower(lm.model, carry, np.int32(9)).compile().as_text()
     check_on_device(text)
     assert written_in_loops(text, lm.config.spec.state_shape) == []
     assert made_in_loops(text, carry.cache.layers[1].keys.size) == []

@@ -1,0 +1,68 @@
+"""A bar for work that takes long: on a terminal or in a notebook, on standard error; elsewhere nothing."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+DELAY = 0.5  # seconds before a bar appears: what is done by then needs none
+
+type Report = Callable[[str, int], None]
+
+
+def check_progress(progress: object) -> None:
+    """Raises ValueError unless it is None, True or False."""
+    if progress is not None and not isinstance(progress, bool):
+        raise ValueError(f"progress must be None, True or False, got {progress!r}")
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, show: bool | None = None, *, console: Console | None = None) -> Iterator[Report]:
+    """Yields a function (what is being done, how much of `total` is done) that moves a bar, which is gone at the end.
+
+    Args:
+      total: How much there is to do.
+      show: Whether there is a bar; None: on a terminal and in a notebook.
+      console: Where to; None: standard error.
+
+    Raises:
+      ValueError: As `check_progress`.
+    """
+    check_progress(show)
+    console = Console(stderr=True) if console is None else console
+    if show is None:
+        show = console.is_terminal or console.is_jupyter
+    if not show:
+        yield lambda doing, done: None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("", total=total)
+    lock, ended = threading.Lock(), False
+
+    def start():
+        with lock:
+            if not ended:
+                bar.start()
+
+    def report(doing: str, done: int) -> None:
+        bar.update(task, description=doing, completed=done)
+
+    timer = threading.Timer(DELAY, start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield report
+    finally:
+        timer.cancel()
+        with lock:
+            ended = True
+            bar.stop()

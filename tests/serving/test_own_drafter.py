@@ -1,0 +1,88 @@
+"""Drafters that people write: plain classes work, and what can't be used is named with what to add."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.serving import generate
+from jaxbuf.serving.adaptive import Adaptive
+from jaxbuf.serving.own_drafter import Unregistered, fit_drafter
+from jaxbuf.serving.speculation import Drafter, Proposal
+from tests.serving.five_tokens import NEW, PROMPTS, five_token_model, greedy
+
+
+class Plain:
+    """Drafts its own numbers."""
+
+    draft_tokens = 2
+
+    def __init__(self, numbers=(1, 2)):
+        self.numbers = np.asarray(numbers, np.int32)
+
+    def start(self, model, carry, hidden, *, capacity, limit):
+        return ()
+
+    def propose(self, model, carry, most):
+        return Proposal(jnp.broadcast_to(self.numbers[None], (most.shape[0], 2)), most), ()
+
+    def settle(self, model, state, hidden, tokens, number):
+        return ()
+
+
+@dataclasses.dataclass
+class Unhashable(Plain):
+    numbers: tuple = (1, 2)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Registered(Plain):
+    numbers: object = (1, 2)
+
+
+def test_a_drafter_of_a_plain_class_changes_no_greedy_token():
+    """Its drafts are the tokens that come, or outside the vocabulary: those are never read."""
+    lm, settings = five_token_model(), greedy()
+    expected = [result.tokens for result in generate(lm, PROMPTS, NEW, settings)]
+    for numbers in ((1, 2), (-1, 10**9)):
+        found = generate(lm, PROMPTS, NEW, settings, drafter=Plain(numbers))
+        assert [result.tokens for result in found] == expected
+        assert all((result.stats.drafted > 0) == (numbers == (1, 2)) for result in found)
+
+
+def test_a_plain_class_is_a_constant_and_a_registered_one_is_arguments():
+    plain = Plain()
+    fitted = fit_drafter(plain)
+    assert isinstance(fitted, Unregistered) and isinstance(fitted, Drafter)
+    assert jax.tree.leaves(fitted) == [] and fitted == fit_drafter(plain) != fit_drafter(Plain())
+    registered = Registered(jnp.arange(2))
+    assert fit_drafter(registered) is registered and len(jax.tree.leaves(registered)) == 1
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (Unhashable(), "a drafter of a plain class must be hashable, and a Unhashable is not .*register_dataclass"),
+        (Registered(("text", 3)), "every attribute of the drafter Registered must be an array or static, got a str"),
+        (Registered(np.array([None])), "every attribute of the drafter Registered must be .*, got a ndarray"),
+        (Adaptive(Unhashable()), "a drafter of a plain class must be hashable, and a Unhashable is not"),
+        (Plain, r"drafter must be .* a Drafter \(an object, not its class\), got a type"),
+        (3, "drafter must be .*, got 3"),
+        (SimpleNamespace(draft_tokens=3, start=1, propose=2), "got a SimpleNamespace without settle"),
+    ],
+)
+def test_what_is_no_drafter_is_named_with_what_to_add(drafter, message):
+    with pytest.raises(ValueError, match=message):
+        generate(five_token_model(), PROMPTS, NEW, drafter=drafter)
+
+
+@pytest.mark.parametrize("number", [0, 16, 2.0, True, "4", None])
+def test_the_number_of_drafts_of_a_drafter_is_checked(number):
+    drafter = Plain()
+    drafter.draft_tokens = number
+    with pytest.raises(ValueError, match=r"draft_tokens must be a whole number in \[1, 15\], got .* \(of the drafter Plain\)"):
+        generate(five_token_model(), PROMPTS, NEW, drafter=drafter)
