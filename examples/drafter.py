@@ -36,7 +36,7 @@ class Glossary:
         return Proposal(drafts, jnp.where(jnp.any(found, axis=1), most, 0)), carry.last
 
     def settle(self, model, state, hidden, tokens, number):
-        """The state after the step: of its new tokens (int32 [rows, 1 + DRAFTS], `number` are real) the last but one."""
+        """The state after the step: the last but one of its new tokens, int32 [rows, 1 + DRAFTS], `number` are real."""
         before = jnp.take_along_axis(tokens, jnp.maximum(number - 2, 0)[:, None], axis=1)[:, 0]
         return jnp.where(number > 1, before, state)
 

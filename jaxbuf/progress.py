@@ -24,14 +24,14 @@ def progress_bar(total: int, show: bool | None = None, *, console: Console | Non
 
     Args:
       total: How much there is to do.
-      show: Whether there is a bar; None: on a terminal and in a notebook.
+      show: Whether there is a bar; None: on a terminal and in a notebook. True shows one wherever standard error goes.
       console: Where to; None: standard error.
 
     Raises:
       ValueError: As `check_progress`.
     """
     check_progress(show)
-    console = Console(stderr=True) if console is None else console
+    console = Console(stderr=True, force_terminal=show or None) if console is None else console
     if show is None:
         show = console.is_terminal or console.is_jupyter
     if not show:

@@ -1,5 +1,6 @@
 """What every test runs under: no silent rank or dtype promotion; warnings are errors (pyproject.toml)."""
 
+import collections
 import gc
 import os
 from pathlib import Path
@@ -11,6 +12,36 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# What one worker process or an earlier run compiled is taken from here. A limit of its size makes the processes take
+# turns (JAX then locks the directory).
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "compilations"))
+jax.config.update("jax_compilation_cache_max_size", 2**31)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+# Of several processes one would otherwise begin these when the others are done: they come first.
+LONG_FILES = ()
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first, the others in their order."""
+    rank = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: rank.get(item.location[0], len(rank)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Which files take the time: set-up, tests and tear-down together, in whichever process they ran."""
+    seconds = collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.location[0]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("slowest files")
+        for name, total in seconds.most_common(15):
+            terminalreporter.line(f"{total:7.1f} s  {name}")
 
 
 @pytest.fixture(autouse=True)

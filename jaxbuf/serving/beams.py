@@ -28,7 +28,7 @@ from jaxbuf.serving.request import (
     encode_prompts,
     pack_prompts,
 )
-from jaxbuf.serving.samples import Samples, init_cache, raise_exhausted, with_limits
+from jaxbuf.serving.samples import Samples, init_cache, raise_where_memory_ran_out, with_limits
 from jaxbuf.serving.sampling import SamplingParams, has_candidate, is_finite, whole
 from jaxbuf.serving.slices import run_slices
 from jaxbuf.serving.text import TextStream
@@ -214,7 +214,7 @@ def beam_search(
             return search_beams(lm.model, search, np.int32(steps))
 
         search, _ = run_slices(run, search, max_new_tokens, look)
-    raise_exhausted(search)
+    raise_where_memory_ran_out(search)
     if bool(search.failed):
         log.warning("beam search gave hypotheses up: the model's logits after them are NaN or infinite")
     return _read(lm, search, len(encoded))

@@ -125,9 +125,9 @@ def generate(
       character.
 
     Raises:
-      ValueError: prompts that are no list, an empty prompt, one that with max_new_tokens exceeds the model's max_position_embeddings, a token
-        outside the vocabulary, a setting out of range, a drafter of another vocabulary, "mtp" for a model without an
-        MTP layer, or a profile directory that cannot be written to.
+      ValueError: prompts that are no list, an empty prompt, one that with max_new_tokens exceeds the model's
+        max_position_embeddings, a token outside the vocabulary, a setting out of range, a drafter that does not fit
+        (see `jaxbuf.serving.speculation.Drafter`), or a profile directory that cannot be written to.
     """
     if not whole(segment) or segment < 1:
         raise ValueError(f"segment must be a whole number of at least 1, got {segment!r}")

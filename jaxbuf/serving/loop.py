@@ -191,9 +191,7 @@ def _verify_drafts(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter, propo
     logits = qwen3_5.logits(model, hidden)
     tokens, number, accepted, path, failed, adjusted = verify(carry, proposal, logits)
     if path is not None:
-        hidden, logits, adjusted = (
-            jnp.take_along_axis(x, path[..., None], axis=1) for x in (hidden, logits, adjusted)
-        )
+        hidden, logits, adjusted = (jnp.take_along_axis(x, path[..., None], axis=1) for x in (hidden, logits, adjusted))
     missing = ((0, 0), (0, 1 + drafter.draft_tokens - read.shape[1]))
     state = drafter.settle(model, state, jnp.pad(hidden, (*missing, (0, 0))), jnp.pad(tokens, missing), number)
     after = dataclasses.replace(after, speculation=_count_drafts(carry, drafter, state, proposal, accepted))

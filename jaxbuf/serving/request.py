@@ -157,7 +157,11 @@ def list_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         raise ValueError(f"prompts must be a list of texts or token lists, got one text: [{prompts[:20]!r}...]")
     array = hasattr(prompts, "dtype")
-    if isinstance(prompts, bytes | Mapping | Set) or not isinstance(prompts, Iterable) or (array and not np.ndim(prompts)):
+    if (
+        isinstance(prompts, bytes | Mapping | Set)
+        or not isinstance(prompts, Iterable)
+        or (array and not np.ndim(prompts))
+    ):
         raise ValueError(f"prompts must be a list of texts or token lists, got {_shown(prompts)}")
     return list(np.asarray(prompts) if array else prompts)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxbuf.models.scoring import Logprobs
 from jaxbuf.serving import loop
 from jaxbuf.serving.request import Request
-from jaxbuf.serving.samples import raise_exhausted
+from jaxbuf.serving.samples import raise_where_memory_ran_out
 from jaxbuf.serving.sampling import SamplingParams
 from jaxbuf.serving.stats import Stats, snapshot_traffic, state_traffic
 from jaxbuf.serving.text import TextStream
@@ -177,7 +177,7 @@ class Reader:
         Raises:
           PoolExhausted: Memory that samples share ran out, so that what was generated since is wrong.
         """
-        raise_exhausted(carry)
+        raise_where_memory_ran_out(carry)
         counters = {field.name: getattr(carry.counters, field.name) for field in dataclasses.fields(carry.counters)}
         counters |= {name: getattr(carry.speculation, name, None) for name in ("drafted", "accepted")}
         fetched = (carry.history.tokens, carry.history.count, carry.state, carry.logprobs, counters)

@@ -80,8 +80,12 @@ def fork_rows(cache: qwen3_5.Cache, samples: Samples) -> qwen3_5.Cache:
     return qwen3_5.fork(cache, samples.source, all_slots(cache))
 
 
-def raise_exhausted(carry: object) -> None:
-    """`qwen3_5.raise_exhausted` of every memory in a pytree; call it on the host."""
+def raise_where_memory_ran_out(carry: object) -> None:
+    """Calls `qwen3_5.raise_exhausted` on every model memory in a pytree, on the host.
+
+    Raises:
+      PoolExhausted: One of them had too few rows, blocks or pages for an earlier launch.
+    """
 
     def is_cache(x):
         return isinstance(x, qwen3_5.Cache)

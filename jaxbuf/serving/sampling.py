@@ -43,9 +43,9 @@ class SamplingParams:
       stop_token_ids: Tokens that end the request, beside the model's own.
       ignore_eos: Do not stop at the model's own end tokens.
       logprobs: None, or how many of the most probable tokens to report at each step, beside the chosen one (0 to 20).
-      logprobs_mode: Which distribution `logprobs` reports. "raw" is the model's own, before any setting changes it: what
-        `lm.score` gives. "processed" is the one that the token was drawn from, after all settings (what reinforcement
-        learning needs); a greedy token has probability 1 in it. Tokens of probability 0 are not reported.
+      logprobs_mode: Which distribution `logprobs` reports. "raw" is the model's own, before any setting changes it:
+        what `lm.score` gives. "processed" is the one that the token was drawn from, after all settings (what
+        reinforcement learning needs); a greedy token has probability 1 in it. Tokens of probability 0 are left out.
       prompt_logprobs: None, or how many of the most probable tokens to report at each token of the prompt, beside that
         token itself (0 to 20). They are always raw.
       n: How many samples of the prompt, at most 1,024; the prompt is read once. Sample j draws as a request with the

@@ -48,9 +48,9 @@ class Drafter(Protocol):
     compiled once for the object, and does not see later changes to it. `examples/drafter.py` has one.
 
     Whatever it proposes, the tokens are distributed as without it, if each draft was drawn from `log_q`, with numbers
-    that nothing else uses, or chosen without any. A drafter whose proposals have parents says so by an attribute `trees`
-    (static) that is True; one with an attribute `adaptive` that is True gets a program whose steps read one token a row
-    when no row has drafts.
+    that nothing else uses, or chosen without any. A drafter whose proposals have parents says so by an attribute
+    `trees` (static) that is True; one with an attribute `adaptive` that is True gets a program whose steps read one
+    token a row when no row has drafts.
     """
 
     @property

@@ -292,7 +292,9 @@ def test_logits_do_not_depend_on_what_comes_later(directory, rng):
 
 def test_tokens_that_logits_refuses(directory):
     lm = load(directory)
-    with pytest.raises(ValueError, match=r"tokens must be int32 \[batch, time\] or \[time\] and not empty, got int64 \(\)"):
+    with pytest.raises(
+        ValueError, match=r"tokens must be int32 \[batch, time\] or \[time\] and not empty, got int64 \(\)"
+    ):
         lm.logits(3)
     with pytest.raises(ValueError, match="not empty"):
         lm.logits(np.zeros((2, 0), np.int32))

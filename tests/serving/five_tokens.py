@@ -18,7 +18,9 @@ def five_token_model():
 
 
 def greedy(**settings):
-    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "logprobs": 3} | settings)
+    """Log-probabilities of tokens and prompts are asked for, so that all tests share their programs."""
+    reported = {"logprobs": 3, "prompt_logprobs": 0}
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True} | reported | settings)
 
 
 def distribution(logits, setting, generated):

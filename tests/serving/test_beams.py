@@ -1,8 +1,8 @@
 """Beam search: exhaustive where it can be, else the same search written down plainly over the whole model."""
 
 import dataclasses
-import logging
 import itertools
+import logging
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A row from whose logits no token can be chosen ends with an error of its own: no token is made up, no row is harmed."""
+"""A row from whose logits no token can be chosen ends with an error: no token is made up, no other row is harmed."""
 
 import dataclasses
 import logging
@@ -65,5 +65,7 @@ def test_a_row_whose_logits_are_not_finite_ends_where_they_begin(lm, drafter):
             assert result.finish_reason == ("error" if ends < NEW else "length")
         else:
             assert token not in result.tokens[:-1]
-            assert result.finish_reason == ("error" if result.tokens[-1] == token and len(result.tokens) < NEW else "length")
+            assert result.finish_reason == (
+                "error" if result.tokens[-1] == token and len(result.tokens) < NEW else "length"
+            )
         assert np.isfinite(result.logprobs).all()

@@ -119,6 +119,7 @@ def test_a_stop_token_ends_its_row_and_no_other(lm, prompts, greedy):
         assert (results[i].tokens, results[i].finish_reason) == (greedy[i].tokens, "length")
     assert results[row].stats.steps == first
     assert results[row].text == lm.decode(greedy[row].tokens[:first])  # an ordinary token, but not of the text
+    assert [result.stop_reason for result in results] == [stop if i == row else None for i in range(8)]
 
 
 def test_a_generation_in_slices_is_the_whole_one(lm, prompts, greedy):
@@ -242,11 +243,48 @@ def test_a_stop_string_ends_the_text_before_it_across_tokens(lm, prompts, greedy
         assert result.finish_reason == "stop"
         assert result.tokens == greedy[i].tokens[: len(result.tokens)]
         assert stops[i] in lm.decode(result.tokens) and stops[i] not in lm.decode(result.tokens[:-1])
+        assert result.stop_reason == stops[i]
+
+
+def test_prompts_are_any_iterable_of_texts_lists_and_integer_arrays(lm, prompts, greedy):
+    arrays = [np.asarray(prompt, np.int64) for prompt in prompts]
+    kinds = {
+        "numpy rows": arrays,
+        "jax rows": [jax.numpy.asarray(row) for row in arrays],
+        "a generator": (tuple(prompt) for prompt in prompts),
+        "mixed": [prompts[0], arrays[1], *prompts[2:]],
+    }
+    for kind, given in kinds.items():
+        assert [result.tokens for result in generate(lm, given, NEW, GREEDY)] == [r.tokens for r in greedy], kind
+    square = np.stack([np.resize(row, 200) for row in arrays])
+    expected = [result.tokens for result in generate(lm, square.tolist(), NEW, GREEDY)]
+    for given in (square, jax.numpy.asarray(square)):
+        assert [result.tokens for result in generate(lm, given, NEW, GREEDY)] == expected
+
+
+def test_a_limit_beyond_all_tokens_makes_no_longer_rings(lm, prompts, greedy):
+    for limit in (10**9, 2**31, 2**70):
+        arguments = request.check(lm, prompts, NEW, GREEDY, limit, "buffered", None).arguments
+        assert arguments["ring_limit"] == arguments["capacity"] == 256 + 64
+        assert (arguments["limit"] == 256 + 64).all()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"prompts": None}, "prompts must be a list of texts or token lists, got None"),
+        ({"prompts": 5}, "prompts must be a list of texts or token lists, got 5"),
+        ({"prompts": b"text"}, "prompts must be a list of texts or token lists, got b'text'"),
+        ({"prompts": {"text": 1}}, "prompts must be a list of texts or token lists, got {'text': 1}"),
+        ({"prompts": np.int32(3)}, "prompts must be a list of texts or token lists, got an array int32"),
+        ({"prompts": [np.ones(3)]}, r"prompts\[0\] must be a text or a list of token ids, got an array float64 \(3,\)"),
+        ({"prompts": np.ones((1, 2, 3), int)}, r"prompts\[0\] must be a text .*, got an array int64 \(2, 3\)"),
+        ({"prompts": [1, 2]}, r"prompts\[0\] must be a text or a list of token ids, got 1"),
+        ({"prompts": [[True]]}, r"prompts\[0\] must be a text or a list of token ids, got \[True\]"),
+        ({"prompts": [b"text"]}, r"prompts\[0\] must be a text or a list of token ids, got b'text'"),
+        ({"prompts": [["a"] * 999]}, r"prompts\[0\] must be a text or a list of token ids, got .{97}\.\.\.$"),
+        ({"prompts": [np.zeros(0, int)]}, r"prompts\[0\] must hold at least one token, got an array int64 \(0,\)"),
+        ({"prompts": [[1]], "progress": 1}, "progress must be None, True or False, got 1"),
         ({"prompts": [[]]}, r"prompts\[0\] must hold at least one token, got \[\]"),
         ({"prompts": ["fine", ""]}, r"prompts\[1\] must hold at least one token, got ''"),
         ({"prompts": "text"}, r"prompts must be a list of texts or token lists"),

@@ -72,7 +72,9 @@ def wild(rng, rows, *, tree=False):
         if spoil is not None:
             log_q = np.where((kind == number)[..., None], spoil(log_q, drafts[..., None]), log_q)
     drafts = np.where(rng.random(shape) < 0.1, rng.choice(EXTREMES, shape), drafts)
-    count = np.where(rng.random(shape[:2]) < 0.3, rng.choice([*EXTREMES, DRAFTS + 1], shape[:2]), rng.integers(1, 4, shape[:2]))
+    count = np.where(
+        rng.random(shape[:2]) < 0.3, rng.choice([*EXTREMES, DRAFTS + 1], shape[:2]), rng.integers(1, 4, shape[:2])
+    )
     parents = rng.integers(-1, np.arange(DRAFTS), shape)
     parents = np.where(rng.random(shape) < 0.1, rng.choice(EXTREMES, shape), parents)
     tables = *(jnp.asarray(x, jnp.int32) for x in (drafts, count)), jnp.asarray(log_q, jnp.float32)
@@ -157,7 +159,10 @@ def a_proposal(**changes):
     ("given", "message"),
     [
         (None, "propose of the drafter Wild must return a Proposal and its state, got a NoneType"),
-        (a_proposal(drafts=jnp.zeros((2, 4), jnp.int32)), r"drafts .* Wild must be int32 \(2, 3\) .*, got int32 \(2, 4\)"),
+        (
+            a_proposal(drafts=jnp.zeros((2, 4), jnp.int32)),
+            r"drafts .* Wild must be int32 \(2, 3\) .*, got int32 \(2, 4\)",
+        ),
         (a_proposal(drafts=jnp.zeros((2, 3))), r"drafts .* must be int32 \(2, 3\) .*, got float32 \(2, 3\)"),
         (a_proposal(drafts=[[0] * 3] * 2), r"drafts .* must be int32 \(2, 3\) .*, got a list"),
         (a_proposal(count=jnp.zeros((2, 1), jnp.int32)), r"count .* must be int32 \(2,\) .*, got int32 \(2, 1\)"),
@@ -179,5 +184,7 @@ def test_a_state_that_changes_its_shape_names_the_drafter(rng):
     drafter = wild(rng, 2)
     check_state(drafter, state, {"a": jnp.ones(3), "b": jnp.ones((), jnp.int32)})
     for other in ({"a": jnp.zeros(3)}, {"a": jnp.zeros(4), "b": state["b"]}, {"a": state["a"], "b": jnp.zeros(())}, ()):
-        with pytest.raises(ValueError, match="the state of the drafter Wild must keep its structure, shapes and dtypes"):
+        with pytest.raises(
+            ValueError, match="the state of the drafter Wild must keep its structure, shapes and dtypes"
+        ):
             check_state(drafter, state, other)
