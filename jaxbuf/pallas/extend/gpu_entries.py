@@ -56,7 +56,7 @@ def add_all(lane: Lane, item: Item, gates: list[list[Array]]) -> list[Array]:
       folds.
     """
     call, schedule, interpret = lane.call, lane.schedule, lane.interpret
-    stages, later_chunk = schedule.stages, schedule.later_chunk
+    stages, later_size = schedule.stages, schedule.later_size
     loops = call.max_live > CHUNK + MAX_LATER_CHUNK  # An item may have several later chunks.
     # With one token there are registers for the left side, which is then loaded once for all chunks.
     left = [_load_left(lane, 0, strip) for strip in schedule.key_strips] if schedule.one_token and loops else None
@@ -75,7 +75,7 @@ def add_all(lane: Lane, item: Item, gates: list[list[Array]]) -> list[Array]:
     def add_later(j, added):
         wait_for_copies(stages - 1, interpret)
         synchronize(interpret)
-        added = add(CHUNK + j * later_chunk, lane.later_chunk(lax.rem(j, stages)), added)
+        added = add(CHUNK + j * later_size, lane.later_chunk(lax.rem(j, stages)), added)
         if loops:
             synchronize(interpret)  # All threads are done with this chunk.
             pl.when(j + stages < chunks)(lambda: lane.copy_later(item.head, j + stages))
@@ -85,7 +85,7 @@ def add_all(lane: Lane, item: Item, gates: list[list[Array]]) -> list[Array]:
     empty = zeros((call.value_dim,), VECTORS[call.value_dim])
     added = add(0, lane.first_chunk, [empty] * (2 * call.time))
     if stages:
-        chunks = jnp.where(item.folds, 0, pl.cdiv(item.live - CHUNK, later_chunk))
+        chunks = jnp.where(item.folds, 0, pl.cdiv(item.live - CHUNK, later_size))
         if loops:
             added = lax.fori_loop(0, chunks, add_later, added)
         else:
@@ -166,7 +166,7 @@ def _add_chunk(
     call, schedule = lane.call, lane.schedule
     planes, _, first_update = chunk
     first = chunk is lane.first_chunk
-    length = CHUNK if first else schedule.later_chunk
+    length = CHUNK if first else schedule.later_size
     columns = pl.ds(schedule.entry_columns - CHUNK if first else 0, 2 * CHUNK)
     for first_probe, weights in _weigh(lane, gates, left, entry, chunk):
         if schedule.one_token:
@@ -193,16 +193,16 @@ def _add_chunk(
 def _add_all_on_tensor_cores(lane: Lane, item: Item, gates: list[list[Array]], left: list | None) -> list[Array]:
     """`add_all` for one new token, whose updates are added on the tensor cores."""
     schedule, interpret = lane.schedule, lane.interpret
-    stages, later_chunk = schedule.stages, schedule.later_chunk
-    chunks = jnp.where(item.folds, 0, pl.cdiv(item.live - CHUNK, later_chunk))
+    stages, later_size = schedule.stages, schedule.later_size
+    chunks = jnp.where(item.folds, 0, pl.cdiv(item.live - CHUNK, later_size))
 
     def add_later(j, sums):
         wait_for_copies(stages - 1, interpret)
         synchronize(interpret)
         chunk = lane.later_chunk(lax.rem(j, stages))
-        _write_weights(lane, gates, left, CHUNK + j * later_chunk, chunk)
+        _write_weights(lane, gates, left, CHUNK + j * later_size, chunk)
         synchronize(interpret)
-        operands = _load_chunk(lane, chunk, later_chunk)
+        operands = _load_chunk(lane, chunk, later_size)
         synchronize(interpret)  # All threads are done with this chunk.
         # The next copies start behind these loads and before the next ones: a load that is asked for afterwards waits
         # until the copies are on their way.

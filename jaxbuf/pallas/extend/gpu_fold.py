@@ -40,7 +40,7 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
       total: The sum of the entries' gates, in parts.
     """
     schedule, interpret = lane.schedule, lane.interpret
-    stages, later_chunk = schedule.stages, schedule.later_chunk
+    stages, later_size = schedule.stages, schedule.later_size
 
     def add(c, chunks_in_memory, last):
         """Adds chunks that are in shared memory.
@@ -93,22 +93,22 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
             synchronize(interpret)
 
     def fold_later(j, _):
-        lane.copy(item.head, CHUNK + j * later_chunk, lane.later_chunk(0))
+        lane.copy(item.head, CHUNK + j * later_size, lane.later_chunk(0))
         end_copies(interpret)
         wait_for_copies(0, interpret)
         synchronize(interpret)
-        add(j + 1, [(lane.later_chunk(0), CHUNK + j * later_chunk, later_chunk)], j + 1 == chunks)
+        add(j + 1, [(lane.later_chunk(0), CHUNK + j * later_size, later_size)], j + 1 == chunks)
 
     if not stages:
         chunks = pl.cdiv(item.live, CHUNK)
         lax.fori_loop(0, chunks, fold_chunk, None)
         return
-    chunks = pl.cdiv(item.live - CHUNK, later_chunk)  # later chunks
+    chunks = pl.cdiv(item.live - CHUNK, later_size)  # later chunks
     wait_for_copies(0, interpret)
     synchronize(interpret)
-    staged = [(lane.later_chunk(i), CHUNK + i * later_chunk, later_chunk) for i in range(stages)]
+    staged = [(lane.later_chunk(i), CHUNK + i * later_size, later_size) for i in range(stages)]
     add(0, [(lane.first_chunk, 0, CHUNK), *staged], chunks <= stages)
-    if lane.call.max_live > CHUNK + stages * later_chunk:
+    if lane.call.max_live > CHUNK + stages * later_size:
         lax.fori_loop(stages, chunks, fold_later, None)
 
 

@@ -31,7 +31,7 @@ from jaxbuf.pallas.threads import (
 
 type Array = jax.Array
 
-FOLD_COST = 2  # An item that folds counts as so many items that do not, where items are dealt.
+FOLD_COST = 2  # Where items are dealt, one that folds counts as this many that do not.
 
 
 class Arrays(NamedTuple):
@@ -88,8 +88,8 @@ class Loaded(NamedTuple):
     """An item's inputs, in registers or on their way there.
 
     Attributes:
-      first_chunk: The first chunk's keys [CHUNK, key_dim] and updates [CHUNK, value_dim], each with the positions that
-        they were loaded from. Empty if the first chunk is copied past the registers.
+      entries: The first chunk's keys [CHUNK, key_dim] and updates [CHUNK, value_dim], each with the positions that they
+        were loaded from. Empty if the first chunk is copied past the registers.
       gates: f32 [THREADS] each, in layout `PER_THREAD`: the gates of all entries.
       probes: The new keys, then the queries: [key_dim] each.
       values: The new values: [value_dim] each.
@@ -97,7 +97,7 @@ class Loaded(NamedTuple):
         positions of their entries (int32), each in the thread that passes it on.
     """
 
-    first_chunk: list[tuple[Array, Array]]
+    entries: list[tuple[Array, Array]]
     gates: list[Array]
     probes: list[Array]
     values: list[Array]
@@ -157,7 +157,8 @@ class Lane:
     """A warpgroup, and what it does to bring its items' inputs to shared memory.
 
     Attributes:
-      schedule, call: What the launch was arranged to, and for.
+      schedule: The launch's schedule.
+      call: The call that it arranges.
       interpret: Whether the kernel runs in Pallas' interpreter.
       arrays: The references to global memory.
       number: The lane's number among all lanes of the launch.
@@ -206,15 +207,18 @@ class Lane:
     def deal(self, turn: Array | int, folding: Array) -> Array:
         """The item that this lane serves in a turn, if items are dealt; `Call.items` or more if there is none.
 
-        The first `folding` items fold. They are dealt first, one to each lane in every round, so that some lanes get
-        one fewer than the others. An item that folds takes as long as FOLD_COST others: for so many rounds, only the
-        lanes with fewer get the items that do not fold; after them, all lanes do. In the first turn, a lane gets the
-        item of its own number.
+        The first `folding` items fold. They are dealt first, one to each lane in every round; the last round of them
+        may not reach all lanes. An item that folds takes as long as FOLD_COST others. So the lanes that got one fewer
+        are dealt FOLD_COST items each before all lanes are dealt the rest. In the first turn, a lane serves the item
+        that has the lane's number.
         """
         lanes = self.schedule.lanes
-        rounds, more = folding // lanes, lax.rem(folding, lanes)  # The first `more` lanes get rounds + 1 that fold.
-        other = turn - rounds - (self.number < more).astype(jnp.int32)  # turns before, in which no item folded
-        alone = jnp.where(self.number < more, 0, FOLD_COST)  # turns in which only the lanes with fewer are dealt items
+        rounds, more = (
+            folding // lanes,
+            lax.rem(folding, lanes),
+        )  # The first `more` lanes get one item more that folds.
+        other = turn - rounds - (self.number < more).astype(jnp.int32)  # items that did not fold, before this turn
+        alone = jnp.where(self.number < more, 0, FOLD_COST)  # items that only the lanes that got one fewer are dealt
         early = other * (lanes - more) + self.number - more
         rest = FOLD_COST * (lanes - more) + (other - alone) * lanes + self.number
         others = folding + jnp.where(other < alone, early, rest)
@@ -222,8 +226,8 @@ class Lane:
 
     def later_chunk(self, stage: Array | int) -> ChunkMemory:
         """Where the later chunk of a stage lies."""
-        start = 2 * self.schedule.later_chunk * stage
-        return ChunkMemory([self._later], start, start + self.schedule.later_chunk)
+        start = 2 * self.schedule.later_size * stage
+        return ChunkMemory([self._later], start, start + self.schedule.later_size)
 
     def _load_words(self, ref, start: int, length: int) -> Array:
         """Loads the numbers of a reference [length]: number i into the thread that passes on word start + i."""
@@ -273,7 +277,7 @@ class Lane:
         The entries are those of the item that was kept last.
         """
         (ref,), *starts = chunk
-        n = CHUNK if chunk is self.first_chunk else self.schedule.later_chunk
+        n = CHUNK if chunk is self.first_chunk else self.schedule.later_size
         assert self._positions is not None
         # The positions are loaded once if the same threads copy keys and updates.
         at = {layout: load(self._positions.at[pl.ds(entry, n)], layout.reduce(1)) for layout in self._layouts}
@@ -283,7 +287,7 @@ class Lane:
 
     def copy_later(self, head: Array, j: Array | int) -> None:
         """Starts to copy later chunk j to its stage."""
-        first_entry = CHUNK + j * self.schedule.later_chunk
+        first_entry = CHUNK + j * self.schedule.later_size
         self.copy(head, first_entry, self.later_chunk(lax.rem(j, self.schedule.stages)))
 
     def copy_ahead(self, exists: Array | bool, upcoming: Upcoming, fields: list[Array]) -> None:
@@ -299,7 +303,7 @@ class Lane:
             end_copies(self.interpret)
         for i in range(schedule.stages):
 
-            @pl.when(jnp.logical_and(exists, (live > CHUNK + i * schedule.later_chunk) | folds))
+            @pl.when(jnp.logical_and(exists, (live > CHUNK + i * schedule.later_size) | folds))
             def _(i=i):
                 self.copy_later(head, i)
 
@@ -335,13 +339,13 @@ class Lane:
         key_vector, value_vector = VECTORS[call.key_dim], VECTORS[call.value_dim]
         time, per_key = range(call.time), call.heads_per_key
         probes = [load(ref.at[row, t, head // per_key], key_vector) for ref in (arrays.k, arrays.q) for t in time]
-        first_chunk = [] if schedule.copies_first_chunk else self._gather(head, upcoming.first_positions)
+        entries = [] if schedule.copies_first_chunk else self._gather(head, upcoming.first_positions)
         values = [load(arrays.v.at[row, t, head], value_vector) for t in time]
         tokens = arrays.log_decay.at[row, :, head], arrays.beta.at[row, :, head], arrays.append.at[upcoming.line]
         starts = [ROW_FIELDS + i * call.time for i in range(len(tokens))]
         tokens = [self._load_words(ref, start, call.time) for ref, start in zip(tokens, starts, strict=True)]
         gates = [gather_numbers(arrays.gates.at[:, head], at, self.interpret) for at in upcoming.all_positions]
-        return Loaded(first_chunk, gates, probes, values, tokens)
+        return Loaded(entries, gates, probes, values, tokens)
 
     def _write(self, start: int, x: Array) -> None:
         """Writes a vector, or CHUNK of them, to `planes` from row `start` on."""
@@ -371,7 +375,7 @@ class Lane:
         """
         call, schedule, word = self.call, self.schedule, self._word
         if not schedule.copies_first_chunk:
-            self.write_chunk(loaded.first_chunk)
+            self.write_chunk(loaded.entries)
         words = lax.bitcast_convert_type(fields, jnp.float32)
         for i, x in enumerate(loaded.tokens):
             x = lax.bitcast_convert_type(x, jnp.float32)

@@ -17,8 +17,8 @@ from jaxbuf.pallas.threads import THREADS, WARP
 
 # Sizes of the products on the tensor cores.
 BAND = 64  # rows of the state
-CHUNK = 16  # entries of a first chunk, or probes
-MAX_LATER_CHUNK = 32  # entries of a later chunk that has shared memory of its own
+CHUNK = 16  # entries of a first chunk; or probes that are multiplied with a chunk's keys
+MAX_LATER_CHUNK = 32  # entries, at most, of a later chunk that has shared memory of its own
 SKIPPED_TOGETHER = 8  # entries of a chunk; with several new tokens, they are skipped if none of them is live
 
 # The machine.
@@ -28,9 +28,9 @@ SWIZZLE = 128  # bytes of a row of the tiles in which the state lies in shared m
 ALIGNMENT = 1024  # bytes; where each array in shared memory begins
 
 # The order of the work.
-MAX_WARPGROUPS = 3  # of a block
+MAX_WARPGROUPS = 3  # warpgroups of a block
 MAX_DEALT_ROUNDS = 4  # Up to this many rounds, items are dealt statically; beyond, lanes draw from a counter.
-SPACING = 6  # Where lanes draw, one row in this many folds: the others keep the memory busy meanwhile.
+SPACING = 6  # Where lanes draw, rows that fold are at most this many lines apart: others keep the memory busy.
 
 
 class SharedMemory(NamedTuple):
@@ -41,7 +41,7 @@ class SharedMemory(NamedTuple):
 
     Attributes:
       barriers: One for each band of each warpgroup. It opens when that band of a checkpoint has arrived.
-      later: bfloat16 [2 · later_chunk · stages, pitch]: the keys, then the updates, of each stage. None without stages.
+      later: bfloat16 [2 · later_size · stages, pitch]: the keys, then the updates, of each stage. None without stages.
       decays_low: f32, the second parts of `decays`, unless these are exponentials; then both parts of each warp's sum.
         None unless `sums_exactly`.
       positions: int32 [padded_entries], the flat positions of an item's entries. None without stages.
@@ -73,7 +73,7 @@ class Schedule:
     Attributes:
       call: The call.
       warpgroups: Warpgroups of a block; each serves items on its own.
-      stages: Later chunks that have shared memory of their own at the same time, `later_chunk` entries each. 0: later
+      stages: Later chunks that have shared memory of their own at the same time, `later_size` entries each. 0: later
         chunks have CHUNK entries, and each is written over the chunk before it.
     """
 
@@ -109,7 +109,7 @@ class Schedule:
     # Chunks: which entries are taken together, and how they are added.
 
     @property
-    def later_chunk(self) -> int:
+    def later_size(self) -> int:
         """Entries of a later chunk with shared memory of its own: as many as rows can have, in whole groups."""
         # Threads copy vectors of 128 numbers in groups of eight, and of 64 in groups of sixteen.
         group = 8 if min(self.call.key_dim, self.call.value_dim) > 64 else 16
@@ -221,7 +221,7 @@ class Schedule:
         reads = (probes, call.value_dim) if one_token else (call.value_dim, self.probe_columns + 2)
         return SharedMemory(
             barriers=plgpu.Barrier(num_barriers=self.warpgroups * len(self.bands)),
-            later=memory(2 * self.later_chunk * self.stages, pitch, dtype=jnp.bfloat16) if self.stages else None,
+            later=memory(2 * self.later_size * self.stages, pitch, dtype=jnp.bfloat16) if self.stages else None,
             decays_low=memory(low_decays + 2 * THREADS // WARP) if self.sums_exactly else None,
             positions=memory(self.padded_entries, dtype=jnp.int32) if self.stages else None,
             products=memory(probes if one_token else max(CHUNK, probes), self.entry_columns + CHUNK),

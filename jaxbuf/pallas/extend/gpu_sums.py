@@ -119,7 +119,7 @@ def _sum_per_thread(lane: Lane, live: Array, gate: list[Array] | None, n: int) -
     for start, sum in zip(starts, found, strict=True):
         publish_warps(sum, decays_low.at[pl.ds(start, warps)], lane.interpret)
     synchronize(lane.interpret)
-    others, whole = [], []  # For each part: the sum of the entries of all threads behind a thread; that of all entries.
+    others, whole = [], []  # For each part: the sum over all threads behind a thread, and the sum over all entries.
     for start, sum, own in zip(starts, found, totals, strict=True):
         of_warps = [decays_low[start + warp] for warp in range(warps)]
         rest = [jnp.where(index < WARP * warp, of_warps[warp], ZERO) for warp in range(1, warps)]
