@@ -17,8 +17,10 @@ The words that the GPU kernels use, beside those of `jaxbuf.recurrence`:
   band      64 rows of the state, which are loaded, multiplied and stored together.
   strip     Columns of the state, or of a key, that one product takes.
   half      A float32 operand of the tensor cores is the sum of two bfloat16 numbers, its high and its low half.
-  plane     An array of one of these halves in shared memory.
-  decay     Of an entry: the sum of the gates behind it, in one part, or in two parts whose sums are exact.
+  plane     A bfloat16 array of keys, queries and updates in shared memory. There is one; or, where these are float32,
+            there are two, one of the high halves and one of the low halves.
+  gate      An entry's log_decay.
+  decay     An entry's decay is the sum of the gates behind it, in one part, or in two parts whose sums are exact.
   weight    What an entry's update is multiplied with: a product of a probe and the entry's key, times its decay's
             exponential; in a fold, that exponential alone.
   word      A number that a lane passes from one item to the next in shared memory.

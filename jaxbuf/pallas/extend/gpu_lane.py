@@ -63,7 +63,7 @@ class Arrays(NamedTuple):
 
 
 class Upcoming(NamedTuple):
-    """An item that the lane will serve after the next one: what has been asked for is on its way to registers.
+    """An item that the lane will serve soon. It is located two items ahead: its arrays are then on their way.
 
     Attributes:
       exists: Whether there is such an item; if not, the rest is that of some other item and is not used.

@@ -48,7 +48,7 @@ class SharedMemory(NamedTuple):
       products: f32, each probe times each key of a chunk; then each probe times each new key.
       reads: f32, the state times each probe. With `adds_on_tensor_cores`, what entries add to outputs until then.
       vectors: bfloat16 [planes, 2 · CHUNK + probe_rows, pitch]: the first chunk's keys, the probes, the first chunk's
-        updates.
+        updates. With `adds_on_tensor_cores`, the weights of each chunk overwrite these keys.
       state: [bands, BAND, key_dim], the item's checkpoint.
       decays: f32 [padded_entries + CHUNK]: of each entry the gate, which is overwritten by the decay since the entry,
         or by that decay's exponential. The last `passed_words` numbers before `padded_entries` are those passed on to
