@@ -1,1 +1,6 @@
-"""Kernels, a folder per operation. Each is a faster version of a function in `recurrence` or `attention`."""
+"""Kernels, a folder for each operation. Each kernel is a faster version of a function in `recurrence` or `attention`.
+
+In a folder, `call.py` describes a call of the operation, `gpu.py` has the kernel for NVIDIA GPUs, and `supports` says
+which calls the kernel serves. `threads` and `instructions` are what the GPU kernels share; `platform` says what this
+process runs on.
+"""

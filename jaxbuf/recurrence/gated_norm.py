@@ -43,13 +43,13 @@ def gated_norm(
         )
     if asks_kernel("gated_norm", implementation):
         # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
-        from jaxbuf.pallas.gated_norm import gpu, supports
+        from jaxbuf.pallas.gated_norm import Call, gpu, supports
 
         heads = out.shape[0] * out.shape[1] * out.shape[2]
-        shape = gpu.Shape(heads, eps, dtype=out.dtype, gate=z.dtype)
-        reason = supports(shape, value_dim=out.shape[3])
+        call = Call(heads, eps, out=out.dtype, z=z.dtype)
+        reason = supports(call, value_dim=out.shape[3])
         if takes_call("gated_norm", implementation, reason):
-            return gpu.gated_norm(shape, out, z, weight, interpret=interpret)
+            return gpu.gated_norm(call, out, z, weight, interpret=interpret)
     wide = out.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     normal = (wide * weight.astype(jnp.float32)[None, None, None]).astype(out.dtype)

@@ -78,7 +78,7 @@ def fold_pool(
       ValueError: The implementation asked for can't serve the call; it says why.
     """
     if asks_kernel("fold", implementation):
-        # The kernel of `extend`, with a token that is not there.
+        # The kernel of `extend` folds; its one new token is appended nowhere, and its output is not used.
         rows = fold_to.shape[0]
         q, v = (jnp.zeros((rows, 1, *x.shape[2:]), pool.keys.dtype) for x in (pool.keys, pool.updates))
         reason = _gpu_reason(spec, pool, before, q, v)
@@ -89,11 +89,11 @@ def fold_pool(
     return dataclasses.replace(pool, checkpoints=xla.fold_pool(spec, pool, before, fold_to))
 
 
-def _gpu_shape(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array):
+def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array):
     # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
-    from jaxbuf.pallas.extend import gpu
+    from jaxbuf.pallas.extend import Call
 
-    return gpu.Shape(
+    return Call(
         rows=v.shape[0],
         time=v.shape[1],
         heads=spec.heads,
@@ -101,10 +101,10 @@ def _gpu_shape(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Arra
         key_dim=spec.key_dim,
         value_dim=spec.value_dim,
         ring=before.entries.shape[1],
-        max_time=before.max_pending,
+        max_pending=before.max_pending,
         state=pool.checkpoints.dtype,
         entry=pool.keys.dtype,
-        pair=jnp.dtype(jnp.bfloat16 if q.dtype == pool.keys.dtype == jnp.bfloat16 else jnp.float32),
+        probe=jnp.dtype(jnp.bfloat16 if q.dtype == pool.keys.dtype == jnp.bfloat16 else jnp.float32),
         out=v.dtype,
     )
 
@@ -112,7 +112,7 @@ def _gpu_shape(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Arra
 def _gpu_reason(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array) -> str | None:
     from jaxbuf.pallas.extend import supports
 
-    return supports(_gpu_shape(spec, pool, before, q, v), decay=spec.decay, delta=spec.delta)
+    return supports(_gpu_call(spec, pool, before, q, v), decay=spec.decay, delta=spec.delta)
 
 
 def _extend_on_gpu(
@@ -126,26 +126,28 @@ def _extend_on_gpu(
     interpret: bool,
 ) -> tuple[Array, Pool]:
     """The kernel on the fields of a `Step`, and on q, k (rounded), v, log_decay and beta."""
-    from jaxbuf.pallas.extend import gpu
+    from jaxbuf.pallas.extend import Integers, gpu
 
     q, k, v, log_decay, beta = inputs
     assert log_decay is not None  # check_inputs: the kernel's family has one
-    shape = _gpu_shape(spec, pool, before, q, v)
+    call = _gpu_call(spec, pool, before, q, v)
     beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
-    integers = gpu.Integers(*_integers(before, lengths, fold_to, append, pool.keys.shape[1], shape.spacing))
+    spacing = gpu.row_spacing(call)
+    integers = Integers(*_integers(before, lengths, fold_to, append, pool.keys.shape[1], spacing))
     arrays = pool.checkpoints, pool.keys, pool.updates, pool.gates
-    tokens = q.astype(shape.pair), k.astype(shape.pair), v, log_decay, beta
-    out, arrays = gpu.extend(shape, integers, arrays, *tokens, interpret=interpret)
+    tokens = q.astype(call.probe), k.astype(call.probe), v, log_decay, beta
+    out, arrays = gpu.extend(call, integers, arrays, *tokens, interpret=interpret)
     return out, Pool(*arrays)
 
 
 def _integers(
     before: Held, lengths: Array, fold_to: Array, append: Array, block_size: int, spacing: int
 ) -> tuple[Array, ...]:
-    """The fields of `pallas.extend.gpu.Integers`.
+    """The attributes of `pallas.extend.Integers`, in which each row has one line.
 
-    Rows that fold come early: one in `spacing` rows, or in fewer, so that they are among the first half; with 1, they
-    are the first. Entries in the null block are left out, and so is everything of a row with no token.
+    Rows that fold get early lines: one line in `spacing`, or in fewer, so that all of them are in the first half. With
+    spacing 1, they get the first lines. Entries in the null block are left out, and so is everything of a row without
+    tokens.
     """
     works = lengths > 0
     rows, ring = before.entries.shape
@@ -155,7 +157,7 @@ def _integers(
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     entries = jnp.zeros_like(before.entries).at[row, order].set(before.entries, mode="drop")
     folds = (fold_to < NOWHERE) & works
-    numbers = [
+    fields = [
         row[:, 0],
         lengths,
         jnp.sum(valid, axis=1, dtype=jnp.int32),
@@ -168,9 +170,9 @@ def _integers(
     # No sort, which XLA would not fuse with anything.
     count, rank = jnp.sum(folds), jnp.where(folds, jnp.cumsum(folds), jnp.cumsum(~folds)) - 1
     stride = jnp.clip(rows // jnp.maximum(2 * count, 1), 1, spacing)
-    others = jnp.maximum(stride - 1, 1)  # between two rows that fold
+    others = jnp.maximum(stride - 1, 1)  # lines between those of two rows that fold
     between = rank // others * stride + lax.rem(rank, others) + 1
     later = jnp.where(rank < count * (stride - 1), between, count + rank)
-    place = jnp.where(folds, rank * stride, later)
-    first = jnp.argmax(place[None] == row, axis=1)
-    return jax.tree.map(lambda x: x[first], (jnp.stack(numbers, axis=1), entries, jnp.where(writes, append, -1)))
+    line = jnp.where(folds, rank * stride, later)
+    first = jnp.argmax(line[None] == row, axis=1)
+    return jax.tree.map(lambda x: x[first], (jnp.stack(fields, axis=1), entries, jnp.where(writes, append, -1)))

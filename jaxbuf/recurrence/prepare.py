@@ -105,9 +105,9 @@ def prepare(
         check_rows(name, integers, qkv.shape[0])
     if asks_kernel("prepare", implementation):
         # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
-        from jaxbuf.pallas.prepare import gpu, supports
+        from jaxbuf.pallas.prepare import Call, gpu, supports
 
-        shape = gpu.Shape(
+        call = Call(
             rows=qkv.shape[0],
             time=qkv.shape[1],
             heads=spec.heads,
@@ -119,10 +119,10 @@ def prepare(
         )
         width = weights.convolution.shape[1]
         tree = order is not None or parents is not None
-        reason = supports(shape, key_dim=spec.key_dim, value_dim=spec.value_dim, width=width, tree=tree)
+        reason = supports(call, key_dim=spec.key_dim, value_dim=spec.value_dim, width=width, tree=tree)
         if takes_call("prepare", implementation, reason):
             integers = slots, start, lengths
-            inputs, ring = gpu.prepare(shape, ring, weights, (qkv, a, b), integers, interpret=interpret)
+            inputs, ring = gpu.prepare(call, ring, weights, (qkv, a, b), integers, interpret=interpret)
             return Inputs(*inputs), ring
     where = {"slots": slots, "start": start, "lengths": lengths, "order": order, "parents": parents}
     mixed, ring = extend_ring(ring, weights.convolution, qkv, **where)

@@ -16,7 +16,7 @@ import jaxbuf
 from jaxbuf.bench import companions
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.pallas.extend import gpu_shape
+from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.pallas.platform import without_kernels
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import SamplingParams, generate_tokens, request, start
@@ -323,7 +323,7 @@ def check_logprobs(lm: LanguageModel, tokens: int = 32) -> Figures:
     return figures | {"tokens until they differ": same, "of the forms, until they differ": others}
 
 
-@mock.patch.object(gpu_shape, "PROCESSORS", 1)  # a warpgroup serves several heads
+@mock.patch.object(gpu_schedule, "PROCESSORS", 1)  # a warpgroup serves several heads
 def tiny(implementation: str = "gpu") -> Figures:
     """A few steps of three small rows: folds, several tokens at once, short rings and long ones of either kind; and
     the kernels around them: what compute-sanitizer is run on."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.pallas.extend import gpu_shape
+from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
@@ -86,7 +86,7 @@ def lowered(spec, time: int, rows: int = 128, **sizes) -> str:
 )
 def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeypatch, spec, entry_dtype, limit, bound):
     # Two processors: every block then serves two heads at a time, and more than one after the other.
-    monkeypatch.setattr(gpu_shape, "PROCESSORS", 2)
+    monkeypatch.setattr(gpu_schedule, "PROCESSORS", 2)
     cache = poisoned(buffered.init(spec, slots=SLOTS, limit=limit, max_pending=4, entry_dtype=entry_dtype))
     both = jnp.array([1, 2])
     for _ in range((limit - 1) // 3 if limit > 16 else 0):  # more live entries than the kernel takes at once
@@ -140,7 +140,7 @@ def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, boun
     [(40, 30, 3, 16), (56, 54, 1, 16), (100, 97, 1, 16), (150, 141, 1, 1)],
 )
 def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, monkeypatch, limit, held, time, pending):
-    monkeypatch.setattr(gpu_shape, "PROCESSORS", 2)
+    monkeypatch.setattr(gpu_schedule, "PROCESSORS", 2)
     cache, rows = poisoned(buffered.init(NARROW, slots=SLOTS, limit=limit, max_pending=pending)), jnp.array([1, 2])
     while (missing := held - int(cache.cursor.length[1])) > 0:
         lengths = jnp.array([min(pending, missing), 1])

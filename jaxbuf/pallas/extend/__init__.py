@@ -1,20 +1,57 @@
-"""The kernels of `extend`, and what they can serve."""
+"""The kernels of `extend`, and what they can serve.
+
+`Call` describes a call of `extend`, `Integers` says where each row's memory lies, and `supports` says whether the GPU
+kernel serves a call. There are two GPU kernels. `gpu.extend` takes all that `supports` allows, and hands launches of
+one token on short rings to the recurrent step in `gpu_step`.
+
+The words that the GPU kernels use, beside those of `jaxbuf.recurrence`:
+
+  item      A head of a row of the launch: the unit of work.
+  line      A row's line in `Integers`. Rows that fold have the early lines.
+  lane      A warpgroup (128 threads), counted over all blocks of the launch. It serves one item after the other.
+  turn      The number of items that a lane served before. All lanes together serve a round of items per turn.
+  probe     A new key or a new query. A row has 2 T of them, the keys first: both the state and the entries' keys are
+            multiplied with all of them.
+  chunk     Entries that are multiplied at once. An item's first chunk has 16, its later chunks have up to 32.
+  stage     Shared memory of a later chunk's own. With several, chunks are on their way to some while others are used.
+  band      64 rows of the state, which are loaded, multiplied and stored together.
+  strip     Columns of the state, or of a key, that one product takes.
+  half      A float32 operand of the tensor cores is the sum of two bfloat16 numbers, its high and its low half.
+  plane     A bfloat16 array of keys, queries and updates in shared memory. There is one; or, where these are float32,
+            there are two, one of the high halves and one of the low halves.
+  gate      An entry's log_decay.
+  decay     An entry's decay is the sum of the gates behind it, in one part, or in two parts whose sums are exact.
+  weight    What an entry's update is multiplied with: a product of a probe and the entry's key, times its decay's
+            exponential; in a fold, that exponential alone.
+  word      A number that a lane passes from one item to the next in shared memory.
+"""
 
 import jax.numpy as jnp
 
 from jaxbuf.pallas.extend import gpu
+from jaxbuf.pallas.extend.call import Call, Integers
+
+__all__ = ["Call", "Integers", "gpu", "supports"]
 
 
-def supports(shape: gpu.Shape, *, decay: str, delta: bool) -> str | None:
-    """None if the GPU kernel serves the call, else what it would need and what came."""
+def supports(call: Call, *, decay: str, delta: bool) -> str | None:
+    """Whether the GPU kernel serves a call.
+
+    Args:
+      call: The call.
+      decay, delta: As in `RecurrenceSpec`.
+
+    Returns:
+      None if it does; else what it needs, and what came instead.
+    """
     needs = (
         (decay == "head" and delta, f'decay="head" and delta=True, got {decay!r} and {delta}'),
         (
-            shape.key_dim in gpu.VECTORS and shape.value_dim in gpu.VECTORS,
-            f"key_dim and value_dim 64 or 128, got {shape.key_dim} and {shape.value_dim}",
+            call.key_dim in gpu.VECTORS and call.value_dim in gpu.VECTORS,
+            f"key_dim and value_dim 64 or 128, got {call.key_dim} and {call.value_dim}",
         ),
-        (1 <= shape.time <= 16, f"1 to 16 tokens at once, got {shape.time}"),
-        (shape.ring <= 1024, f"a ring of at most 1024 entries, got {shape.ring}"),
-        (shape.state in (jnp.float32, jnp.bfloat16), f"a float32 or bfloat16 checkpoint, got {shape.state.name}"),
+        (1 <= call.time <= 16, f"1 to 16 tokens at once, got {call.time}"),
+        (call.ring <= 1024, f"a ring of at most 1024 entries, got {call.ring}"),
+        (call.state in (jnp.float32, jnp.bfloat16), f"a float32 or bfloat16 checkpoint, got {call.state.name}"),
     )
     return next((f"it needs {need}" for met, need in needs if not met), None)

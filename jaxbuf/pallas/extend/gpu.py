@@ -1,28 +1,36 @@
 """`extend` on NVIDIA GPUs (Hopper), in one launch: Pallas Mosaic GPU.
 
-A multiprocessor runs one block of up to three warpgroups, each of which serves one head of a row after the other, on
-its own: while one computes, the checkpoints of the others stream in.
+A multiprocessor runs one block of up to three warpgroups. Each is a lane: it serves one item (a head of a row) after
+the other, independently of the others. While one lane computes, checkpoints are copied to the shared memory of the
+others. The package's docstring explains the terms.
 
-An item is a head of a row. A warpgroup sums the entries' part of every output, a chunk of entries at a time: it
-multiplies their keys with the T new keys and queries on the tensor cores, then the products with their updates, a
-thread a row of the state [value_dim, key_dim] (or on the tensor cores, too: see `gpu_entries`). Then it multiplies the
-checkpoint with all new keys and queries, half after half, and lets the next item's stream in behind; substitutes
-forward over the T tokens; appends their entries. For a row that folds it first adds the entries to the checkpoint in
-shared memory, which goes back to the pool meanwhile.
+A lane serves an item in these steps:
+1. It appends the new tokens' keys and gates to the ring.
+2. It sums the gates of the entries to decays.
+3. If the row folds, it adds the entries to the checkpoint in shared memory, from where a copy back to the pool starts.
+4. Otherwise it sums what the entries add to the outputs, chunk by chunk. It multiplies the 2 T probes with the chunk's
+   keys on the tensor cores, and these products with the updates: a thread for each row of the state [value_dim,
+   key_dim], or on the tensor cores (`gpu_entries` says when). The probes are multiplied with the new keys, too, whether
+   the row folds or not.
+5. It multiplies the state with the probes, band by band. As soon as a band is done with, the copy of the next item's
+   begins.
+6. It substitutes forward over the T tokens, which gives their outputs and their updates, and appends the updates.
 
-Modules: `gpu_lane` is a warpgroup, and how what an item needs comes to it; `gpu_entries` sums the entries' part,
-`gpu_sums` their decays, `gpu_fold` folds, `gpu_products` is what all of them multiply with; `gpu_shape` has the sizes.
-One token a launch on few entries is another kernel, `gpu_step`.
+Modules: `gpu_schedule` arranges a call; `gpu_lane` is a lane and how what an item needs is brought to it; `gpu_sums`
+does step 2, `gpu_fold` step 3, `gpu_entries` step 4; `gpu_products` has the products that all of them use. Launches of
+one token on short rings are served by another kernel, `gpu_step`.
 
 Floor: (checkpoint · (1 + folds per step) + live entries + appends + inputs and outputs) / read bandwidth.
 
-Precision: operands in float32 enter products on the tensor cores as two bfloat16 halves (2^-16 relative); all sums are
-float32. No sum's order depends on whether an entry is committed or pending, which is why T tokens at once and one by
-one store the same bits, with a float32 checkpoint: how often a fold rounds a narrower one depends on T.
+Precision: float32 operands of products on the tensor cores are two bfloat16 halves (2^-16 relative); all sums are
+float32. The order of a sum does not depend on which entries are committed and which are pending. That is why T tokens
+at once and one by one store the same bits with a float32 checkpoint. With a narrower checkpoint they may not: how often
+a fold rounds it depends on T.
 """
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +38,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.pallas.extend.call import FOLDING, ROW_FIELDS, Call, Integers
 from jaxbuf.pallas.extend.gpu_entries import add_all
 from jaxbuf.pallas.extend.gpu_fold import fold
-from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, Lane, Place, read_item
+from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, Lane, Upcoming, read_item
 from jaxbuf.pallas.extend.gpu_products import STATE, STATE_LEFT, VECTORS, ZERO, cut, join, multiply_state, where, zeros
-from jaxbuf.pallas.extend.gpu_shape import CHUNK, FOLDING, TILE, Integers, Shape
-from jaxbuf.pallas.extend.gpu_step import extend_step
+from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, Schedule, arrange
+from jaxbuf.pallas.extend.gpu_step import extend_step, serves
 from jaxbuf.pallas.extend.gpu_sums import factor, parts, sum_decays
-from jaxbuf.pallas.lanes import COMPILER, count_up, load, publish, round_now, store_rows, synchronize
+from jaxbuf.pallas.instructions import count_up, publish, round_now, synchronize
+from jaxbuf.pallas.threads import COMPILER, load, store_rows
 
 type Array = jax.Array
 
 
 def extend(
-    shape: Shape,
+    call: Call,
     integers: Integers,
     arrays: tuple[Array, Array, Array, Array],
     q: Array,
@@ -54,208 +64,264 @@ def extend(
     *,
     interpret: bool = False,
 ) -> tuple[Array, tuple[Array, ...]]:
-    """`jaxbuf.recurrence.buffered.extend_pool` for decay="head", delta=True; `supports` says for which sizes.
+    """`jaxbuf.recurrence.pool.extend_pool` for decay="head", delta=True; `supports` says for which sizes.
 
     Args:
-      shape: Static.
-      integers: Of the launch.
-      arrays: Checkpoints, keys, updates and gates as in `Pool`; what is returned takes their place in memory.
-      q, k: [rows, T, key_heads, key_dim] in shape.pair, k rounded to what the entries hold.
-      v: [rows, T, heads, value_dim]. log_decay, beta: f32 [rows, T, heads].
+      call: The call's sizes and dtypes.
+      integers: Where each row's memory lies; rows that fold are put `row_spacing` lines apart.
+      arrays: Checkpoints, keys, updates and gates as in `Pool`. They are written in place.
+      q, k: [rows, T, key_heads, key_dim] in call.probe; k is rounded to the entries' dtype.
+      v: [rows, T, heads, value_dim].
+      log_decay, beta: f32 [rows, T, heads].
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
-      out [rows, T, heads, value_dim] in shape.out, and the arrays.
+      out [rows, T, heads, value_dim] in call.out, and the arrays.
     """
     checkpoints, *entries = arrays
     flat = [x.reshape(-1, *x.shape[2:4]) for x in entries]
-    flat[2] = flat[2].reshape(-1, shape.heads)
-    if shape.alone:
+    flat[2] = flat[2].reshape(-1, call.heads)
+    if serves(call):
         refs = [jax.new_ref(x) for x in (checkpoints, *flat)]
-        out = extend_step(shape, integers, refs, q, k, v, log_decay, beta, interpret=interpret)
+        out = extend_step(call, integers, refs, q, k, v, log_decay, beta, interpret=interpret)
         checkpoints, *flat = (jax.freeze(ref) for ref in refs)
         return out, (checkpoints, *(x.reshape(old.shape) for x, old in zip(flat, entries, strict=True)))
-    positions = integers.entries[:, : shape.columns]
-    positions = jnp.pad(positions, ((0, 0), (0, shape.columns - positions.shape[1])))
-    counter = [jnp.zeros(1, jnp.int32)] if shape.draws and not interpret else []
+    schedule = arrange(call)
+    positions = integers.entries[:, : schedule.padded_entries]
+    positions = jnp.pad(positions, ((0, 0), (0, schedule.padded_entries - positions.shape[1])))
+    counter = [jnp.zeros(1, jnp.int32)] if schedule.draws and not interpret else []
     refs = [jax.new_ref(x) for x in (checkpoints, *flat, *counter)]
-    launch = integers._replace(entries=positions)
-    out = _kernel(shape, interpret)(*launch, q, k, v, log_decay, beta, *refs)
+    padded = integers._replace(entries=positions)
+    out = _kernel(schedule, interpret)(*padded, q, k, v, log_decay, beta, *refs)
     checkpoints, *flat = (jax.freeze(ref) for ref in refs[:4])
     return out, (checkpoints, *(x.reshape(old.shape) for x, old in zip(flat, entries, strict=True)))
 
 
-def _kernel(shape: Shape, interpret: bool):
-    draws = shape.draws and not interpret  # the interpreter knows no atomics
+def row_spacing(call: Call) -> int:
+    """One line of `Integers` in so many, or in fewer, should be a row's that folds; 1: all of these come first."""
+    return arrange(call).spacing
 
-    def extend_heads(*refs):
-        *refs, out, scratch = refs
+
+class _Carry(NamedTuple):
+    """What a lane has in registers when it begins to serve an item.
+
+    Attributes:
+      turn: How many items it has served.
+      exists: Whether there is an item to serve; if not, the lane ends.
+      line, head, fields: The item, as `read_item` takes it.
+      upcoming: The item after it.
+      values: The item's values: [value_dim] each.
+      new_keys: Its new keys, as `Lane.admit` returns them: [key_dim] each.
+    """
+
+    turn: Array | int
+    exists: Array
+    line: Array
+    head: Array
+    fields: list[Array]
+    upcoming: Upcoming
+    values: list[Array]
+    new_keys: list[Array]
+
+
+def _kernel(schedule: Schedule, interpret: bool):
+    call = schedule.call
+    draws = schedule.draws and not interpret  # The interpreter knows no atomics.
+
+    def extend_heads(*refs):  # A profile shows this name.
+        *refs, out, memory = refs
         arrays, counter = Arrays(*refs[: len(Arrays._fields)]), refs[len(Arrays._fields) :]
-        lane = Lane(shape, interpret, arrays, scratch)
+        lane = Lane(schedule, interpret, arrays, memory)
+        drawn_word = schedule.padded_entries  # the index in `lane.decays` of the number that the lane drew last
 
-        # Items that fold come early, for they take longest. Either the lanes draw items when they have done others,
-        # which makes up for the multiprocessors' unequal shares of the bandwidth; or they are dealt. (The interpreter
-        # deals what should be drawn: in another order.)
-        folding = arrays.numbers[0, FOLDING] * shape.heads
+        # Items that fold come early, because they take longest. Items are drawn from a counter, by lanes that have
+        # served their last one, which makes up for the multiprocessors' unequal shares of the bandwidth; or, if there
+        # are few rounds, they are dealt. (The interpreter deals items that should be drawn, so in another order.)
+        folding = arrays.fields[0, FOLDING] * call.heads
 
         def locate_after_next(turn):
             if not draws:
                 return lane.locate(lane.deal(turn + 2, folding))
-            # What was drawn a turn ago: for a number drawn in this turn it would wait.
-            drawn = lax.bitcast_convert_type(lane.sums[shape.columns], jnp.int32)
-            return lane.locate(3 * shape.lanes + drawn)
+            # This number was drawn a turn ago. The lane would have to wait for one that it draws in this turn.
+            drawn = lax.bitcast_convert_type(lane.decays[drawn_word], jnp.int32)
+            return lane.locate(3 * schedule.lanes + drawn)
 
-        def serve(turn, carry):
-            """Serves an item; asks for the inputs of the next one, and where those of the one after it lie."""
-            (_, place, head, fields), following, values, new_keys = carry
-            item, following = read_item(place, head, fields), Place(*following)
+        def serve(carry):
+            """Serves an item; asks for the next one's inputs, and for where those of the one after that lie."""
+            next_turn = carry.turn + 1
+            item, following = read_item(carry.line, carry.head, carry.fields), carry.upcoming
             number = count_up(*counter) if draws else None
-            next_fields = lane.read_words(0, FOLDING, jnp.int32)
-            gates, betas = (lane.read_words(FOLDING + i * shape.time, shape.time, jnp.float32) for i in range(2))
-            places = lane.read_words(FOLDING + 2 * shape.time, shape.time, jnp.int32)
-            if not shape.frugal:
-                then = locate_after_next(turn)
+            next_fields = lane.read_words(0, ROW_FIELDS, jnp.int32)
+            starts = [ROW_FIELDS + i * call.time for i in range(3)]
+            gates, betas = (lane.read_words(start, call.time, jnp.float32) for start in starts[:2])
+            append = lane.read_words(starts[2], call.time, jnp.int32)
+            if not schedule.one_token:
+                after_next = locate_after_next(carry.turn)
 
-            # It arrives while this item is served, if there are registers.
+            # If there are registers, this is called early: the inputs then arrive while the item is served.
             def load_next():
                 return lane.load_inputs(following, next_fields)
 
-            _append_keys(lane, item, places, gates, new_keys)
+            _append_keys(lane, item, append, gates, carry.new_keys)
             gates = [parts(lane, gate) for gate in gates]
-            # The factors of a fold are up to the last entry.
-            until = [jnp.where(item.folds, ZERO, x) for x in gates[0]] if shape.frugal else None
-            total = sum_decays(lane, item.live, until)
+            # For a fold, decays reach up to the last entry, not up to the new token.
+            new_gate = [jnp.where(item.folds, ZERO, x) for x in gates[0]] if schedule.one_token else None
+            total = sum_decays(lane, item.live, new_gate)
             pl.when(item.folds)(functools.partial(fold, lane, item, total))
             total = [jnp.where(item.folds, ZERO, x) for x in total]
-            if shape.frugal:  # not before the fold, which would wait for it
+            if schedule.one_token:  # Not before the fold, which would wait for these loads.
                 loaded = load_next()
             added = add_all(lane, item, gates)
-            if shape.frugal:
-                then = locate_after_next(turn)
+            if schedule.one_token:
+                after_next = locate_after_next(carry.turn)
             else:
                 loaded = load_next()
-            if shape.stages:
+            if schedule.stages:
                 lane.keep(following)
-                synchronize(interpret)  # all are done with the entries
-                lane.copy_ahead(following.there, following, next_fields)
-            # Too many pairs to be held are loaded again for each half.
-            pairs = [lane.load_pairs(columns) for columns in shape.parts] if shape.width <= CHUNK else None
+                synchronize(interpret)  # All threads are done with the entries.
+                lane.copy_ahead(following.exists, following, next_fields)
+            # More probes than fit into registers are loaded again for each band.
+            loaded_once = schedule.probe_columns <= CHUNK
+            probes = [lane.load_probes(strip) for strip in schedule.state_strips] if loaded_once else None
 
-            def read_half(i):
-                _read_state(lane, item, i, pairs)
-                pl.when(following.there)(functools.partial(lane.fetch, i, following.head, next_fields))
+            def read_band(i):
+                _read_state(lane, item, i, probes)
+                pl.when(following.exists)(functools.partial(lane.fetch, i, following.head, next_fields))
 
-            lane.each_half(read_half)
-            _substitute(lane, item, out, added, total, gates, betas, places, values)
+            lane.each_band(read_band)
+            _substitute(lane, item, out, added, total, gates, betas, append, carry.values)
             if number is not None:
-                publish(number, lane.sums.at[shape.columns])
-            synchronize(interpret)  # all have read what the next item overwrites
-            here = following.there, following.place, following.head, next_fields
-            return here, then, *lane.admit(following.every, loaded, then.fields)
+                publish(number, lane.decays.at[drawn_word])
+            synchronize(interpret)  # All threads have read what the next item overwrites.
+            admitted = lane.admit(following.all_positions, loaded, after_next.fields)
+            return _Carry(
+                next_turn, following.exists, following.line, following.head, next_fields, after_next, *admitted
+            )
 
         start = lane.locate(lane.number)
 
-        @pl.when(start.there)
+        @pl.when(start.exists)
         def _():
-            fields = [arrays.numbers[start.place, i] for i in range(FOLDING)]
-            lane.each_half(lambda i: lane.fetch(i, start.head, fields))
+            fields = [arrays.fields[start.line, i] for i in range(ROW_FIELDS)]
+            lane.each_band(lambda i: lane.fetch(i, start.head, fields))
             loaded = lane.load_inputs(start, fields)
-            if shape.stages:
+            if schedule.stages:
                 lane.keep(start)
                 synchronize(interpret)
                 lane.copy_ahead(True, start, fields)
-            following = lane.locate(shape.lanes + lane.number if draws else lane.deal(1, folding))
-            if draws:  # as if the item of the third turn had been drawn
-                lane.sums[shape.columns] = lax.bitcast_convert_type(lane.number - shape.lanes, jnp.float32)
-            here = start.there, start.place, start.head, fields
-            carry = here, following, *lane.admit(start.every, loaded, following.fields)
-            lax.while_loop(lambda carry: carry[1][0][0], lambda carry: (carry[0] + 1, serve(*carry)), (0, carry))
+            following = lane.locate(schedule.lanes + lane.number if draws else lane.deal(1, folding))
+            if draws:  # Numbers from the counter begin with the fourth round. This one gives the lane's third item.
+                lane.decays[drawn_word] = lax.bitcast_convert_type(lane.number - schedule.lanes, jnp.float32)
+            admitted = lane.admit(start.all_positions, loaded, following.fields)
+            first = _Carry(0, start.exists, start.line, start.head, fields, following, *admitted)
+            lax.while_loop(lambda carry: carry.exists, serve, first)
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         extend_heads,
-        out_type=jax.ShapeDtypeStruct((shape.rows, shape.time, shape.heads, shape.value_dim), shape.out),
-        grid=(shape.blocks,),
+        out_type=jax.ShapeDtypeStruct((call.rows, call.time, call.heads, call.value_dim), call.out),
+        grid=(schedule.blocks,),
         grid_names=("block",),
-        num_threads=shape.slots,
+        num_threads=schedule.warpgroups,
         thread_name="warpgroup",
-        scratch_types=[shape.scratch(shape.slots, shape.stages)],
-        # No sum goes across warps: no scratch memory for it.
+        scratch_types=[schedule.shared_memory()],
+        # The compiler's sums across warps would need scratch memory; there are none.
         compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )
 
 
-def _append_keys(lane: Lane, item: Item, places: list[Array], gates: list[Array], new_keys: list[Array]) -> None:
-    """Writes the new tokens' gates and, for the first of the heads that share one, their keys."""
-    shape = lane.shape
-    for t, (to, gate) in enumerate(zip(places, gates, strict=True)):
+def _append_keys(lane: Lane, item: Item, append: list[Array], gates: list[Array], new_keys: list[Array]) -> None:
+    """Writes the new tokens' gates to the ring, and, if the item's head is the first of its key head's, their keys."""
+    call = lane.call
+    for t, (to, gate) in enumerate(zip(append, gates, strict=True)):
 
         @pl.when(to >= 0)
         def _(t=t, to=to, gate=gate):
             lane.arrays.gates[to, item.head] = gate
 
-            @pl.when(lax.rem(item.head, shape.group) == 0)
+            @pl.when(lax.rem(item.head, call.heads_per_key) == 0)
             def _():
-                here = lane.rows.at[0, CHUNK + t, pl.ds(0, shape.key_dim)]
-                key = new_keys[t] if new_keys else load(here, VECTORS[shape.key_dim])
-                lane.arrays.keys[to, item.head // shape.group] = key.astype(shape.entry)
+                probe = lane.vectors.at[0, CHUNK + t, pl.ds(0, call.key_dim)]
+                key = new_keys[t] if new_keys else load(probe, VECTORS[call.key_dim])
+                lane.arrays.keys[to, item.head // call.heads_per_key] = key.astype(call.entry)
 
 
-def _read_state(lane: Lane, item: Item, i: Array, pairs: list[list[Array]] | None) -> None:
-    """Multiplies half i of the state with the new keys and queries; then its memory is free."""
-    shape = lane.shape
-    half, state, barrier = lane.half(i)
+def _read_state(lane: Lane, item: Item, i: Array, probes: list[list[Array]] | None) -> None:
+    """Multiplies band i of the state with the probes; then its shared memory may be overwritten.
+
+    Args:
+      lane: Its `reads` get the products.
+      item: The item that is served.
+      i: The band.
+      probes: All probes, one strip each, if they are in registers.
+    """
+    schedule = lane.schedule
+    band, state, barrier = lane.band(i)
     pl.when(item.has_checkpoint & ~item.folds)(lambda: plgpu.barrier_wait(barrier))
 
-    def multiply_half():
-        # Two sums: products that follow one another would wait for each other.
-        tiles = [zeros((TILE, shape.width), STATE)] * 2
-        for j, columns in enumerate(shape.parts):
-            right = pairs[j] if pairs else lane.load_pairs(columns)
-            for left in cut(load(state.at[:, columns], STATE_LEFT)):
-                tiles = [tiles[1], multiply_state(tiles[0], left, right, lane.interpret)]
-        tile = tiles[0] + tiles[1]
-        if shape.frugal:
-            store_rows(tile, STATE, 1, lane.reads.at[:, half], lane.interpret)
+    def multiply_band():
+        # Two sums, because products into one sum wait for each other.
+        sums = [zeros((BAND, schedule.probe_columns), STATE)] * 2
+        for j, strip in enumerate(schedule.state_strips):
+            right = probes[j] if probes else lane.load_probes(strip)
+            for left in cut(load(state.at[:, strip], STATE_LEFT)):
+                sums = [sums[1], multiply_state(sums[0], left, right, lane.interpret)]
+        read = sums[0] + sums[1]
+        if schedule.one_token:
+            store_rows(read, STATE, 1, lane.reads.at[:, band], lane.interpret)
         else:
-            lane.reads[half, pl.ds(0, shape.width)] = tile
+            lane.reads[band, pl.ds(0, schedule.probe_columns)] = read
 
-    if shape.stages:  # a slot may well be without a checkpoint where a ring is longer than a chunk
-        pl.when(item.holds)(multiply_half)
+    if schedule.stages:  # With rings longer than a chunk, a row may well have no checkpoint: then this saves work.
+        pl.when(item.has_state)(multiply_band)
     else:
-        multiply_half()
-    for behind, _ in enumerate(shape.halves):
-        last = item.folds & (i == len(shape.halves) - 1 - behind)
+        multiply_band()
+    # Before band i is overwritten, the copy of it that a fold started must have read it. Copies end in the order in
+    # which they started: those of the bands behind it may still be on their way.
+    for behind, _ in enumerate(schedule.bands):
+        last = item.folds & (i == len(schedule.bands) - 1 - behind)
         pl.when(last)(functools.partial(plgpu.wait_smem_to_gmem, behind, wait_read_only=True))
     synchronize(lane.interpret)
 
 
-def _substitute(lane: Lane, item: Item, out, added, total, gates, betas, places, values) -> None:
-    """Forward substitution over the T tokens: writes their outputs, and appends their updates."""
-    shape = lane.shape
-    time, vector = shape.time, VECTORS[shape.value_dim]
+def _substitute(lane: Lane, item: Item, out, added, total, gates, betas, append, values) -> None:
+    """Substitutes forward over the T tokens: writes their outputs, and their updates to the ring.
+
+    Args:
+      lane: Its `reads` have the state times each probe, its `products` each probe times each new key.
+      item: The item that is served.
+      out: The reference to the outputs.
+      added: From `add_all`.
+      total: The sum of the entries' gates, in parts; 0 if the item folds.
+      gates: The new tokens' gates, each in parts.
+      betas, append, values: The new tokens' betas, flat positions in the ring (-1: none), and values [value_dim].
+    """
+    call, schedule = lane.call, lane.schedule
+    time, vector = call.time, VECTORS[call.value_dim]
 
     def read(i):
-        return where(item.holds, load(lane.reads.at[i] if shape.frugal else lane.reads.at[:, i], vector))
+        """What probe i reads from the state."""
+        reads = lane.reads.at[i] if schedule.one_token else lane.reads.at[:, i]
+        return where(item.has_state, load(reads, vector))
 
     decays = []
     for gate in gates:
         total = [x + y for x, y in zip(total, gate, strict=True)]
         decays.append(factor(total))
     recalls, outs = added[:time], added[time:]
-    for t, (beta, to) in enumerate(zip(betas, places, strict=True)):
+    for t, (beta, to) in enumerate(zip(betas, append, strict=True)):
         recalled = recalls[t] + decays[t] * read(t)
-        stored = (beta * (values[t].astype(jnp.float32) - recalled)).astype(shape.entry)
+        stored = (beta * (values[t].astype(jnp.float32) - recalled)).astype(call.entry)
         update = stored.astype(jnp.float32)
-        if shape.planes == 2:  # as a later launch finds it
+        if schedule.planes == 2:  # A later launch will read the update as two halves; here it must be the same number.
             update = join(cut(round_now(update, vector, lane.interpret)))
         for i in range(t, time):
             if i > t:
-                recalls[i] = recalls[i] + lane.products[i, shape.span + t] * update
-            outs[i] = outs[i] + lane.products[time + i, shape.span + t] * update
+                recalls[i] = recalls[i] + lane.products[i, schedule.entry_columns + t] * update
+            outs[i] = outs[i] + lane.products[time + i, schedule.entry_columns + t] * update
         result = outs[t] + decays[t] * read(time + t)
-        out[item.row, t, item.head] = where(t < item.length, result).astype(shape.out)
+        out[item.row, t, item.head] = where(t < item.length, result).astype(call.out)
 
         @pl.when(to >= 0)
         def _(to=to, stored=stored):

@@ -1,4 +1,4 @@
-"""Folds of `extend` on a GPU: the entries are added to a checkpoint in shared memory, which goes back to the pool."""
+"""Folds of `extend` on a GPU: an item's entries are added to its checkpoint in shared memory, which is copied back."""
 
 import jax
 import jax.numpy as jnp
@@ -20,89 +20,100 @@ from jaxbuf.pallas.extend.gpu_products import (
     spread,
     where,
 )
-from jaxbuf.pallas.extend.gpu_shape import CHUNK
+from jaxbuf.pallas.extend.gpu_schedule import CHUNK
 from jaxbuf.pallas.extend.gpu_sums import factor, load_factors
-from jaxbuf.pallas.lanes import end_copies, load, synchronize, wait_for_copies
+from jaxbuf.pallas.instructions import end_copies, synchronize, wait_for_copies
+from jaxbuf.pallas.threads import load
 
 type Array = jax.Array
 
 
 def fold(lane: Lane, item: Item, total: list[Array]) -> None:
-    """state · decay + Σ weight · u ⊗ k: chunk after chunk, or all that are in shared memory at once.
+    """Makes the state in shared memory: checkpoint · exp(total) + Σ exp(decay since the entry) · update ⊗ key.
+
+    Entries are added chunk after chunk, or all chunks that are in shared memory at once. While the last are added, the
+    copy of each finished band to global memory starts.
 
     Args:
-      lane, item: It is served; `sums` has the decays, or their factors.
-      total: Sum of the entries' gates, in parts.
+      lane: Its `decays` hold the entries' decays, or their exponentials.
+      item: The item that is served. It folds, so it has at least one entry.
+      total: The sum of the entries' gates, in parts.
     """
-    shape, interpret = lane.shape, lane.interpret
-    stages, wide = shape.stages, shape.wide
+    schedule, interpret = lane.schedule, lane.interpret
+    stages, later_size = schedule.stages, schedule.later_size
 
-    def add(c, sources, last):
-        """Adds chunks in shared memory, from chunk c on: where each is, its first entry, its length."""
+    def add(c, chunks_in_memory, last):
+        """Adds chunks that are in shared memory.
+
+        Args:
+          c: Number of the first of them; with chunk 0, the checkpoint is waited for and decays.
+          chunks_in_memory: For each chunk where it lies, its first entry and its length.
+          last: Whether none follow.
+        """
         begins = jnp.equal(c, 0)
         decay = jnp.where(begins, factor(total), np.float32(1))
         steps = []
-        for source, entry, n in sources:
+        for chunk, entry, n in chunks_in_memory:
             for i in range(0, n, CHUNK):
-                start = min(i, n - CHUNK)  # the last takes some a second time
-                steps.append((*source, start, _load_weights(lane, entry + start, i - start)))
+                start = min(i, n - CHUNK)  # The last step of a chunk may take some entries again, with weight 0.
+                steps.append((chunk, start, _load_weights(lane, entry + start, i - start)))
 
         def add_to(i):
-            half, state, barrier = lane.half(i)
+            band, state, barrier = lane.band(i)
             pl.when(item.has_checkpoint & begins)(lambda: plgpu.barrier_wait(barrier))
 
             updates = []
-            for refs, _, start, j, weight in steps:
-                here = [x.at[pl.ds(start + j, CHUNK), half].transpose((1, 0)) for x in refs]
-                update = join([load(x, TALL_LEFT) for x in here])
+            for chunk, start, weight in steps:
+                refs = [x.at[pl.ds(chunk.updates + start, CHUNK), band].transpose((1, 0)) for x in chunk.planes]
+                update = join([load(x, TALL_LEFT) for x in refs])
                 updates.append(cut(update * spread(weight, update.shape, 1, TALL_LEFT)))
-            for columns in shape.parts:
-                there = state.at[:, columns]
-                new = where(item.has_checkpoint | ~begins, load(there, TALL).astype(jnp.float32) * decay)
-                for (refs, start, _, j, _), update in zip(steps, updates, strict=True):
-                    keys = [load(x.at[pl.ds(start + j, CHUNK), columns], TALL_RIGHT) for x in refs]
+            for columns in schedule.state_strips:
+                strip = state.at[:, columns]
+                new = where(item.has_checkpoint | ~begins, load(strip, TALL).astype(jnp.float32) * decay)
+                for (chunk, start, _), update in zip(steps, updates, strict=True):
+                    keys = [load(x.at[pl.ds(chunk.keys + start, CHUNK), columns], TALL_RIGHT) for x in chunk.planes]
                     new = multiply(new, update, keys, interpret)
-                there[...] = new.astype(shape.state)
-            plgpu.commit_smem()  # for the copy to the pool
+                strip[...] = new.astype(lane.call.state)
+            plgpu.commit_smem()  # The copy below reads what was stored.
 
             @pl.when(last)
             def _():
-                plgpu.copy_smem_to_gmem(state, lane.arrays.checkpoints.at[item.fold_to, item.head, half])
+                plgpu.copy_smem_to_gmem(state, lane.arrays.checkpoints.at[item.fold_to, item.head, band])
 
-        lane.each_half(add_to)
+        lane.each_band(add_to)
 
     def fold_chunk(c, _):
-        add(c, [(lane.first, c * CHUNK, CHUNK)], c + 1 == chunks)
+        add(c, [(lane.first_chunk, c * CHUNK, CHUNK)], c + 1 == chunks)
 
         @pl.when(c + 1 < chunks)
         def _():
-            # Not asked for ahead: what is on its way when the fold ends would be waited for by all others.
-            lane.stage(lane.gather_chunk(item.place, item.head, c + 1))
+            # The next chunk is not asked for earlier: the code behind the fold, which every item runs, would have to
+            # wait for loads that are on their way when the fold ends.
+            lane.write_chunk(lane.gather_chunk(item.line, item.head, c + 1))
             synchronize(interpret)
 
     def fold_later(j, _):
-        lane.copy(item.head, CHUNK + j * wide, lane.later(0))
+        lane.copy(item.head, CHUNK + j * later_size, lane.later_chunk(0))
         end_copies(interpret)
         wait_for_copies(0, interpret)
         synchronize(interpret)
-        add(j + 1, [(lane.later(0), CHUNK + j * wide, wide)], j + 1 == chunks)
+        add(j + 1, [(lane.later_chunk(0), CHUNK + j * later_size, later_size)], j + 1 == chunks)
 
-    # What folds has at least one entry: the checkpoint is waited for, and goes back.
     if not stages:
         chunks = pl.cdiv(item.live, CHUNK)
         lax.fori_loop(0, chunks, fold_chunk, None)
         return
-    chunks = pl.cdiv(item.live - CHUNK, wide)  # later ones
+    chunks = pl.cdiv(item.live - CHUNK, later_size)  # later chunks
     wait_for_copies(0, interpret)
     synchronize(interpret)
-    staged = [(lane.later(i), CHUNK + i * wide, wide) for i in range(stages)]
-    add(0, [(lane.first, 0, CHUNK), *staged], chunks <= stages)
-    if shape.room > CHUNK + stages * wide:
+    staged = [(lane.later_chunk(i), CHUNK + i * later_size, later_size) for i in range(stages)]
+    add(0, [(lane.first_chunk, 0, CHUNK), *staged], chunks <= stages)
+    if lane.call.max_live > CHUNK + stages * later_size:
         lax.fori_loop(stages, chunks, fold_later, None)
 
 
 def _load_weights(lane: Lane, entry: Array, skipped: int) -> Array:
-    """Weights of a chunk of entries; of those skipped, 0."""
+    """Loads the weights of CHUNK entries from `entry` on; 0 for the first `skipped` of them."""
     weight = load_factors(lane, entry, CHUNK, TALL_LEFT.reduce(0))
     index = count((CHUNK,), 0, TALL_LEFT.reduce(0))
     return jnp.where(index < skipped, ZERO, weight) if skipped else weight

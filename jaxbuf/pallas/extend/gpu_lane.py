@@ -1,11 +1,12 @@
-"""A lane of `extend` on a GPU: a warpgroup, its shared memory, and how what its items need comes there.
+"""A lane of `extend` on a GPU: a warpgroup, its shared memory, and how what its items need is brought there.
 
-Little is waited for where it is asked for. Where an item's entries lie is asked two items ahead, its inputs one; they
-are registers until `keep` and `admit` write them to shared memory. Chunks of entries that have memory of their own
-beside the item's go there past the registers; a checkpoint too, half after half.
+A lane seldom waits for a load right after it asked for it. It asks for the positions of an item's entries two items
+ahead (`locate`), and for the item's inputs one item ahead (`load_inputs`). Both are in registers until `keep` and
+`admit` write them to shared memory. Two things are copied to shared memory without passing through registers: chunks of
+entries that have shared memory of their own (`copy`), and checkpoints, one band after the other (`fetch`).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,42 +14,41 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LIVE, ROW, ROW_FIELDS
 from jaxbuf.pallas.extend.gpu_products import STATE_RIGHT, VECTORS, ZERO, count, cut
-from jaxbuf.pallas.extend.gpu_shape import (
-    CHECKPOINT,
-    CHUNK,
-    FOLD_TO,
-    FOLDING,
-    HAS_CHECKPOINT,
-    LIVE,
-    ROW,
-    TILE,
-    Shape,
-)
-from jaxbuf.pallas.lanes import (
-    EVERY,
+from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, Schedule, SharedMemory
+from jaxbuf.pallas.instructions import end_copies, settle, synchronize, wait_for_copies
+from jaxbuf.pallas.threads import (
+    PER_THREAD,
     THREADS,
     copy_vectors,
-    end_copies,
     gather_numbers,
     gather_vectors,
     load,
     select_positive,
-    settle,
-    synchronize,
     vectors_layout,
-    wait_for_copies,
 )
 
 type Array = jax.Array
 
-FOLD_COST = 2  # of an item that folds, in items that do not
+FOLD_COST = 2  # Where items are dealt, one that folds counts as this many that do not.
 
 
 class Arrays(NamedTuple):
-    """The kernel's references to global memory, in the order of its arguments."""
+    """The kernel's references to global memory, in the order of its arguments.
 
-    numbers: jax.Ref
+    Attributes:
+      fields, entries, append: As in `Integers`; entries are padded to `Schedule.padded_entries`.
+      q, k: [rows, T, key_heads, key_dim] in Call.probe.
+      v: [rows, T, heads, value_dim].
+      log_decay, beta: f32 [rows, T, heads].
+      checkpoints: [states, heads, value_dim, key_dim] in Call.state.
+      keys: [positions, key_heads, key_dim] in Call.entry.
+      updates: [positions, heads, value_dim] in Call.entry.
+      gates: f32 [positions, heads].
+    """
+
+    fields: jax.Ref
     entries: jax.Ref
     append: jax.Ref
     q: jax.Ref
@@ -62,23 +62,63 @@ class Arrays(NamedTuple):
     gates: jax.Ref
 
 
-class Place(NamedTuple):
-    """An item, two ahead: whether there is one, its row's place in the launch and its head, the fields of the row, each
-    in a thread, and positions of its entries: of the first chunk's, if they go through registers, for the threads that
-    ask for their vectors; and of all, one a thread."""
+class Upcoming(NamedTuple):
+    """An item that the lane will serve soon. It is located two items ahead: its arrays are then on their way.
 
-    there: Array
-    place: Array
+    Attributes:
+      exists: Whether there is such an item; if not, the rest is that of some other item and is not used.
+      line: Its row's line in `Integers`.
+      head: Its head.
+      fields: int32 [THREADS] in layout `PER_THREAD`: the line's first ROW_FIELDS fields, each in the thread that passes
+        it on (see `Lane.read_words`).
+      first_positions: int32 [CHUNK] each: the flat positions of the first chunk's entries, in the layout of the keys
+        and in that of the updates. Empty if the first chunk is copied past the registers.
+      all_positions: int32 [THREADS] each, in layout `PER_THREAD`: the flat positions of all entries.
+    """
+
+    exists: Array
+    line: Array
     head: Array
     fields: Array
-    positions: list[Array]
-    every: list[Array]
+    first_positions: list[Array]
+    all_positions: list[Array]
+
+
+class Loaded(NamedTuple):
+    """An item's inputs, in registers or on their way there.
+
+    Attributes:
+      entries: The first chunk's keys [CHUNK, key_dim] and updates [CHUNK, value_dim], each with the positions that they
+        were loaded from. Empty if the first chunk is copied past the registers.
+      gates: f32 [THREADS] each, in layout `PER_THREAD`: the gates of all entries.
+      probes: The new keys, then the queries: [key_dim] each.
+      values: The new values: [value_dim] each.
+      tokens: [THREADS] each, in layout `PER_THREAD`: the new tokens' log decays and betas (float32), and the flat
+        positions of their entries (int32), each in the thread that passes it on.
+    """
+
+    entries: list[tuple[Array, Array]]
+    gates: list[Array]
+    probes: list[Array]
+    values: list[Array]
+    tokens: list[Array]
 
 
 class Item(NamedTuple):
-    """An item that is served: a head of a row, and what the row's fields say."""
+    """The item that is served: a head of a row. All attributes are scalars.
 
-    place: Array
+    Attributes:
+      line: The row's line in `Integers`.
+      head: The head.
+      row: The row of the inputs and outputs.
+      length: The row's new tokens.
+      live: Its live entries.
+      has_checkpoint: Whether it has a checkpoint.
+      folds: Whether it folds.
+      fold_to: The checkpoint that the fold writes.
+    """
+
+    line: Array
     head: Array
     row: Array
     length: Array
@@ -88,225 +128,265 @@ class Item(NamedTuple):
     fold_to: Array
 
     @property
-    def holds(self) -> Array:
-        """Whether there is a checkpoint, or will be one."""
+    def has_state(self) -> Array:
+        """Whether shared memory holds a state when the probes are multiplied: a checkpoint, or the result of a fold."""
         return self.has_checkpoint | self.folds
 
 
-def read_item(place: Array, head: Array, fields: list[Array]) -> Item:
+def read_item(line: Array, head: Array, fields: list[Array]) -> Item:
+    """The item with this head, of the row that a line's first ROW_FIELDS fields describe."""
     row, length, live, _, has_checkpoint, fold_to = fields
-    return Item(place, head, row, length, live, has_checkpoint > 0, fold_to >= 0, fold_to)
+    return Item(line, head, row, length, live, has_checkpoint > 0, fold_to >= 0, fold_to)
+
+
+class ChunkMemory(NamedTuple):
+    """Where a chunk of entries lies in shared memory.
+
+    Attributes:
+      planes: References to bfloat16 [n, pitch]; one, or those of the high and of the low halves.
+      keys: The row of the first entry's key.
+      updates: The row of the first entry's update.
+    """
+
+    planes: list
+    keys: Any
+    updates: Any
 
 
 class Lane:
-    """A warpgroup.
+    """A warpgroup, and what it does to bring its items' inputs to shared memory.
 
     Attributes:
-      arrays: Of global memory.
-      number: Which of all lanes it is.
-      rows: The first chunk's keys, whose place weights may take; the item's new keys and queries; the chunk's updates.
-      sums, lows: Of each entry the gate, then the decay since or its factor; see `Shape.scratch`.
-      products: Of pairs with the entries of a chunk, and with each other.
-      reads: Of the state with pairs; before, what entries add to outputs, if that is of products.
-      first: Where the first chunk is: its references, the first row of its keys and that of its updates.
+      schedule: The launch's schedule.
+      call: The call that it arranges.
+      interpret: Whether the kernel runs in Pallas' interpreter.
+      arrays: The references to global memory.
+      number: The lane's number among all lanes of the launch.
+      vectors, products, reads, decays, decays_low: The lane's own part of `SharedMemory`.
+      planes: References to the one or two planes of `vectors`, bfloat16 [2 · CHUNK + probe_rows, pitch].
+      first_chunk: Where the first chunk lies: in `planes`, before and behind the probes.
     """
 
-    def __init__(self, shape: Shape, interpret: bool, arrays: Arrays, scratch: dict):
-        slot = lax.axis_index("warpgroup")
-        self.shape, self.interpret, self.arrays = shape, interpret, arrays
-        self.number = slot * shape.blocks + lax.axis_index("block")
-        self.rows, self.sums, self.products, self.reads, self._state = (
-            scratch[name].at[slot] for name in ("rows", "sums", "products", "reads", "state")
+    def __init__(self, schedule: Schedule, interpret: bool, arrays: Arrays, memory: SharedMemory):
+        warpgroup = lax.axis_index("warpgroup")
+        self.schedule, self.call, self.interpret, self.arrays = schedule, schedule.call, interpret, arrays
+        self.number = warpgroup * schedule.blocks + lax.axis_index("block")
+        self.vectors, self.decays, self.products, self.reads, self._state = (
+            ref.at[warpgroup] for ref in (memory.vectors, memory.decays, memory.products, memory.reads, memory.state)
         )
-        self._barriers, self._first_barrier = scratch["barriers"], slot * len(shape.halves)
+        self._barriers, self._first_barrier = memory.barriers, warpgroup * len(schedule.bands)
         self._later, self._positions = (
-            scratch[name].at[slot] if shape.stages else None for name in ("later", "positions")
+            ref.at[warpgroup] if schedule.stages else None for ref in (memory.later, memory.positions)
         )
-        self.lows = scratch["lows"].at[slot] if shape.exact else None
-        self.planes = [self.rows.at[i] for i in range(shape.planes)]
-        self.first = self.planes, 0, CHUNK + shape.pairs
-        self._layouts = vectors_layout(shape.key_dim, shape.entry), vectors_layout(shape.value_dim, shape.entry)
-        # Scalars of the next items are loaded as vectors and read from shared memory when they are used: one loaded as
-        # a scalar would be waited for where it is loaded.
-        self._word = count((THREADS,), 0, EVERY) - (THREADS - shape.passed)
+        self.decays_low = memory.decays_low.at[warpgroup] if schedule.sums_exactly else None
+        self.planes = [self.vectors.at[i] for i in range(schedule.planes)]
+        self.first_chunk = ChunkMemory(self.planes, 0, CHUNK + schedule.probe_rows)
+        call = self.call
+        self._layouts = vectors_layout(call.key_dim, call.entry), vectors_layout(call.value_dim, call.entry)
+        # The next item's scalars are loaded as vectors, a word in each of the last threads, and read from shared memory
+        # when they are used. A thread would wait for a value loaded as a scalar right where it is loaded.
+        self._word = count((THREADS,), 0, PER_THREAD) - (THREADS - schedule.passed_words)
 
-    def half(self, i: Array | int):
-        """A half of a checkpoint: its rows, where it comes, and what tells that it came."""
-        rows = pl.ds(i * TILE, TILE)
+    def band(self, i: Array | int):
+        """Band i of a checkpoint: its rows, its shared memory, and the barrier that opens when it has arrived."""
+        rows = pl.ds(i * BAND, BAND)
         return rows, self._state.at[i], self._barriers.at[self._first_barrier + i]
 
-    def each_half(self, function) -> None:
-        """Calls a function with the number of each half: in a loop, where instructions for each would be many."""
-        halves = range(len(self.shape.halves))
-        if self.shape.frugal:
-            for i in halves:
+    def each_band(self, function) -> None:
+        """Calls a function with the number of each band; in a loop if there are several new tokens.
+
+        The instructions for each token, repeated for each band, would be too many.
+        """
+        bands = range(len(self.schedule.bands))
+        if self.schedule.one_token:
+            for i in bands:
                 function(i)
         else:
-            lax.fori_loop(0, len(halves), lambda i, _: function(i), None)
+            lax.fori_loop(0, len(bands), lambda i, _: function(i), None)
 
     def deal(self, turn: Array | int, folding: Array) -> Array:
-        """The item that this lane serves in a turn, of which so many fold; past `items` if there is none.
+        """The item that this lane serves in a turn, if items are dealt; `Call.items` or more if there is none.
 
-        Items that fold come first, and as if each took FOLD_COST rounds. The first turn's is the lane's number.
+        The first `folding` items fold. They are dealt first, one to each lane in every round; the last round of them
+        may not reach all lanes. An item that folds takes as long as FOLD_COST others. So the lanes that got one fewer
+        are dealt FOLD_COST items each before all lanes are dealt the rest. In the first turn, a lane serves the item
+        that has the lane's number.
         """
-        lanes = self.shape.lanes
-        rounds, late = folding // lanes, lax.rem(folding, lanes)
-        other = turn - rounds - (self.number < late).astype(jnp.int32)  # without those of this lane that fold
-        spare = jnp.where(self.number < late, 0, FOLD_COST)  # rounds in which it is among the few that deal with others
-        early = other * (lanes - late) + self.number - late
-        rest = FOLD_COST * (lanes - late) + (other - spare) * lanes + self.number
-        others = folding + jnp.where(other < spare, early, rest)
+        lanes = self.schedule.lanes
+        rounds, more = (
+            folding // lanes,
+            lax.rem(folding, lanes),
+        )  # The first `more` lanes get one item more that folds.
+        other = turn - rounds - (self.number < more).astype(jnp.int32)  # items that did not fold, before this turn
+        alone = jnp.where(self.number < more, 0, FOLD_COST)  # items that only the lanes that got one fewer are dealt
+        early = other * (lanes - more) + self.number - more
+        rest = FOLD_COST * (lanes - more) + (other - alone) * lanes + self.number
+        others = folding + jnp.where(other < alone, early, rest)
         return jnp.where(other < 0, turn * lanes + self.number, others)
 
-    def later(self, stage: Array | int):
-        """Where a later chunk with memory of its own is: as `first`."""
-        start = 2 * self.shape.wide * stage
-        return [self._later], start, start + self.shape.wide
+    def later_chunk(self, stage: Array | int) -> ChunkMemory:
+        """Where the later chunk of a stage lies."""
+        start = 2 * self.schedule.later_size * stage
+        return ChunkMemory([self._later], start, start + self.schedule.later_size)
 
     def _load_words(self, ref, start: int, length: int) -> Array:
-        """The numbers of a reference [length], each in the thread that passes on the word start + its index."""
+        """Loads the numbers of a reference [length]: number i into the thread that passes on word start + i."""
         return gather_numbers(ref, jnp.clip(self._word - start, 0, length - 1), self.interpret)
 
     def read_words(self, start: int, length: int, dtype) -> list[Array]:
-        """Words that `admit` passed on: fields of the next item's row, then gates, betas and places of the tokens."""
-        start += self.shape.columns - self.shape.passed
-        return [lax.bitcast_convert_type(self.sums[start + i], dtype) for i in range(length)]
+        """Reads words that `admit` passed on.
 
-    def _load_positions(self, place: Array, start: Array | int, length: int) -> list[Array]:
-        """Where keys and updates of an item's entries lie, for the threads that ask for them."""
-        here = self.arrays.entries.at[place, pl.ds(start, length)]
-        return [load(here, layout.reduce(1)) for layout in self._layouts]
+        They are the first ROW_FIELDS fields of the next item's row; then, of this item, the new tokens' log decays,
+        their betas, and the flat positions of their entries.
+        """
+        start += self.schedule.padded_entries - self.schedule.passed_words
+        return [lax.bitcast_convert_type(self.decays[start + i], dtype) for i in range(length)]
 
-    def keep(self, place: Place) -> None:
-        """Puts positions of an item's entries into shared memory: for `copy`, when the threads have met."""
+    def _load_positions(self, line: Array, start: Array | int, length: int) -> list[Array]:
+        """The flat positions of some entries, in the threads that load their keys, and in those that load updates."""
+        positions = self.arrays.entries.at[line, pl.ds(start, length)]
+        return [load(positions, layout.reduce(1)) for layout in self._layouts]
+
+    def keep(self, upcoming: Upcoming) -> None:
+        """Writes the positions of an item's entries to shared memory, where `copy` reads them after `synchronize`."""
         assert self._positions is not None
-        for i, x in enumerate(place.every):
+        for i, x in enumerate(upcoming.all_positions):
             self._positions[pl.ds(i * THREADS, THREADS)] = x
 
-    def locate(self, item: Array) -> Place:
-        """Asks for what is needed to ask for an item's inputs."""
-        shape, arrays = self.shape, self.arrays
-        place = jnp.minimum(item, shape.items - 1) // shape.heads
-        positions = [] if shape.ahead else self._load_positions(place, 0, CHUNK)
-        every = [load(arrays.entries.at[place, pl.ds(i, THREADS)], EVERY) for i in range(0, shape.columns, THREADS)]
-        fields = self._load_words(arrays.numbers.at[place], 0, FOLDING)
-        return Place(item < shape.items, place, lax.rem(item, shape.heads), fields, positions, every)
+    def locate(self, item: Array) -> Upcoming:
+        """Asks for what the lane has to know of an item, given by its number, before it can ask for its inputs."""
+        call, schedule, arrays = self.call, self.schedule, self.arrays
+        line = jnp.minimum(item, call.items - 1) // call.heads
+        first_positions = [] if schedule.copies_first_chunk else self._load_positions(line, 0, CHUNK)
+        starts = range(0, schedule.padded_entries, THREADS)
+        all_positions = [load(arrays.entries.at[line, pl.ds(i, THREADS)], PER_THREAD) for i in starts]
+        fields = self._load_words(arrays.fields.at[line], 0, ROW_FIELDS)
+        return Upcoming(item < call.items, line, lax.rem(item, call.heads), fields, first_positions, all_positions)
 
     def fetch(self, i: int, head: Array, fields: list[Array]) -> None:
-        """Asks for half i of a checkpoint, if there is one."""
+        """Starts to copy band i of an item's checkpoint to shared memory, if the row has a checkpoint."""
 
         @pl.when(fields[HAS_CHECKPOINT] > 0)
         def _():
-            rows, state, barrier = self.half(i)
+            rows, state, barrier = self.band(i)
             plgpu.copy_gmem_to_smem(self.arrays.checkpoints.at[fields[CHECKPOINT], head, rows], state, barrier)
 
-    def copy(self, head: Array, entry: Array | int, there) -> None:
-        """Starts to copy a chunk, from `entry` on, to shared memory, with zeros where there is no entry.
+    def copy(self, head: Array, entry: Array | int, chunk: ChunkMemory) -> None:
+        """Starts to copy a chunk, from `entry` on, to shared memory; zeros are written where there is no entry.
 
         The entries are those of the item that was kept last.
         """
-        (ref,), *starts = there
-        n = CHUNK if there is self.first else self.shape.wide
+        (ref,), *starts = chunk
+        n = CHUNK if chunk is self.first_chunk else self.schedule.later_size
         assert self._positions is not None
-        # Read once, if the same threads copy keys and updates.
+        # The positions are loaded once if the same threads copy keys and updates.
         at = {layout: load(self._positions.at[pl.ds(entry, n)], layout.reduce(1)) for layout in self._layouts}
         for source, layout, start in zip(self._entries_of(head), self._layouts, starts, strict=True):
             target = ref.at[pl.ds(start, n), pl.ds(0, source.shape[-1])]
             copy_vectors(source, at[layout], layout, target, self.interpret)
 
     def copy_later(self, head: Array, j: Array | int) -> None:
-        """Starts to copy a later chunk to its stage."""
-        self.copy(head, CHUNK + j * self.shape.wide, self.later(lax.rem(j, self.shape.stages)))
+        """Starts to copy later chunk j to its stage."""
+        first_entry = CHUNK + j * self.schedule.later_size
+        self.copy(head, first_entry, self.later_chunk(lax.rem(j, self.schedule.stages)))
 
-    def copy_ahead(self, there: Array | bool, place: Place, fields: list[Array]) -> None:
-        """Starts to copy what has shared memory of its own of an item's entries; it was kept last."""
-        shape, head = self.shape, place.head
+    def copy_ahead(self, exists: Array | bool, upcoming: Upcoming, fields: list[Array]) -> None:
+        """Starts to copy the chunks that have shared memory of their own, of the item that was kept last."""
+        schedule, head = self.schedule, upcoming.head
         live, folds = fields[LIVE], fields[FOLD_TO] >= 0
-        if shape.ahead:
+        if schedule.copies_first_chunk:
 
-            @pl.when(jnp.asarray(there))
+            @pl.when(jnp.asarray(exists))
             def _():
-                self.copy(head, 0, self.first)
+                self.copy(head, 0, self.first_chunk)
 
             end_copies(self.interpret)
-        for i in range(shape.stages):
+        for i in range(schedule.stages):
 
-            @pl.when(jnp.logical_and(there, (live > CHUNK + i * shape.wide) | folds))
+            @pl.when(jnp.logical_and(exists, (live > CHUNK + i * schedule.later_size) | folds))
             def _(i=i):
                 self.copy_later(head, i)
 
             end_copies(self.interpret)
 
     def _entries_of(self, head: Array):
-        return self.arrays.keys.at[:, head // self.shape.group], self.arrays.updates.at[:, head]
+        """The references to all keys and all updates of a head."""
+        return self.arrays.keys.at[:, head // self.call.heads_per_key], self.arrays.updates.at[:, head]
 
     def _gather(self, head: Array, positions: list[Array]) -> list[tuple[Array, Array]]:
-        """Keys and updates at the positions."""
+        """Loads the keys and updates at some positions; returns each with the positions."""
         refs = zip(self._entries_of(head), self._layouts, positions, strict=True)
         vectors = [gather_vectors(ref, at, layout, self.interpret) for ref, layout, at in refs]
         return list(zip(vectors, positions, strict=True))
 
-    def gather_chunk(self, place: Array, head: Array, c: Array | int) -> list[tuple[Array, Array]]:
-        """Keys and updates of chunk c of an item's entries, and where they lie."""
-        return self._gather(head, self._load_positions(place, c * CHUNK, CHUNK))
+    def gather_chunk(self, line: Array, head: Array, c: Array | int) -> list[tuple[Array, Array]]:
+        """Loads chunk c of an item's entries, of CHUNK entries: keys and updates, each with its positions."""
+        return self._gather(head, self._load_positions(line, c * CHUNK, CHUNK))
 
-    def load_pairs(self, columns) -> list[Array]:
-        """New keys and queries, some columns, as a right side of a product with the state."""
-        return [load(x.at[pl.ds(CHUNK, self.shape.width), columns], STATE_RIGHT) for x in self.planes]
+    def load_probes(self, columns) -> list[Array]:
+        """Loads some columns of all probes from shared memory, as the right side of a product with the state."""
+        probes = pl.ds(CHUNK, self.schedule.probe_columns)
+        return [load(plane.at[probes, columns], STATE_RIGHT) for plane in self.planes]
 
-    def load_inputs(self, place: Place, fields: list[Array]):
-        """All that an item needs of global memory besides its checkpoint."""
-        shape, arrays, head, row = self.shape, self.arrays, place.head, fields[ROW]
-        if shape.multiplies:  # on short rings it gains nothing
-            first = [(at, layout.reduce(1)) for at, layout in zip(place.positions, self._layouts, strict=True)]
-            settle(first + [(at, EVERY) for at in place.every], self.interpret)
-        key_vector, value_vector = VECTORS[shape.key_dim], VECTORS[shape.value_dim]
-        time = range(shape.time)
-        new = [load(ref.at[row, t, head // shape.group], key_vector) for ref in (arrays.k, arrays.q) for t in time]
-        found = [] if shape.ahead else self._gather(head, place.positions)
+    def load_inputs(self, upcoming: Upcoming, fields: list[Array]) -> Loaded:
+        """Asks for all that an item needs of global memory, except its checkpoint and chunks that `copy` brings."""
+        call, schedule, arrays = self.call, self.schedule, self.arrays
+        head, row = upcoming.head, fields[ROW]
+        if schedule.adds_on_tensor_cores:  # With fewer entries it gains nothing.
+            first = zip(upcoming.first_positions, self._layouts, strict=True)
+            first = [(at, layout.reduce(1)) for at, layout in first]
+            settle(first + [(at, PER_THREAD) for at in upcoming.all_positions], self.interpret)
+        key_vector, value_vector = VECTORS[call.key_dim], VECTORS[call.value_dim]
+        time, per_key = range(call.time), call.heads_per_key
+        probes = [load(ref.at[row, t, head // per_key], key_vector) for ref in (arrays.k, arrays.q) for t in time]
+        entries = [] if schedule.copies_first_chunk else self._gather(head, upcoming.first_positions)
         values = [load(arrays.v.at[row, t, head], value_vector) for t in time]
-        tokens = arrays.log_decay.at[row, :, head], arrays.beta.at[row, :, head], arrays.append.at[place.place]
-        starts = [FOLDING + i * shape.time for i in range(len(tokens))]
-        tokens = [self._load_words(ref, start, shape.time) for ref, start in zip(tokens, starts, strict=True)]
-        gates = [gather_numbers(arrays.gates.at[:, head], at, self.interpret) for at in place.every]
-        return found, gates, new, values, tokens
+        tokens = arrays.log_decay.at[row, :, head], arrays.beta.at[row, :, head], arrays.append.at[upcoming.line]
+        starts = [ROW_FIELDS + i * call.time for i in range(len(tokens))]
+        tokens = [self._load_words(ref, start, call.time) for ref, start in zip(tokens, starts, strict=True)]
+        gates = [gather_numbers(arrays.gates.at[:, head], at, self.interpret) for at in upcoming.all_positions]
+        return Loaded(entries, gates, probes, values, tokens)
 
     def _write(self, start: int, x: Array) -> None:
-        """Writes vectors, or one, to `rows`, as halves."""
+        """Writes a vector, or CHUNK of them, to `planes` from row `start` on."""
         length = x.shape[-1]
-        for plane, half in enumerate(cut(x.astype(jnp.float32)) if self.shape.planes == 2 else [x]):
+        for plane, half in enumerate(cut(x.astype(jnp.float32)) if self.schedule.planes == 2 else [x]):
             if x.ndim == 1:
-                self.rows[plane, start, pl.ds(0, length)] = half
+                self.vectors[plane, start, pl.ds(0, length)] = half
             else:
-                self.rows[plane, pl.ds(start, CHUNK), pl.ds(0, length)] = half
+                self.vectors[plane, pl.ds(start, CHUNK), pl.ds(0, length)] = half
 
-    def stage(self, found: list[tuple[Array, Array]]) -> None:
-        """Writes a chunk's keys and updates to the place of the first."""
-        _, *starts = self.first
-        for (x, positions), layout, start in zip(found, self._layouts, starts, strict=True):
+    def write_chunk(self, chunk: list[tuple[Array, Array]]) -> None:
+        """Writes a chunk from `gather_chunk` to the first chunk's shared memory; zeros where there is no entry."""
+        _, *starts = self.first_chunk
+        for (x, positions), layout, start in zip(chunk, self._layouts, starts, strict=True):
             self._write(start, select_positive(x, positions, layout, self.interpret))
 
-    def admit(self, every: list[Array], loaded, fields: Array) -> tuple[list[Array], list[Array]]:
-        """Puts an item's inputs into shared memory, and with them the fields of the item after it.
+    def admit(self, positions: list[Array], loaded: Loaded, fields: Array) -> tuple[list[Array], list[Array]]:
+        """Writes an item's inputs to shared memory, and with them the words that are passed on.
+
+        Args:
+          positions: The item's `Upcoming.all_positions`.
+          loaded: Its inputs.
+          fields: `Upcoming.fields` of the item after it.
 
         Returns:
-          Its values; and its new keys, where shared memory does not have them as they came.
+          The item's values; and its new keys, if shared memory has them as halves only, else an empty list.
         """
-        shape, word = self.shape, self._word
-        found, gates, new, values, tokens = loaded
-        if not shape.ahead:
-            self.stage(found)
+        call, schedule, word = self.call, self.schedule, self._word
+        if not schedule.copies_first_chunk:
+            self.write_chunk(loaded.entries)
         words = lax.bitcast_convert_type(fields, jnp.float32)
-        for i, x in enumerate(tokens):
+        for i, x in enumerate(loaded.tokens):
             x = lax.bitcast_convert_type(x, jnp.float32)
-            words = jnp.where(word >= FOLDING + i * shape.time, x, words)
-        gates = [jnp.where(at > 0, gate, ZERO) for gate, at in zip(gates, every, strict=True)]
+            words = jnp.where(word >= ROW_FIELDS + i * call.time, x, words)
+        gates = [jnp.where(at > 0, gate, ZERO) for gate, at in zip(loaded.gates, positions, strict=True)]
         gates[-1] = jnp.where(word >= 0, words, gates[-1])
         for i, x in enumerate(gates):
-            self.sums[pl.ds(i * THREADS, THREADS)] = x
-        for i, x in enumerate(new):
+            self.decays[pl.ds(i * THREADS, THREADS)] = x
+        for i, x in enumerate(loaded.probes):
             self._write(CHUNK + i, x)
-        if shape.ahead:
-            wait_for_copies(shape.stages, self.interpret)
+        if schedule.copies_first_chunk:
+            wait_for_copies(schedule.stages, self.interpret)
         synchronize(self.interpret)
-        return values, new[: shape.time] if shape.planes == 2 else []
+        return loaded.values, loaded.probes[: call.time] if schedule.planes == 2 else []

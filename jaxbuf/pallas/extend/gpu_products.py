@@ -1,4 +1,4 @@
-"""Products of `extend` on a GPU: which thread has what of them, and float32 as pairs of bfloat16."""
+"""Products on the tensor cores, for `extend` on a GPU: their layouts, and float32 operands as two bfloat16 halves."""
 
 import jax
 import jax.numpy as jnp
@@ -6,47 +6,50 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxbuf.pallas.lanes import EVERY, relabel
+from jaxbuf.pallas.threads import PER_THREAD, relabel
 
 type Array = jax.Array
 
+# The layouts of left side, right side and result of a product, whose columns the four warps share: 8 of 32 for each.
 LEFT, RIGHT, PRODUCT = (
     layout(jnp.bfloat16, m_warps=1) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
 )
+# The same for a product whose rows the four warps share: 16 rows of 64 for each.
 TALL_LEFT, TALL_RIGHT, TALL = (
     layout(jnp.bfloat16, m_warps=4) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
 )
-# Left, right and sum of a product with the state, of which a thread reads sixteen bytes at once. Its columns are taken
-# in another order than a product's, by left and right; its rows, by left and sum, in one in which no two of the threads
-# that read at the same time meet in a bank.
+# The same for a product with the state, of which a thread reads sixteen bytes at once. Left and right side hold the
+# columns in another order than a TALL product does; left side and result hold the rows in an order in which no two
+# threads that read at the same time read from the same bank.
 _Tiling = plgpu.Tiling
 STATE_LEFT = plgpu.Layout.TILED(_Tiling(((64, 16), (16, 16), (8, 16), (4, 4))), (-8,), (-2, -4, -3), -1)
 STATE_RIGHT = plgpu.Layout.TILED(_Tiling(((8, 16), (4,))), (plgpu.Replicated(4),), (-3, -2), -1)
 STATE = plgpu.Layout.TILED(_Tiling(((64, 8), (16, 8), (8, 8), (4, 2))), (-8,), (-2, -4, -3), -1)
-# A row or column of the state, by its length: one number a thread, or two in four threads each.
-VECTORS = {128: EVERY, 64: TALL.reduce(1)}
+# The layout of a row or column of the state, by its length: one number in each thread, or the same two in four threads.
+VECTORS = {128: PER_THREAD, 64: TALL.reduce(1)}
 ZERO = np.float32(0)
 
 
 def zeros(dims: tuple[int, ...], layout) -> Array:
+    """float32 zeros."""
     return plgpu.layout_cast(jnp.zeros(dims, jnp.float32), layout)
 
 
 def spread(x: Array, dims: tuple[int, ...], axis: int, layout) -> Array:
-    """x, along that axis, as an array of those sizes."""
+    """x [dims[axis]], repeated along the other axes: an array [dims]."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, dims, [axis]), layout)
 
 
 def count(dims: tuple[int, ...], axis: int, layout) -> Array:
-    """0, 1, 2, ... along that axis."""
+    """int32 [dims]: 0, 1, 2, ... along the axis."""
     return plgpu.broadcasted_iota(jnp.int32, dims, axis, layout=layout)
 
 
 def multiply(total: Array, a: list[Array], b: list[Array], interpret: bool) -> Array:
-    """total + a b, over all halves."""
+    """total + a b, where a and b are the sums of their halves."""
     for x in a:
         for y in b:
-            if interpret:  # the interpreter knows no mma
+            if interpret:  # The interpreter does not know the instruction.
                 total += jnp.dot(x.astype(jnp.float32), y.astype(jnp.float32), precision="highest")
             else:
                 total = plgpu.mma(total, x, y)
@@ -54,10 +57,17 @@ def multiply(total: Array, a: list[Array], b: list[Array], interpret: bool) -> A
 
 
 def multiply_state(total: Array, left: Array, right: list[Array], interpret: bool) -> Array:
-    """total [n, m], `STATE`, + left [n, length], `STATE_LEFT`, · right [m, length]ᵀ, `STATE_RIGHT`, over all halves."""
+    """total + left · rightᵀ, where right is the sum of its halves.
+
+    Args:
+      total: float32 [n, m], in layout `STATE`.
+      left: bfloat16 [n, length], in layout `STATE_LEFT`.
+      right: bfloat16 [m, length] each, in layout `STATE_RIGHT`.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
     if interpret:
         return multiply(total, [left], [x.T for x in right], interpret)
-    # Sixteen columns, four a thread, are two groups of eight of a product, two a thread.
+    # Here a thread holds four of sixteen columns. For the product they count as two of each of two groups of eight.
     left = relabel(left, STATE_LEFT, TALL_LEFT, left.shape, lambda i, j: (*i[:2], 0, j, i[4], 0, 0, 0, 0))
     for x in right:
         x = relabel(x, STATE_RIGHT, TALL_RIGHT, x.shape[::-1], lambda i, j: (i[1], i[0], j, 0, 0, 0, 0, 0))
@@ -67,21 +77,21 @@ def multiply_state(total: Array, left: Array, right: list[Array], interpret: boo
 
 
 def cut(x: Array) -> list[Array]:
-    """bfloat16 arrays that sum to x: itself, or two halves with 2^-16 left out."""
+    """bfloat16 arrays whose sum is x: x itself, or the high and the low half of float32, which lose 2^-16 of it."""
     if x.dtype == jnp.bfloat16:
         return [x]
-    # Cut off by its bits: a conversion there and back takes the slow units.
+    # The high half is made by clearing bits: conversions to bfloat16 and back take the slow units.
     bits = lax.bitcast_convert_type(x, jnp.int32) & np.int32(-(2**16))
     high = lax.bitcast_convert_type(bits, jnp.float32)
     return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
 
 
 def join(halves: list[Array]) -> Array:
-    """What `cut` cut, float32."""
+    """The float32 sum of what `cut` returned."""
     parts = [x.astype(jnp.float32) for x in halves]
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 def where(flag: Array, x: Array) -> Array:
-    """x if the scalar flag is set, else zeros: selected, because what x was read from may be another owner's NaN."""
+    """x if the scalar flag is set, else zeros. They are selected, not multiplied: x may be another owner's NaN."""
     return jnp.where(jnp.broadcast_to(flag, x.shape), x, jnp.zeros_like(x))

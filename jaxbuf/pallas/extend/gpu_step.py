@@ -1,9 +1,9 @@
-"""`extend` on NVIDIA GPUs (Hopper) for one token a launch and few entries: the plain recurrent step, at limit 1.
+"""`extend` on NVIDIA GPUs (Hopper) where launches bring one token and rings are short: limit 1, the recurrent step.
 
-A block has some rows of a head's state [value_dim, key_dim] in its registers, adds the entries to them one after the
-other, writes them back if the row folds, and multiplies them with the new key and query. No thread needs what another
-has, save the sums over a row of the state. Blocks come and go in the order of memory, several on a multiprocessor: the
-loads of one hide behind the others' stores.
+A block loads one band (64 rows) of a head's state [value_dim, key_dim] into registers, adds the entries to it one after
+the other, writes it back if the row folds, and multiplies it with the new key and query. A thread needs numbers of
+other threads only for the sums over a row of the state. Several blocks run on a multiprocessor, in the order in which
+the states lie in memory, so that one block's loads overlap with the others' stores.
 
 Floor: (checkpoint · 2 + live entries + appends + inputs and outputs) / read bandwidth, where every row folds.
 
@@ -19,17 +19,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Call, Integers
 from jaxbuf.pallas.extend.gpu_products import ZERO, where
-from jaxbuf.pallas.extend.gpu_shape import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Integers, Shape
-from jaxbuf.pallas.lanes import COMPILER, load
+from jaxbuf.pallas.extend.gpu_schedule import BAND
+from jaxbuf.pallas.threads import COMPILER, load
 
 type Array = jax.Array
 
-PART = 64  # rows of the state that a block has
+MAX_RING = 8  # entries of a ring; they are added to the state one after the other
+
+
+def serves(call: Call) -> bool:
+    """Whether this kernel takes a call: tokens always come one by one, and rings are short."""
+    return call.max_pending == 1 and call.ring <= MAX_RING
 
 
 def extend_step(
-    shape: Shape,
+    call: Call,
     integers: Integers,
     refs: list,
     q: Array,
@@ -40,35 +46,44 @@ def extend_step(
     *,
     interpret: bool = False,
 ) -> Array:
-    """`jaxbuf.pallas.extend.gpu.extend` on references to its arrays, the entries' flat: for time 1."""
-    return _kernel(shape, interpret)(*integers, q, k, v, log_decay, beta, *refs)
+    """`jaxbuf.pallas.extend.gpu.extend` for calls that this kernel serves.
+
+    Args:
+      call, integers, q, k, v, log_decay, beta, interpret: As there.
+      refs: References to the checkpoints, keys, updates and gates, the last three with blocks and block_size as one
+        axis.
+
+    Returns:
+      The outputs.
+    """
+    return _kernel(call, interpret)(*integers, q, k, v, log_decay, beta, *refs)
 
 
 @functools.cache
 def _layout(dtype):
-    """Of [PART, key_dim]: sixteen bytes a thread, of four rows a warp."""
+    """The layout of a band [BAND, key_dim]: a thread has sixteen bytes of a row, a warp those of four rows."""
     vector = 16 // np.dtype(dtype).itemsize
     return plgpu.Layout.TILED(plgpu.Tiling(((16, 8 * vector), (4, vector))), (-4,), (-2, -3), -1)
 
 
-def _kernel(shape: Shape, interpret: bool):
-    heads, key_dim, parts = shape.heads, shape.key_dim, shape.value_dim // PART
-    group = heads // shape.key_heads
-    layout = _layout(shape.state)
+def _kernel(call: Call, interpret: bool):
+    heads, key_dim, bands = call.heads, call.key_dim, call.value_dim // BAND
+    layout = _layout(call.state)
     along_keys, along_values = layout.reduce(0), layout.reduce(1)
 
     def spread(x, axis):
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (PART, key_dim), [axis]), layout)
+        """A row (axis 1) or column (axis 0) of the band, repeated over the whole band."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (BAND, key_dim), [axis]), layout)
 
-    def extend_part(
-        numbers, entries, append, q_ref, k_ref, v_ref, decay_ref, beta_ref, checkpoints, keys, updates, gates, out_ref
+    def extend_part(  # A profile shows this name.
+        fields, entries, append, q_ref, k_ref, v_ref, decay_ref, beta_ref, checkpoints, keys, updates, gates, out_ref
     ):  # fmt: skip
-        item = lax.axis_index("part")
-        part, head, place = lax.rem(item, parts), lax.rem(item // parts, heads), item // (parts * heads)
-        values, key_head = pl.ds(part * PART, PART), head // group
-        row, length, live = (numbers[place, i] for i in (ROW, LENGTH, LIVE))
-        checkpoint, holds, fold_to = (numbers[place, i] for i in (CHECKPOINT, HAS_CHECKPOINT, FOLD_TO))
-        first, to = entries[place, 0], append[place, 0]
+        block = lax.axis_index("part")
+        band, head, line = lax.rem(block, bands), lax.rem(block // bands, heads), block // (bands * heads)
+        values, key_head = pl.ds(band * BAND, BAND), head // call.heads_per_key
+        row, length, live = (fields[line, i] for i in (ROW, LENGTH, LIVE))
+        checkpoint, has_checkpoint, fold_to = (fields[line, i] for i in (CHECKPOINT, HAS_CHECKPOINT, FOLD_TO))
+        first, appended = entries[line, 0], append[line, 0]
 
         def load_entry(at):
             key = load(keys.at[at, key_head], along_keys).astype(jnp.float32)
@@ -84,44 +99,44 @@ def _kernel(shape: Shape, interpret: bool):
         def add(state, gate, key, update):
             return state * jnp.exp(gate) + spread(update, 0) * spread(key, 1)
 
-        state = where(holds > 0, state)
+        state = where(has_checkpoint > 0, state)
         some = live > 0
         state = add(state, jnp.where(some, gate, ZERO), where(some, key), where(some, update))
-        state = lax.fori_loop(1, live, lambda i, state: add(state, *load_entry(entries[place, i])), state)
-        stored = state.astype(shape.state)
+        state = lax.fori_loop(1, live, lambda i, state: add(state, *load_entry(entries[line, i])), state)
+        stored = state.astype(call.state)
 
         @pl.when(fold_to >= 0)
         def _():
             checkpoints[fold_to, head, values] = stored
 
-        if shape.state != jnp.float32:
+        if call.state != jnp.float32:
             state = jnp.where(jnp.broadcast_to(fold_to >= 0, state.shape), stored.astype(jnp.float32), state)
 
-        @pl.when((to >= 0) & (part == 0))
+        @pl.when((appended >= 0) & (band == 0))
         def _():
-            gates[to, head] = new_gate
+            gates[appended, head] = new_gate
 
-            @pl.when(lax.rem(head, group) == 0)
+            @pl.when(lax.rem(head, call.heads_per_key) == 0)
             def _():
-                keys[to, key_head] = new_key.astype(shape.entry)
+                keys[appended, key_head] = new_key.astype(call.entry)
 
         new_key, query = new_key.astype(jnp.float32), query.astype(jnp.float32)
         decay = jnp.exp(new_gate)
         recalled = jnp.sum(state * spread(new_key, 1), axis=1) * decay
         out = jnp.sum(state * spread(query, 1), axis=1) * decay
-        stored = (new_beta * (value - recalled)).astype(shape.entry)
+        stored = (new_beta * (value - recalled)).astype(call.entry)
         out = out + stored.astype(jnp.float32) * jnp.sum(query * new_key)
-        out_ref[row, 0, head, values] = where(length > 0, out).astype(shape.out)
+        out_ref[row, 0, head, values] = where(length > 0, out).astype(call.out)
 
-        @pl.when(to >= 0)
+        @pl.when(appended >= 0)
         def _():
-            updates[to, head, values] = stored
+            updates[appended, head, values] = stored
 
     return plgpu.kernel(
         extend_part,
-        out_type=jax.ShapeDtypeStruct((shape.rows, 1, heads, shape.value_dim), shape.out),
-        grid=(shape.items * parts,),
+        out_type=jax.ShapeDtypeStruct((call.rows, 1, heads, call.value_dim), call.out),
+        grid=(call.items * bands,),
         grid_names=("part",),
-        compiler_params=COMPILER,  # and no barrier: no thread reads what another wrote
+        compiler_params=COMPILER,  # There are no barriers: no thread reads what another one wrote.
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )

@@ -1,16 +1,16 @@
 """`prepare` on NVIDIA GPUs (Hopper), in one launch: Pallas Mosaic GPU.
 
-A block serves four heads, of q, k or v, of one row: a warp a head, four channels a thread. A thread convolves its own
-channels, of which it reads the last inputs from the ring and appends the new ones; only a key head's norm is a sum over
-threads, those of one warp. The blocks of v make the gates of their heads as well.
+A block serves four heads of one row, each with one warp: heads of q, of k or of v. A thread has four channels of its
+head. It reads their last inputs from the ring, convolves them with the new ones, and appends the new ones to the ring.
+Only the norms of q and k are sums over threads, those of one warp. The blocks that serve heads of v also make the gates
+of these heads.
 
-Floor: (3 inputs of the ring + T new ones + T appends + T outputs + gates) / read bandwidth, which a launch's own 2 to 3
-us exceed below some 64 rows; the taps stay in the cache.
+Floor: (3 inputs of the ring + T new ones + T appends + T outputs + gates) / read bandwidth; the taps stay in the cache.
+Below some 64 rows, the 2 to 3 us that any launch takes are more.
 
-Precision: what the definition rounds to the inputs' dtype is rounded here, all between is float32.
+Precision: where the definition rounds to the inputs' dtype, the kernel does, too. All numbers in between are float32.
 """
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -20,50 +20,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxbuf.pallas.lanes import COMPILER, load
+from jaxbuf.pallas.prepare.call import Call
+from jaxbuf.pallas.threads import COMPILER, load
 
 type Array = jax.Array
 
-HEADS = 4  # of a block: one a warp
-DIM = 128  # channels of a head: four a thread
+HEADS = 4  # heads that a block serves, one with each warp
+DIM = 128  # channels of a head, four for each thread
 WIDTH = 4  # taps of a channel
-MOST_TOKENS = 16
+MOST_TOKENS = 16  # new tokens of a row
 
-# A channel's taps come in one read, so a thread's four channels lie 32 apart.
+# The layouts of taps [HEADS, DIM, WIDTH], of channels [HEADS, DIM] and of numbers [HEADS]. A thread reads the taps of a
+# channel at once, so that its four channels lie 32 apart.
 TAPS = plgpu.Layout.TILED(plgpu.Tiling(((HEADS, DIM, WIDTH), (32, WIDTH))), (-5,), (-2,), -1)
 CHANNELS = TAPS.reduce(2)
 HEAD = CHANNELS.reduce(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """The static facts of one kernel.
-
-    Attributes:
-      rows, time: Of the launch.
-      heads, key_heads: Of the recurrence; key_dim and value_dim are 128.
-      ring: Inputs that a slot's ring holds.
-      eps: Of the norms of q and k.
-      dtype, stored: Of the inputs and outputs, and of the ring.
-    """
-
-    rows: int
-    time: int
-    heads: int
-    key_heads: int
-    ring: int
-    eps: float
-    dtype: np.dtype
-    stored: np.dtype
-
-    @property
-    def all_heads(self) -> int:
-        """Heads of q, k and v together, in this order."""
-        return 2 * self.key_heads + self.heads
-
-
 def prepare(
-    shape: Shape,
+    call: Call,
     ring: Array,
     weights: tuple[Array, Array, Array],
     inputs: tuple[Array, Array, Array],
@@ -74,29 +49,29 @@ def prepare(
     """`jaxbuf.recurrence.prepare.prepare`; `supports` says for which sizes.
 
     Args:
-      shape: Static.
-      ring: [slots + 1, shape.ring, channels]; what is returned takes its place in memory.
+      call: The call's sizes and dtypes.
+      ring: [slots + 1, call.ring, channels]. It is written in place.
       weights: The convolution's [channels, 4], A_log and dt_bias f32 [heads].
       inputs: qkv [rows, T, channels]; a and b f32 [rows, T, heads].
       integers: slots, start and lengths, int32 [rows].
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
-      q and k [rows, T, key_heads, 128] and v [rows, T, heads, 128] in shape.dtype, log_decay and beta
+      q and k [rows, T, key_heads, 128] and v [rows, T, heads, 128] in call.dtype, log_decay and beta
       f32 [rows, T, heads]; and the ring.
     """
-    by_head = shape.all_heads, DIM
+    by_head = call.all_heads, DIM
     (convolution, *rates), (qkv, *gates) = weights, inputs
     ref = jax.new_ref(ring.reshape(*ring.shape[:2], *by_head))
-    arrays = convolution.reshape(*by_head, WIDTH), *rates, qkv.reshape(shape.rows, shape.time, *by_head), *gates
-    out = _kernel(shape, interpret)(*integers, *arrays, ref)
+    arrays = convolution.reshape(*by_head, WIDTH), *rates, qkv.reshape(call.rows, call.time, *by_head), *gates
+    out = _kernel(call, interpret)(*integers, *arrays, ref)
     return tuple(out), jax.freeze(ref).reshape(ring.shape)
 
 
-def _kernel(shape: Shape, interpret: bool):
-    time, history = shape.time, WIDTH - 1
+def _kernel(call: Call, interpret: bool):
+    time, history = call.time, WIDTH - 1
 
-    def prepare_heads(  # a profile shows this name
+    def prepare_heads(  # A profile shows this name.
         slots, start, lengths, weight, A_log, dt_bias, qkv, a, b, ring, q_ref, k_ref, v_ref, log_decay_ref, beta_ref
     ):
         row, head = lax.axis_index("row"), HEADS * lax.axis_index("heads")
@@ -107,14 +82,14 @@ def _kernel(shape: Shape, interpret: bool):
         past = []
         for t in range(-history, 0):
             position = first + t
-            there = ring.at[slot, lax.rem(jnp.maximum(position, 0), shape.ring), heads]
-            past.append(_where((position >= 0) & (slot > 0), load(there, CHANNELS)))
+            inputs = ring.at[slot, lax.rem(jnp.maximum(position, 0), call.ring), heads]
+            past.append(_where((position >= 0) & (slot > 0), load(inputs, CHANNELS)))
 
-        @pl.when(head >= 2 * shape.key_heads)
+        @pl.when(head >= 2 * call.key_heads)
         def _():
-            own = pl.ds(head - 2 * shape.key_heads, HEADS)
+            own = pl.ds(head - 2 * call.key_heads, HEADS)
             rate, bias = jnp.exp(load(A_log.at[own], HEAD)), load(dt_bias.at[own], HEAD)
-            # All reads before the first write: none has to wait for one.
+            # All tokens are read before the first is written: no read has to wait for a write.
             decays, strengths = ([load(ref.at[row, t, own], HEAD) for t in range(time)] for ref in (a, b))
             for t, (decay, strength) in enumerate(zip(decays, strengths, strict=True)):
                 log_decay_ref[row, t, own] = -rate * _softplus(decay + bias)
@@ -125,10 +100,10 @@ def _kernel(shape: Shape, interpret: bool):
 
             @pl.when(real[t])
             def _(t=t, x=x):
-                ring[slot, lax.rem(first + t, shape.ring), heads] = x
+                ring[slot, lax.rem(first + t, call.ring), heads] = x
 
         number = plgpu.broadcasted_iota(jnp.int32, all_taps.shape, 2, layout=TAPS)
-        # Picks them: the compiler knows that x + -0 is x.
+        # These sums pick one tap each. The compiler leaves the additions out, for it knows that x + -0 is x.
         taps = [jnp.sum(jnp.where(number == i, all_taps, np.float32(-0.0)), axis=2) for i in range(WIDTH)]
         window = [x.astype(jnp.float32) for x in (*past, *new)]
         tokens = []
@@ -136,54 +111,57 @@ def _kernel(shape: Shape, interpret: bool):
             y = window[t] * taps[0]
             for i in range(1, WIDTH):
                 y = y + window[t + i] * taps[i]
-            y = y.astype(shape.dtype).astype(jnp.float32)
-            tokens.append(_where(real[t], (y * _sigmoid(y)).astype(shape.dtype)))
+            y = y.astype(call.dtype).astype(jnp.float32)
+            tokens.append(_where(real[t], (y * _sigmoid(y)).astype(call.dtype)))
 
         def write(out_ref, first_head, scale=None):
             for t, y in enumerate(tokens):
                 if scale is not None:
                     y = y.astype(jnp.float32)
-                    factor = lax.rsqrt(jnp.sum(y * y, axis=1) + np.float32(shape.eps)) * np.float32(scale)
+                    factor = lax.rsqrt(jnp.sum(y * y, axis=1) + np.float32(call.eps)) * np.float32(scale)
                     factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, y.shape, [0]), CHANNELS)
-                    y = (y * factor).astype(shape.dtype)
+                    y = (y * factor).astype(call.dtype)
                 out_ref[row, t, pl.ds(head - first_head, HEADS)] = y
 
-        is_q, is_v = head < shape.key_heads, head >= 2 * shape.key_heads
+        is_q, is_v = head < call.key_heads, head >= 2 * call.key_heads
         pl.when(is_q)(partial(write, q_ref, 0, DIM**-0.5))
-        pl.when(~is_q & ~is_v)(partial(write, k_ref, shape.key_heads, 1.0))
-        pl.when(is_v)(partial(write, v_ref, 2 * shape.key_heads))
+        pl.when(~is_q & ~is_v)(partial(write, k_ref, call.key_heads, 1.0))
+        pl.when(is_v)(partial(write, v_ref, 2 * call.key_heads))
 
-    dims = shape.rows, shape.time
-    keys = jax.ShapeDtypeStruct((*dims, shape.key_heads, DIM), shape.dtype)
-    values = jax.ShapeDtypeStruct((*dims, shape.heads, DIM), shape.dtype)
-    gate = jax.ShapeDtypeStruct((*dims, shape.heads), jnp.float32)
+    dims = call.rows, call.time
+    keys = jax.ShapeDtypeStruct((*dims, call.key_heads, DIM), call.dtype)
+    values = jax.ShapeDtypeStruct((*dims, call.heads, DIM), call.dtype)
+    gate = jax.ShapeDtypeStruct((*dims, call.heads), jnp.float32)
     return plgpu.kernel(
         prepare_heads,
         out_type=(keys, keys, values, gate, gate),
-        grid=(shape.rows, shape.all_heads // HEADS),
+        grid=(call.rows, call.all_heads // HEADS),
         grid_names=("row", "heads"),
-        compiler_params=COMPILER,  # and no barrier: no thread reads what another wrote
+        compiler_params=COMPILER,  # There are no barriers: no thread reads what another one wrote.
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )
 
 
 def _sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), by a root of one instruction and a product: a division takes ten."""
+    """1 / (1 + exp(-x)), as the square of a reciprocal root: that takes one instruction, and a division takes ten."""
     root = lax.rsqrt(np.float32(1) + jnp.exp(-x))
     return root * root
 
 
 def _softplus(x: Array) -> Array:
-    """max(x, 0) + log(1 + e), e = exp(-|x|), the logarithm as 2 artanh(e / (2 + e)): exact where e is small, too."""
+    """log(1 + exp(x)) = max(x, 0) + log(1 + e), where e = exp(-|x|).
+
+    The logarithm is computed as 2 artanh(e / (2 + e)), which is accurate for small e, too.
+    """
     e = jnp.exp(-jnp.abs(x))
     ratio = e / (e + np.float32(2))
     square = ratio * ratio
     series = np.float32(1 / 15) * square
-    for odd in range(13, 1, -2):  # the ratio is at most 1/3: what is left out is below 2e-9 of the sum
+    for odd in range(13, 1, -2):  # The ratio is at most 1/3, so the terms that are left out are below 2e-9 of the sum.
         series = (series + np.float32(1 / odd)) * square
     return jnp.maximum(x, np.float32(0)) + np.float32(2) * ratio * (series + np.float32(1))
 
 
 def _where(flag: Array, x: Array) -> Array:
-    """x if the scalar flag is set, else zeros: selected, because what x was read from may be another owner's NaN."""
+    """x if the scalar flag is set, else zeros. They are selected, not multiplied: x may be another owner's NaN."""
     return jnp.where(jnp.broadcast_to(flag, x.shape), x, jnp.zeros_like(x))

@@ -1,0 +1,75 @@
+"""What describes a call of `extend`: its sizes and dtypes, and the integers that say where each row's memory lies."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+type Array = jax.Array
+
+ROW, LENGTH, LIVE, CHECKPOINT, HAS_CHECKPOINT, FOLD_TO, FOLDING, FIELDS = range(8)  # columns of `Integers.fields`
+ROW_FIELDS = FOLDING  # columns that describe a row; the one behind them, FOLDING, is the same in every line
+
+
+class Integers(NamedTuple):
+    """What a kernel needs to know of each row, the same for all layers of a model.
+
+    Each row has one line in all three arrays. Rows that fold have the early lines, because they take longest.
+
+    Attributes:
+      fields: int32 [rows, FIELDS]. ROW: which row of the inputs and outputs the line is about. LENGTH: the row's new
+        tokens. LIVE: its live entries. CHECKPOINT: the checkpoint that is read. HAS_CHECKPOINT: 1 if there is one,
+        else 0. FOLD_TO: the checkpoint that a fold writes, or -1 if the row does not fold. FOLDING: how many rows fold.
+      entries: int32 [rows, ring], the flat position of each live entry, in logical order; 0 behind them.
+      append: int32 [rows, T], the flat position of each new entry; -1 where none is written.
+    """
+
+    fields: Array
+    entries: Array
+    append: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The sizes and dtypes of a call of `extend`.
+
+    Attributes:
+      rows: Rows of the launch.
+      time: New tokens of each row.
+      heads, key_heads, key_dim, value_dim: As in `RecurrenceSpec`.
+      ring: Entries that the ring of a slot has places for.
+      max_pending: The most tokens of any launch. The ring keeps this many places free for pending tokens.
+      state: The checkpoints' dtype.
+      entry: The dtype of the entries' keys and updates.
+      probe: The dtype of the new keys and queries.
+      out: The outputs' dtype.
+    """
+
+    rows: int
+    time: int
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    ring: int
+    max_pending: int
+    state: np.dtype
+    entry: np.dtype
+    probe: np.dtype
+    out: np.dtype
+
+    @property
+    def items(self) -> int:
+        """Heads of all rows together: the units of work."""
+        return self.rows * self.heads
+
+    @property
+    def heads_per_key(self) -> int:
+        """Heads that read the same key head."""
+        return self.heads // self.key_heads
+
+    @property
+    def max_live(self) -> int:
+        """The most live entries that a row can have: the places of its ring that are not kept free."""
+        return self.ring - self.max_pending

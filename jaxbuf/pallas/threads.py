@@ -1,0 +1,280 @@
+"""What the Mosaic GPU kernels share: loads, stores and copies of arrays whose numbers are spread over threads.
+
+A layout says which thread holds which numbers of an array in its registers. The kernels give the layout of every array
+themselves. A `reference` is an array in global or shared memory. Functions with `interpret` compute the same in Pallas'
+GPU interpreter, which has neither threads nor instructions.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import llvm
+
+type Array = jax.Array
+
+# The kernels give every layout and wait at every barrier themselves: inferring them takes minutes for the larger ones.
+COMPILER = plgpu.CompilerParams(
+    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
+THREADS = 128  # threads of a warpgroup
+WARP = 32  # threads of a warp
+PER_THREAD = plgpu.Layout.TCGEN05_TMEM_NATIVE(4).reduce(1)  # The layout of THREADS numbers, one in each thread.
+
+
+def load(ref, layout):
+    """Loads a reference in global or shared memory into registers, in `layout`."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def load_per_thread(ref, i: int, n: int, interpret: bool) -> Array:
+    """Loads one number for each thread from the first THREADS · n of a reference, of which each thread has n in a row.
+
+    Returns:
+      [THREADS] in layout `PER_THREAD`: number t · n + i of the reference for thread t.
+    """
+    if interpret:  # The interpreter cannot write to a reference in another shape, so none is reshaped.
+        return ref[pl.ds(0, THREADS * n)].reshape(THREADS, n)[:, i]
+    return load(ref.at[pl.ds(0, THREADS * n)].reshape(THREADS, n).at[:, i], PER_THREAD)
+
+
+def store_per_thread(x: Array, ref, i: int, n: int, interpret: bool) -> None:
+    """Writes x [THREADS], in layout `PER_THREAD`, to where `load_per_thread` reads it."""
+    numbers = pl.ds(0, THREADS * n)
+    if interpret:
+        ref[numbers] = ref[numbers].reshape(THREADS, n).at[:, i].set(x).reshape(-1)
+    else:
+        ref.at[numbers].reshape(THREADS, n)[:, i] = x
+
+
+def vectors_layout(length: int, dtype):
+    """The layout of vectors [n, length] in which a thread holds sixteen bytes of one vector, or of each of several."""
+    piece = 16 // np.dtype(dtype).itemsize
+    vectors = WARP * piece // length  # that a warp holds at once
+    if vectors == 1:
+        tiling, warps, threads = plgpu.Tiling(((4, length), (piece,))), (-3,), (-2,)
+    else:
+        tiling, warps, threads = plgpu.Tiling(((4 * vectors, length), (vectors, piece))), (-4,), (-2, -3)
+    return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=threads, vector_dim=-1)
+
+
+def gather_vectors(ref, positions: Array, layout, interpret: bool) -> Array:
+    """Loads vectors of a reference in global memory; each thread loads the numbers that it holds of them.
+
+    Args:
+      ref: [m, length].
+      positions: int32 [n], in layout.reduce(1): which vectors.
+      layout: The result's layout, from `vectors_layout`.
+      interpret: Whether this runs in Pallas' interpreter.
+
+    Returns:
+      [n, length].
+    """
+    if interpret:
+        return jnp.take(ref[...], positions, axis=0)
+    dims = positions.shape[0], ref.shape[-1]
+
+    def load_vectors(_, ref, positions):
+        tiled = layout.to_mgpu()
+        kind = ir.VectorType.get((tiled.vector_length,), ir.MemRefType(ref.type).element_type)
+        registers = np.empty(tiled.registers_shape(dims), object)
+        indices, rows = tiled.thread_idxs(dims), positions.registers.flat
+        for (i, _), (_, column), row in zip(np.ndenumerate(registers), indices, rows, strict=True):
+            registers[i] = vector.load(kind, ref, [as_index(row), column])
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+
+    out = plgpu.ShapeDtypeStruct(dims, ref.dtype, layout=layout)
+    return inline_mlir(load_vectors, (plgpu.RefType(), layout.reduce(1)), out)(ref, positions)
+
+
+def copy_vectors(ref, positions: Array, layout, target, interpret: bool) -> None:
+    """Starts to copy vectors from global memory to shared memory; `wait_for_copies` waits until they have arrived.
+
+    Args:
+      ref: [m, length] in global memory, 2-byte numbers.
+      positions: int32 [n], in layout.reduce(1): which vectors. Zeros are written for those whose position is 0.
+      layout: From `vectors_layout`; a thread copies the numbers that it would hold in this layout.
+      target: [n, length] in shared memory.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        vectors = jnp.take(ref[...], positions, axis=0)
+        target[...] = jnp.where(positions[:, None] > 0, vectors, jnp.zeros_like(vectors))
+        return
+    dims = positions.shape[0], ref.shape[-1]
+
+    def copy(_, ref, positions, target):
+        i32, tiled = ir.IntegerType.get_signless(32), layout.to_mgpu()
+        sources, targets = _Rows(ref), _Rows(target)
+        for (row, column), at in zip(tiled.thread_idxs(dims), positions.registers.flat, strict=True):
+            at = as_index(at)
+            exists = arith.cmpi(arith.CmpIPredicate.ne, at, _number(0))
+            # Of the 16 bytes that are written, those that are not read become zeros.
+            length = arith.select(exists, arith.constant(i32, 16), arith.constant(i32, 0))
+            operands = [targets.point(row, column), sources.point(at, column), length]
+            text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r,~{memory}", has_side_effects=True)
+
+    inline_mlir(copy, (plgpu.RefType(), layout.reduce(1), plgpu.RefType()), None)(ref, positions, target)
+
+
+def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
+    """Loads the numbers at `positions`, one for each thread.
+
+    Args:
+      ref: [m] in global memory, float32 or int32.
+      positions: int32 [THREADS], in layout `PER_THREAD`.
+      interpret: Whether this runs in Pallas' interpreter.
+
+    Returns:
+      [THREADS] in layout `PER_THREAD`.
+    """
+    if interpret:
+        return jnp.take(ref[...], positions, axis=0)
+    signed = True if ref.dtype == jnp.int32 else None
+
+    def load_numbers(_, ref, positions):
+        kind = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
+        registers = np.empty(positions.registers.shape, object)
+        for i, at in np.ndenumerate(positions.registers):
+            registers[i] = vector.load(kind, ref, [as_index(at)])
+        return mgpu.FragmentedArray(_registers=registers, _layout=positions.layout, _is_signed=signed)
+
+    out = plgpu.ShapeDtypeStruct(positions.shape, ref.dtype, layout=PER_THREAD)
+    return inline_mlir(load_numbers, (plgpu.RefType(), PER_THREAD), out)(ref, positions)
+
+
+def select_positive(x: Array, positions: Array, layout, interpret: bool) -> Array:
+    """x [n, length], in `layout`, with zeros for the vectors whose position is 0.
+
+    They are selected, not multiplied: what lies at position 0 may be NaN.
+    """
+    if interpret:
+        return jnp.where(positions[:, None] > 0, x, jnp.zeros_like(x))
+
+    def select(_, x, positions):
+        registers = np.empty_like(x.registers)
+        for (i, vectors), at in zip(np.ndenumerate(x.registers), positions.registers.flat, strict=True):
+            zero = ir.FloatAttr.get(ir.VectorType(vectors.type).element_type, 0.0)
+            zeros = arith.constant(vectors.type, ir.DenseElementsAttr.get_splat(vectors.type, zero))
+            exists = arith.cmpi(arith.CmpIPredicate.ne, as_index(at), arith.constant(ir.IndexType.get(), 0))
+            registers[i] = arith.select(exists, vectors, zeros)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+    return inline_mlir(select, (layout, layout.reduce(1)), out)(x, positions)
+
+
+def relabel(x: Array, source, target, dims: tuple[int, ...], target_index) -> Array:
+    """Declares the registers of x to be those of an array in another layout; no number moves to another thread.
+
+    Args:
+      x: An array in layout `source`.
+      source, target: The layouts. A register of the source holds the numbers of one or several of the target.
+      dims: The result's shape.
+      target_index: Takes the index of a register of x and which piece of it; returns the index of the target's register
+        that this piece becomes.
+
+    Returns:
+      [dims] in layout `target`.
+    """
+
+    def move(_, x):
+        layout = target.to_mgpu()
+        registers = np.empty(layout.registers_shape(dims), object)
+        length = layout.vector_length
+        for i, numbers in np.ndenumerate(x.registers):
+            for j in range(x.layout.vector_length // length):
+                kind = ir.VectorType.get((length,), ir.VectorType(numbers.type).element_type)
+                piece = vector.extract_strided_slice(kind, numbers, [j * length], [length], [1])
+                registers[target_index(i, j)] = piece
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return inline_mlir(move, (source,), plgpu.ShapeDtypeStruct(dims, x.dtype, layout=target))(x)
+
+
+def store_rows(x: Array, layout, axis: int, ref, interpret: bool) -> None:
+    """Writes the first n rows or columns of a product to shared memory.
+
+    Args:
+      x: The product, in `layout`; float32, or bfloat16 with axis 0.
+      layout: x's layout.
+      axis: 0 to write rows, 1 to write columns, each of them as a row of `ref`.
+      ref: [n, x's other length] in shared memory. n is even, and at most 8.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    n, packs = ref.shape[0], x.dtype == jnp.bfloat16
+    if interpret:
+        ref[...] = x[:n] if axis == 0 else x[:, :n].T
+        return
+
+    def write(_, x, ref):
+        i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
+        for ((*_, lower, _, _, _, _), numbers), index in zip(
+            np.ndenumerate(x.registers), x.layout.thread_idxs(x.shape), strict=True
+        ):
+            if axis == 0 and lower:  # This register is of the ninth row or one behind it.
+                continue
+            row, column = index
+            stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, index[axis], _number(n)))
+            pair, kind = [vector.extract(numbers, [], [i]) for i in range(2)], "f"
+            if packs:
+                pair, kind = [vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), numbers), [], [0])], "r"
+                points, text = [target.point(row, column)], "@p st.shared.b32 [$1], $2;"
+            elif axis == 0:
+                points, text = [target.point(row, column)], "@p st.shared.v2.f32 [$1], {$2, $3};"
+            else:
+                points = [target.point(arith.addi(column, _number(i)), row) for i in range(2)]
+                text = "@p st.shared.f32 [$1], $3; @p st.shared.f32 [$2], $4;"
+            text = f"{{.reg .pred p; setp.ne.s32 p, $0, 0; {text}}}"
+            constraints = ",".join(["r"] * (1 + len(points)) + [kind] * len(pair)) + ",~{memory}"
+            operands = [stores, *points, *pair]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    inline_mlir(write, (layout, plgpu.RefType()), None)(x, ref)
+
+
+def inline_mlir(function, arguments, result):
+    """Makes a kernel able to call a function that is written in MLIR.
+
+    Args:
+      arguments: The layouts of the function's array arguments; `plgpu.RefType()` for references. Before them the
+        function gets the lowering's context.
+      result: Shape, dtype and layout of what it returns, or None.
+    """
+    # By its annotations, `inline_mgpu` returns a function that takes the context, too; it does not.
+    decorate = plgpu.inline_mgpu(arg_types=arguments, return_type=result)
+    return decorate(function)  # pyright: ignore[reportReturnType]
+
+
+class _Rows:
+    """Makes pointers to the elements of a reference [n, length]."""
+
+    def __init__(self, ref):
+        kind = ir.MemRefType(ref.type)
+        self._start, self._kind, (self._pitch, _) = (
+            mgpu.utils.memref_ptr(ref),
+            kind.element_type,
+            kind.get_strides_and_offset()[0],
+        )
+
+    def point(self, row, column):
+        """A pointer to an element."""
+        number = arith.addi(arith.muli(row, _number(self._pitch)), column)
+        number = arith.index_cast(ir.IntegerType.get_signless(64), number)
+        dynamic = [-(2**31)]
+        return llvm.getelementptr(self._start.type, self._start, [number], dynamic, self._kind, [])
+
+
+def _number(value: int):
+    """A constant, as an index."""
+    return arith.constant(ir.IndexType.get(), value)
+
+
+def as_index(register):
+    """The int32 that a register holds, as an index."""
+    return arith.index_cast(ir.IndexType.get(), vector.extract(register, [], [0]))
