@@ -94,7 +94,7 @@ def flag_missing(pool: Ownership, missing: Array) -> Ownership:
 
 
 def clear_flag(pool: Ownership) -> Ownership:
-    """Forgets it, so that launches are served again."""
+    """Clears the note of missing rows; later launches are served again."""
     return dataclasses.replace(pool, lacking=jnp.zeros_like(pool.lacking))
 
 

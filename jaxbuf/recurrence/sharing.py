@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.arguments import check_sizes
 from jaxbuf.recurrence.spec import Array
 from jaxbuf.sharing import (
     Ownership,
@@ -46,9 +47,7 @@ def default_counts(slots: int, width: int, states: int | None, blocks: int | Non
 
 def init_sharing(states: int, blocks: int) -> Sharing:
     """`states` checkpoint rows and `blocks` blocks beside the null ones, all free."""
-    for name, count in (("states", states), ("blocks", blocks)):
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+    check_sizes(states=states, blocks=blocks)
     return Sharing(init_ownership(1 + states), init_ownership(1 + blocks))
 
 
@@ -106,7 +105,8 @@ def count_places(order: Array, origin: Array, first: Array, end: Array, blocks: 
     return jnp.zeros((rows, blocks), jnp.int32).at[row, block].add(1, mode="drop")
 
 
-def raise_exhausted(pools: Sharing | None) -> None:
-    """Raises `PoolExhausted` where a flag is set and known; see `jaxbuf.sharing.raise_missing`."""
+def raise_missing_rows(pools: Sharing | None) -> None:
+    """Raises `PoolExhausted` if a launch lacked checkpoint rows or blocks, where that is known; see
+    `jaxbuf.sharing.raise_missing`."""
     if pools is not None:
         raise_missing(states=pools.states, blocks=pools.blocks)

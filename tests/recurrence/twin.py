@@ -197,4 +197,4 @@ def assert_apart(step, block_size):
     assert not np.isin(written, np.asarray(before.entries)[live]).any()
     for row in np.flatnonzero(np.asarray(step.folds)):
         others = np.asarray(before.has_checkpoint) & (np.arange(live.shape[0]) != row)
-        assert step.fold_to[row] > 0 and step.fold_to[row] not in np.asarray(before.checkpoint)[others]
+        assert step.write[row] > 0 and step.write[row] not in np.asarray(before.checkpoint)[others]
