@@ -103,6 +103,8 @@ def init_cache(
       ValueError: A size below 1 or not a whole number, or as in `buffered.init`.
     """
     check_sizes(slots=slots, capacity=capacity, max_pending=max_pending, page_size=page_size)
+    given = {"states": states, "blocks": blocks, "pages": pages}
+    check_sizes(**{name: count for name, count in given.items() if count is not None})
     limits = checked_limits(limit, slots, longest=capacity + max_pending)
     table = init_table(slots=slots, capacity=capacity + (max_pending - 1 if trees else 0), page_size=page_size)
     own, ownership = slots * table.shape[1], None

@@ -92,8 +92,19 @@ class Twin:
             permutation[row] = path + [node for node in range(TIME) if node not in path]
             new = np.stack([x[row, path] for x in (k, v)])
             self.tokens[row + 1] = np.concatenate([self.tokens[row + 1], new], axis=1)
+        self._spoil_rejected(start, lengths, accepted, permutation)
         self.order = advance(self.order, ALL, start, accepted, permutation)
         return True
+
+    def _spoil_rejected(self, start, lengths, accepted, permutation):
+        """The rejected tokens were not finite, as far as later launches can know."""
+        place, (keys, values) = places(self.order, ALL, start, TIME), (np.array(self.kv.keys), np.array(self.kv.values))
+        for row, slot in enumerate(ALL):
+            rejected = [node for node in permutation[row, accepted[row] :] if node < lengths[row]]
+            for node in rejected:
+                page, offset = np.asarray(self.table)[slot, place[row, node] // PAGE_SIZE], place[row, node] % PAGE_SIZE
+                keys[page, offset], values[page, offset] = self.rng.choice([np.nan, np.inf, -np.inf], 2)
+        self.kv = paged.PagedKV(jnp.asarray(keys), jnp.asarray(values))
 
     def probe(self):
         """A launch of one token that is never committed, fewer than the list has places: it sees what was committed."""
