@@ -77,7 +77,8 @@ def advance_order(order: Array, slots: Array, start: Array, accepted: Array, per
 def reserve_pages(
     pages: Ownership, table: Array, place: Array, *, slots: Array, lengths: Array, page_size: int
 ) -> tuple[Array, Array, Ownership]:
-    """Gives each row the pages that its next tokens lie on, where it has none of its own; all of them, or nothing.
+    """Gives each row the pages for its next tokens, where it has none of its own. Where too few are free, no row gets
+    any.
 
     Args:
       pages: Who owns them.
@@ -87,7 +88,8 @@ def reserve_pages(
       page_size: Tokens of a page.
 
     Returns:
-      served: bool scalar; False where pages do not suffice, or did not before. Then only the flag is new.
+      served: bool scalar; False where too few pages are free, or an earlier launch found too few. Then nothing has
+        changed but the note of what is missing.
       table, pages: As they are now.
 
     Raises:
@@ -147,7 +149,8 @@ def fork_pages(
       page_size: Tokens of a page.
 
     Returns:
-      served: bool scalar; False where pages do not suffice, or did not before. Then only the flag is new.
+      served: bool scalar; False where too few pages are free, or an earlier launch found too few. Then nothing has
+        changed but the note of what is missing.
       copies: int32 [rows, n] each, pages read and written (past the pool where nothing is copied).
       table, pages: As they are now.
 

@@ -187,7 +187,10 @@ def forked_sizes(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MTPCache:
-    """Memory of the MTP layer, beside the model's `Cache`: what was read lies at its position, and nothing counts it.
+    """Memory of the MTP layer, beside the model's `Cache`.
+
+    The keys and values of a token lie at the token's position. How many there are is not stored: callers say where they
+    write and how far they read.
 
     Attributes:
       kv: The layer's keys and values.

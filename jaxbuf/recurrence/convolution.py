@@ -1,8 +1,9 @@
 """The short causal convolution in front of Gated DeltaNet, and the ring of its last inputs.
 
-The input of absolute position p lies at ring row p % ring. A committed length therefore says everything about the ring:
-rejecting drafts only resets that integer, and nothing in the ring moves. Where trees of tokens are served, an index
-list per slot says at which row the inputs p % ring lie: accepting a path permutes it, and still no input moves.
+The input of absolute position p lies at ring row p % ring, so that the number of committed tokens says which rows hold
+what. Rejecting drafts only resets that number, and nothing in the ring moves. Where trees of tokens are served, each
+slot has a list of ring rows, in which entry p % ring is the row of input p. Accepting a path permutes the list; the
+inputs stay where they are.
 """
 
 import jax
@@ -19,8 +20,8 @@ type Array = jax.Array
 def init_ring(*, slots: int, channels: int, width: int, max_pending: int, dtype: jnp.dtype) -> Array:
     """Returns an empty ring [slots + 1, width - 1 + max_pending, channels]; row 0 is the null slot.
 
-    It holds the width - 1 inputs before the first pending token and the pending ones, so no pending input overwrites
-    one that the next step may read, whatever is accepted.
+    It has room for the pending inputs and the width - 1 inputs before them. So a pending input never overwrites one
+    that the next step may read, however many of the pending ones are accepted.
 
     Raises:
       ValueError: A size below 1 (width below 2), or not a whole number.

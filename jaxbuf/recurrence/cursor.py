@@ -1,6 +1,7 @@
 """The integers of the buffered memory: what each slot holds, and what one launch reads, folds and writes.
 
-Everything that decides is here, and nothing here touches an array of numbers: kernels and layers get finished indices.
+All decisions of a launch are made here, once for all layers. Layers and kernels get finished indices and look nothing
+up themselves.
 """
 
 import dataclasses
@@ -379,9 +380,13 @@ def held(cursor: Cursor, slots: Array) -> Held:
 def _reserve(
     cursor: Cursor, slots: Array, folds: Array, lengths: Array, first: Array, end: Array
 ) -> tuple[Cursor, Array, Array]:
-    """The cursor with what a launch will write, which rows fold, and how many tokens each has: none if rows ran out.
+    """Takes the checkpoint rows and blocks that a launch will write, where slots share them.
 
-    New entries go to the logical places [first, end) after the fold; all before `end` are alive then.
+    After the fold, the launch's entries go to the logical places [first, end), and all entries before `end` are alive.
+
+    Returns:
+      The cursor with what was taken, which rows fold, and each row's number of tokens. Where too little was free, no row
+      folds and all have 0 tokens.
     """
     if cursor.sharing is None:
         return cursor, folds, lengths

@@ -106,7 +106,7 @@ def extend_with_xla(
     checkpoints = pool.checkpoints
     beta = jnp.ones((rows, time, spec.heads), jnp.float32) if beta is None else beta
     new_gates = _pack_gates(spec, log_decay, beta)
-    k = rounded(k, pool.keys.dtype)  # what will be stored is what is used
+    k = rounded(k, pool.keys.dtype)  # computes with the keys as the ring will store them
     keys, gates = _append(pool.keys, k, step.append), _append(pool.gates, new_gates, step.append)
 
     index = jnp.arange(step.now.entries.shape[1], dtype=jnp.int32)[None]
@@ -193,7 +193,7 @@ def prefill_pool(
     """`prefill` for one layer, with the integers that `begin_prefill` made for all of them."""
     check_inputs(spec, q, k, v, log_decay, beta)
     check_pool(spec, pool)
-    k = rounded(k, pool.keys.dtype)  # what will be stored is what is used
+    k = rounded(k, pool.keys.dtype)  # computes with the keys as the ring will store them
     start = read_pool(spec, pool, step.before)
     out, state, updates = solve_chunks(
         spec, start, q, k, v, log_decay, beta, chunk_size=chunk_size, lengths=step.lengths

@@ -108,7 +108,7 @@ def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, C
         shared = Sharing(share_rows(pools.states, row), share_rows(pools.blocks, whole))
         taken, fresh = take_rows(shared.blocks, copied & served)
         mine = jnp.where(copied, taken, whole)
-        # Only now, so that no block is copied to and from in one call.
+        # Targets give their blocks back after the copies took theirs: no block is read and written in one call.
         cursor = _empty(dataclasses.replace(cursor, sharing=Sharing(shared.states, fresh)), target)
     after = dataclasses.replace(
         cursor,

@@ -161,6 +161,7 @@ def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, mon
     assert int(folded.cursor.folded[1]) == held
 
 
+@pytest.mark.slow
 def test_rejected_drafts_that_are_not_finite_change_no_bit(rng):
     """A kernel's next step, which folds, gives the bits that it gives after finite drafts."""
     clean = buffered.init(NARROW, slots=1, limit=4, max_pending=3)

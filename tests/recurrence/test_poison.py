@@ -27,13 +27,10 @@ from tests.recurrence.twin import (
     read,
 )
 
+GDN = "Gated DeltaNet"
 SICK = 2  # a slot that is given nothing but NaN and infinity
 EVERYONE = np.arange(SLOTS + 1, dtype=np.int32)
 HEALTHY = np.delete(EVERYONE[1:], SICK - 1)
-
-
-def families(*fast):
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
 def spoil(rng, arrays, where):
@@ -72,8 +69,10 @@ def assert_alike(clean, sick):
     assert np.isfinite(states[0]).all() and states[0].tobytes() == states[1].tobytes()
 
 
-@pytest.mark.parametrize("family", families("Gated DeltaNet"))
-@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+OTHERS = [pytest.param(name, True, marks=pytest.mark.slow) for name in FAMILIES if name != GDN]
+
+
+@pytest.mark.parametrize("family, tree", [(GDN, False), (GDN, True), *OTHERS])
 def test_what_is_not_finite_and_not_committed_changes_no_bit(rng, family, tree):
     clean, sick = (Twin(family, rng) for _ in range(2))
     spec, zero = clean.spec, np.zeros(ROWS, np.int32)
@@ -121,7 +120,7 @@ def test_what_is_not_finite_and_not_committed_changes_no_bit(rng, family, tree):
     assert np.isnan(np.asarray(read(spec, sick.cache, EVERYONE))[SICK]).any(), "nothing was poisoned"
 
 
-@pytest.mark.parametrize("family", families("Gated DeltaNet", "GLA"))
+@pytest.mark.parametrize("family", [GDN, *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mamba-2", "GLA"))])
 def test_what_lies_past_a_length_changes_no_bit_of_a_sequence(rng, family):
     spec, inputs = FAMILIES[family], inputs_of(rng, family, 4, 40)
     state, lengths = rng.standard_normal((4, *spec.state_shape)).astype(np.float32), np.int32([0, 7, 16, 33])

@@ -177,13 +177,13 @@ def test_freeing_every_slot_after_any_schedule_fills_the_free_stacks():
 
 def test_slots_that_are_repeated_or_do_not_exist_harm_no_other_slot():
     """After every call each row has as many owners as slots refer to it, and other slots have kept every bit."""
-    run(WithRepeatedSlots, 8)
+    run(WithRepeatedSlots, 6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [SHARED, {}], ids=["shared rows", "own rows"])
 def test_slots_that_are_repeated_harm_no_other_slot_in_many_schedules(sizes):
-    run(WithRepeatedSlots, 40 if sizes else 10, sizes=sizes)
+    run(WithRepeatedSlots, 20 if sizes else 6, sizes=sizes)
 
 
 @pytest.mark.slow
