@@ -1,8 +1,9 @@
 """Who owns the rows of a pool: a count of owners for each row, and a stack of those that nobody owns.
 
-A row with more than one owner is never written. Everything is data: no shape depends on how many rows are free, so all
-of it runs inside jit and inside a loop on the device. Whoever takes rows asks `short_of` first and does nothing at all
-where they do not suffice; the flag that is left stops every later launch until something is given back.
+A row with more than one owner is never written. No shape depends on how many rows are free, so all of it runs inside
+jit and inside a loop on the device. A caller asks `short_of` before it takes rows. Where too few are free it takes none
+and notes how many were missing (`flag_missing`); later launches write nothing either, until rows are given back and the
+note is cleared (`clear_flag`).
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ class Ownership:
       owners: int32 [rows], how many own each.
       free: int32 [rows], a stack of the rows without an owner: its first `left` entries.
       left: int32 scalar.
-      lacking: int32 scalar, rows that were missing when a launch first found too few; 0: none did.
+      lacking: int32 scalar, how many rows were missing in the first launch that found too few; 0: no launch has.
     """
 
     owners: Array
@@ -94,7 +95,7 @@ def flag_missing(pool: Ownership, missing: Array) -> Ownership:
 
 
 def clear_flag(pool: Ownership) -> Ownership:
-    """Forgets it, so that launches are served again."""
+    """Clears the note of missing rows; later launches are served again."""
     return dataclasses.replace(pool, lacking=jnp.zeros_like(pool.lacking))
 
 

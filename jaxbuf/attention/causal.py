@@ -13,6 +13,9 @@ MASKED = float(jnp.finfo(jnp.float32).min)
 def causal_attention(q: Array, k: Array, v: Array, *, lengths: Array | None = None) -> Array:
     """Causal softmax attention without a cache. Differentiable; memory is quadratic in time.
 
+    A NaN or infinity in v of a token reaches the outputs of earlier tokens of its row, too: they weigh it with zero. It
+    does not reach other rows, and what lies past `lengths` reaches nobody.
+
     Args:
       q: [batch, time, heads, head_dim].
       k, v: [batch, time, kv_heads, head_dim]; head h reads kv head h // (heads // kv_heads).

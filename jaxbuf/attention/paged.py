@@ -1,10 +1,11 @@
 """A paged key/value cache for softmax layers, and attention over it.
 
 Keys and values lie in a pool of pages, one pool a layer; a table, shared by all layers, says which pages hold a slot's
-tokens. Nothing here assumes an order of the pages or that a page has one owner: sharing is a matter of tables.
+tokens. Nothing here assumes an order of the pages or that a page has one owner: two slots share a page when both of
+their rows of the table name it.
 
-The committed length of a slot is its caller's integer: rejected drafts are rolled back by a smaller `start`, and rows
-past it are dead. Dead rows are selected away in the scores and in the values, so a NaN left there reaches nobody.
+The caller counts the committed tokens of each slot. It rejects drafts by passing a smaller `start` next time; what lies
+past it is dead. Dead keys and values are selected away, not multiplied by zero, so a NaN left there reaches nobody.
 
 Trees of tokens, shared pages and forks are integers too: see `pages.py`.
 """
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.arguments import check_sizes, checked_slots
 from jaxbuf.attention.causal import MASKED, split_heads
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.pages import places
@@ -46,9 +48,10 @@ def init_table(*, slots: int, capacity: int, page_size: int = 16) -> Array:
     slot, which has no page. The capacity is rounded up to whole pages; the pool needs 1 + slots · max_pages pages.
 
     Raises:
-      ValueError: A size below 1.
+      ValueError: A size below 1 or not a whole number, or more tokens than int32 can number.
     """
-    _check_sizes(slots=slots, capacity=capacity, page_size=page_size)
+    check_sizes(slots=slots, capacity=capacity, page_size=page_size)
+    _check_places(1 + slots * -(-capacity // page_size), page_size)
     pages = -(-capacity // page_size)
     table = 1 + np.arange(-1, slots, dtype=np.int32)[:, None] * pages + np.arange(pages, dtype=np.int32)
     return jnp.asarray(np.maximum(table, 0))  # the null slot's row would be below 1
@@ -58,9 +61,10 @@ def init_kv(*, pages: int, kv_heads: int, head_dim: int, dtype: jnp.dtype, page_
     """Returns an empty pool of `pages` pages, the null page among them.
 
     Raises:
-      ValueError: A size below 1.
+      ValueError: A size below 1 or not a whole number, or more tokens than int32 can number.
     """
-    _check_sizes(pages=pages, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size)
+    check_sizes(pages=pages, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size)
+    _check_places(pages, page_size)
     shape = (pages, page_size, kv_heads, head_dim)
     return PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -82,23 +86,27 @@ def append(
       kv: The layer's pool; nothing else in it changes.
       table: int32 [slots + 1, max_pages]. What falls on a null page, or past the table's end, is dropped.
       k, v: [rows, time, kv_heads, head_dim]; rounded to the pool's dtype.
-      slots: int32 [rows], physical slots; the null slot 0 writes nothing.
-      start: int32 [rows].
+      slots: int32 [rows], physical slots; the null slot 0 writes nothing. No other slot twice: under jit it is not
+        specified which row's tokens the slot's pages then hold, and no other slot's change.
+      start: int32 [rows], the committed tokens of each row's slot.
       lengths: int32 [rows], how many of the time positions are real.
       order: int32 [slots + 1, max_pending], the places of each slot's next tokens, from `pages.init_order`; None:
         position p lies at place p.
 
     Raises:
-      ValueError: A shape that does not fit.
+      ValueError: A shape or dtype does not fit; or, where slots are known, one is out of range or repeated. Under jit
+        a slot out of range is a null one.
     """
     rows, time = k.shape[:2]
-    _check_rows(kv, rows, k.shape[2:], slots=slots, start=start, lengths=lengths)
+    _check_launch(kv, rows, k.shape[2:], slots=slots, start=start, lengths=lengths)
+    slots = checked_slots(slots, table.shape[0], once=True)
     pages, page_size = kv.keys.shape[:2]
     offsets = jnp.arange(time, dtype=jnp.int32)[None]
     positions = places(order, slots, start, time)
-    index = jnp.minimum(positions // page_size, table.shape[1] - 1)
+    index = jnp.clip(positions // page_size, 0, table.shape[1] - 1)
     page = jnp.where((slots > 0)[:, None], table[slots[:, None], index], 0)
-    real = (offsets < lengths[:, None]) & (positions < table.shape[1] * page_size) & (page > 0)
+    inside = (positions >= 0) & (positions < table.shape[1] * page_size)
+    real = (offsets < lengths[:, None]) & inside & (page > 0)
     flat = jnp.where(real, page * page_size + positions % page_size, pages * page_size)
 
     def write(old, new):
@@ -131,12 +139,16 @@ def attend(
     The pages are read in blocks, as many as the longest row needs, and summed by an online softmax: the work follows
     the tokens that are there, the memory is linear in time, and what a row gives does not depend on the other rows.
 
+    A NaN or infinity in v of one of the launch's tokens reaches the outputs of the row's other tokens in the same
+    launch, earlier ones and other branches of a tree among them: they weigh it with zero. It reaches no other row, and,
+    once the token is rejected, nothing in later launches.
+
     Args:
       q: [rows, time, heads, head_dim], queries of positions start .. start + time - 1, whose keys were appended.
       kv: The layer's pool; heads must be a multiple of its kv_heads, head h reads kv head h // (heads // kv_heads).
       table: int32 [slots + 1, max_pages].
-      slots: int32 [rows], physical slots; the null slot 0 gives zeros.
-      start: int32 [rows].
+      slots: int32 [rows], physical slots; the null slot 0 gives zeros, and so does one out of range under jit.
+      start: int32 [rows], the committed tokens of each row's slot.
       lengths: int32 [rows], how many of the queries are real; None: all. The others give finite values.
       order: As in `append`.
       ancestors: bool [rows, time, time], for a tree: at (i, j) whether query i sees the key of query j, its own
@@ -146,13 +158,19 @@ def attend(
       out [rows, time, heads, head_dim] in q's dtype; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
 
     Raises:
-      ValueError: heads is not a multiple of kv_heads, or a shape that does not fit.
+      ValueError: heads is not a multiple of kv_heads, a shape or dtype does not fit, or (where slots are known) one is
+        out of range.
 
     Source: the online softmax is Milakov and Gimelshein (2018), algorithm 3; pages as in PagedAttention (2023).
     """
     rows, time = q.shape[:2]
     lengths = jnp.full_like(start, time) if lengths is None else lengths
-    _check_rows(kv, rows, (kv.keys.shape[2], q.shape[3]), slots=slots, start=start, lengths=lengths)
+    _check_launch(kv, rows, (kv.keys.shape[2], q.shape[3]), slots=slots, start=start, lengths=lengths)
+    slots = checked_slots(slots, table.shape[0])
+    # What lies past the launch's own tokens is stale: it must not count as live, or its NaN would be weighed with zero.
+    lengths = jnp.minimum(lengths, time)
+    if ancestors is not None and (ancestors.shape != (rows, time, time) or ancestors.dtype != jnp.bool_):
+        raise ValueError(f"ancestors must be bool {(rows, time, time)}, got {ancestors.dtype} {ancestors.shape}")
     grouped = split_heads(q, kv.keys.shape[2])
     end = jnp.minimum(start + lengths, table.shape[1] * kv.keys.shape[1])
     end = jnp.where((slots > 0) & (lengths > 0), end, 0)  # where nothing is asked, nothing is read
@@ -248,15 +266,17 @@ def _attend_block(q: Array, kv: PagedKV, row: _Row, first: Array) -> Array:
     return jnp.moveaxis(out, 3, 1).astype(q.dtype)
 
 
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+def _check_places(pages: int, page_size: int) -> None:
+    if pages * page_size > np.iinfo(np.int32).max:
+        raise ValueError(f"pages ({pages}) of {page_size} tokens must be fewer: int32 numbers all of their tokens")
 
 
-def _check_rows(kv: PagedKV, rows: int, token: tuple[int, ...], **integers: Array) -> None:
+def _check_launch(kv: PagedKV, rows: int, token: tuple[int, ...], **integers: Array) -> None:
+    """Raises a ValueError unless the tokens fit the pool, and slots, start and lengths are integers, one a row."""
     if token != kv.keys.shape[2:]:
         raise ValueError(f"(kv_heads, head_dim) must be the pool's {kv.keys.shape[2:]}, got {token}")
     for name, value in integers.items():
         if value.shape != (rows,):
             raise ValueError(f"{name} must have shape ({rows},), one a row, got {value.shape}")
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ValueError(f"{name} must be int32 [{rows}], got {value.dtype}")

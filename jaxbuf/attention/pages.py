@@ -1,13 +1,17 @@
 """The integers of the softmax layers' pages: where the next tokens go, who owns which page, what a fork copies.
 
-A committed token may lie at any place of its slot: attention does not depend on the order of its keys. So a tree whose
-accepted path has gaps needs no move: the gaps are the next places to fill. The list of the next max_pending places is
-all that has to be kept; every place before the list's end that is not in it holds a committed token.
+A committed token may lie at any place of its slot, because attention does not depend on the order of its keys. So when
+the accepted path of a tree leaves gaps, no token is moved: later tokens fill the gaps. Each slot keeps the list of the
+max_pending places that its next tokens will take; every other place before the list's last holds a committed token.
+
+A slot out of range, or in two rows of a function that changes a slot, is an error where the values are known. Under jit
+the first row of a slot counts, and its later rows and those of a slot that does not exist are rows of the null slot.
 """
 
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.arguments import checked_fork, checked_slots, distinct_slots, first_rows
 from jaxbuf.sharing import (
     NOWHERE,
     Ownership,
@@ -54,8 +58,13 @@ def advance_order(order: Array, slots: Array, start: Array, accepted: Array, per
     Args:
       order: int32 [slots + 1, max_pending].
       slots, start, accepted: int32 [rows]; start counts what was committed before.
-      permutation: int32 [rows, max_pending], the accepted tokens first and the others in their order; None: they are.
+      permutation: int32 [rows, max_pending], the accepted tokens first and the others in their order; None: the
+        accepted tokens are already first.
+
+    Raises:
+      ValueError: slots do not fit, or (where they are known) one is out of range or repeated.
     """
+    slots = distinct_slots(slots, order.shape[0])
     rows, index = order[slots], jnp.arange(order.shape[1], dtype=jnp.int32)[None]
     if permutation is not None:
         rows = jnp.take_along_axis(rows, permutation, axis=1)
@@ -68,7 +77,8 @@ def advance_order(order: Array, slots: Array, start: Array, accepted: Array, per
 def reserve_pages(
     pages: Ownership, table: Array, place: Array, *, slots: Array, lengths: Array, page_size: int
 ) -> tuple[Array, Array, Ownership]:
-    """Gives each row the pages that its next tokens lie on, where it has none of its own; all of them, or nothing.
+    """Gives each row the pages for its next tokens, where it has none of its own. Where too few are free, no row gets
+    any.
 
     Args:
       pages: Who owns them.
@@ -78,12 +88,18 @@ def reserve_pages(
       page_size: Tokens of a page.
 
     Returns:
-      served: bool scalar; False where pages do not suffice, or did not before. Then only the flag is new.
+      served: bool scalar; False where too few pages are free, or an earlier launch found too few. Then nothing has
+        changed but the note of what is missing.
       table, pages: As they are now.
+
+    Raises:
+      ValueError: slots do not fit, or (where they are known) one is out of range or repeated.
+      PoolExhausted: Pages do not suffice, where that is known.
     """
+    slots = distinct_slots(slots, table.shape[0])
     rows, time = place.shape
     real = (jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]) & (slots > 0)[:, None]
-    page = jnp.where(real, place // page_size, NOWHERE)
+    page = jnp.where(real & (place >= 0), place // page_size, NOWHERE)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     old = table[slots]
     touched = jnp.zeros(old.shape, bool).at[row, page].set(True, mode="drop")
@@ -98,7 +114,12 @@ def reserve_pages(
 
 
 def release_pages(pages: Ownership, table: Array, slots: Array) -> tuple[Array, Ownership]:
-    """The table and the pages after `slots` gave back all of theirs."""
+    """The table and the pages after `slots` (int32 [rows]) gave back all of theirs; one that is there twice, once.
+
+    Raises:
+      ValueError: slots do not fit, or (where they are known) one is out of range.
+    """
+    slots = first_rows(checked_slots(slots, table.shape[0]))
     old = jnp.where((slots > 0)[:, None], table[slots], 0)
     return _put(table, slots, jnp.zeros_like(old)), release_rows(pages, old)
 
@@ -122,15 +143,22 @@ def fork_pages(
       pages: Who owns them; None: every slot has its own for good.
       table: int32 [slots + 1, max_pages].
       order: int32 [slots + 1, max_pending] from `init_order`, or None.
-      source, target: int32 [rows]; a row whose target is 0 is left out.
+      source, target: int32 [rows]; a row with a 0, or whose source is its target, is left out. No target twice; under
+        jit the first row of a target counts.
       length: int32 [rows], the tokens that the source committed.
       page_size: Tokens of a page.
 
     Returns:
-      served: bool scalar; False where pages do not suffice, or did not before. Then only the flag is new.
+      served: bool scalar; False where too few pages are free, or an earlier launch found too few. Then nothing has
+        changed but the note of what is missing.
       copies: int32 [rows, n] each, pages read and written (past the pool where nothing is copied).
       table, pages: As they are now.
+
+    Raises:
+      ValueError: The two do not fit each other, or (where they are known) a slot is out of range or a target repeated.
+      PoolExhausted: Pages do not suffice, where that is known.
     """
+    source, target = checked_fork(source, target, table.shape[0])
     real = (target > 0)[:, None]
     index = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
     listed = length[:, None] if order is None else order[source]

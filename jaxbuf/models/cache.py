@@ -1,10 +1,13 @@
 """The memory of a whole model: one cursor and one table of pages, and the arrays of every layer."""
 
 import dataclasses
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxbuf.arguments import check_sizes, checked_fork, checked_slots, distinct_slots, first_rows
 from jaxbuf.attention import paged
 from jaxbuf.attention.paged import PagedKV, init_kv, init_table
 from jaxbuf.attention.pages import (
@@ -18,7 +21,9 @@ from jaxbuf.attention.pages import (
 from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.recurrence import Cursor, Pool, buffered
 from jaxbuf.recurrence.convolution import init_ring, init_ring_order
-from jaxbuf.recurrence.sharing import raise_exhausted as raise_exhausted_states
+from jaxbuf.recurrence.cursor import checked_limits
+from jaxbuf.recurrence.sharing import raise_missing_rows
+from jaxbuf.recurrence.spec import check_rows
 from jaxbuf.recurrence.traffic import ring_entries
 from jaxbuf.recurrence.tree import path_first, permute
 from jaxbuf.sharing import NOWHERE, Ownership, clear_flag, init_ownership, raise_missing
@@ -81,7 +86,9 @@ def init_cache(
       slots: Requests at once.
       capacity: Tokens that a softmax layer holds for each, rounded up to whole pages (with trees, after adding the
         max_pending - 1 places that a tree may leave open).
-      limit, max_pending, block_size: Of the buffered recurrence, see `buffered.init_cursor`.
+      limit: As in `buffered.init`, of any size: a slot's entries are never more than its tokens, so that a limit above
+        capacity + max_pending is that number, and the ring is no longer than that needs.
+      max_pending, block_size: Of the buffered recurrence, see `buffered.init`.
       page_size: Tokens of one page of the softmax layers.
       trees: Whether `extend` takes `parents`: keeps the index lists that trees need in the softmax layers and the
         convolutions.
@@ -93,8 +100,12 @@ def init_cache(
       state_dtype: Of the recurrent state.
 
     Raises:
-      ValueError: A size below 1.
+      ValueError: A size below 1 or not a whole number, or as in `buffered.init`.
     """
+    check_sizes(slots=slots, capacity=capacity, max_pending=max_pending, page_size=page_size)
+    given = {"states": states, "blocks": blocks, "pages": pages}
+    check_sizes(**{name: count for name, count in given.items() if count is not None})
+    limits = checked_limits(limit, slots, longest=capacity + max_pending)
     table = init_table(slots=slots, capacity=capacity + (max_pending - 1 if trees else 0), page_size=page_size)
     own, ownership = slots * table.shape[1], None
     if any(count is not None for count in (states, blocks, pages)):
@@ -102,7 +113,7 @@ def init_cache(
         spare = slots // 2 * (-(-max_pending // page_size) + 1)  # what is shared until its owners have their own
         ownership = init_ownership(1 + (own + spare if pages is None else pages))
         own, table = ownership.owners.shape[0] - 1, jnp.zeros_like(table)
-    sizes = {"limit": limit, "max_pending": max_pending, "block_size": block_size}
+    sizes = {"limit": limits, "max_pending": max_pending, "block_size": block_size}
     cursor = buffered.init_cursor(slots=slots, **sizes, states=states, blocks=blocks)
     entry_dtype = dtype if entry_dtype is None else entry_dtype
     channels, width = config.convolution_channels, config.linear_conv_kernel_dim
@@ -147,8 +158,15 @@ def forked_sizes(
       prompt_tokens, new_tokens: The most that a prompt has, and the most that each slot adds to it.
       limit, max_pending, block_size, page_size, trees: As `init_cache` is given them.
       again: Whether slots are forked later on, too, all of them at once at worst (beams).
+
+    Raises:
+      ValueError: A size below 1 (new_tokens below 0) or not a whole number.
     """
-    width = ring_entries(limit, max_pending, block_size) // block_size
+    check_sizes(slots=slots, prompts=prompts, prompt_tokens=prompt_tokens, page_size=page_size)
+    check_sizes(new_tokens=new_tokens, least=0)
+    longest = prompt_tokens + new_tokens + max_pending
+    limits = checked_limits(limit, slots, longest=longest)
+    width = ring_entries(int(limits.max()), max_pending, block_size) // block_size
     # Prefill leaves one checkpoint a prompt. A slot's first fold needs a row of its own, and where slots fold together
     # what they share is given back only after it: then each of their groups, of two slots or more, has one row more.
     groups = slots // 2 if again else min(prompts, slots // 2)
@@ -169,7 +187,10 @@ def forked_sizes(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MTPCache:
-    """Memory of the MTP layer, beside the model's `Cache`: what was read lies at its position, and nothing counts it.
+    """Memory of the MTP layer, beside the model's `Cache`.
+
+    The keys and values of a token lie at the token's position. How many there are is not stored: callers say where they
+    write and how far they read.
 
     Attributes:
       kv: The layer's keys and values.
@@ -200,18 +221,29 @@ def init_mtp(
       dtype: The compute dtype.
 
     Raises:
-      ValueError: The model has no MTP layer, or a size below 1.
+      ValueError: The model has no MTP layer, or a size below 1 or not a whole number.
     """
+    check_sizes(slots=slots, capacity=capacity, max_pending=max_pending, page_size=page_size)
     if not config.mtp_num_hidden_layers:
         raise ValueError("the model has no MTP layer (mtp_num_hidden_layers is 0)")
+    check_sizes(slots=slots, capacity=capacity, max_pending=max_pending, page_size=page_size)
     table = init_table(slots=slots, capacity=capacity + max_pending, page_size=page_size)
     heads, head_dim, pages = config.num_key_value_heads, config.head_dim, 1 + slots * table.shape[1]
     return MTPCache(init_kv(pages=pages, page_size=page_size, kv_heads=heads, head_dim=head_dim, dtype=dtype), table)
 
 
 def fork_mtp(memory: MTPCache, source: Array, target: Array) -> MTPCache:
-    """Gives the slots `target` (int32 [n], distinct) what the slots `source` (int32 [n]) hold; all are read before any
-    is written, and the null slot is never written."""
+    """Gives each slot in `target` what the slot in `source` holds; all are read before any is written.
+
+    Args:
+      memory: Of the MTP layer.
+      source, target: int32 [rows]; a row with a 0, or whose source is its target, is left out. No target twice (under
+        jit its first row counts).
+
+    Raises:
+      ValueError: The two do not fit each other, or (where they are known) a slot is out of range or a target repeated.
+    """
+    source, target = checked_fork(source, target, memory.table.shape[0])
     read, written = memory.table[source], memory.table[target]
     written = jnp.where(written > 0, written, memory.kv.keys.shape[0])
     return dataclasses.replace(memory, kv=paged.fork(memory.kv, (read, written)))
@@ -223,14 +255,16 @@ def commit(cache: Cache, accepted: Array, *, slots: Array | None = None, path: A
     Args:
       cache: After `extend`.
       accepted: int32 [rows], how many, in [0, pending].
-      slots: int32 [rows], physical slots; None: all in order.
+      slots: int32 [rows], physical slots, none but 0 twice (under jit the first row of a slot counts); None: all in
+        order.
       path: int32 [rows, n], for a tree: the accepted nodes from the root to a leaf, of which the first `accepted`
         count.
 
     Raises:
-      ValueError: `accepted` or `path` is out of range, where that is known; or a path, and the cache has no trees.
+      ValueError: `accepted`, `path` or a slot is out of range, or a slot is repeated, where that is known; or a path,
+        and the cache has no trees.
     """
-    slots = all_slots(cache) if slots is None else slots
+    slots = all_slots(cache) if slots is None else distinct_slots(slots, cache.table.shape[0])
     if cache.page_order is None or cache.ring_order is None:
         if path is not None:
             raise ValueError("path needs a cache made with trees=True, got one without")
@@ -256,14 +290,14 @@ def fork(cache: Cache, source: Array, target: Array) -> Cache:
       source, target: int32 [rows], or one number, as in `buffered.fork`.
 
     Raises:
-      ValueError: A slot is out of range, or the two do not fit.
+      ValueError: The two do not fit, or (where that is known) a slot is out of range or a target is repeated.
       PoolExhausted: Blocks or pages ran out, where that is known; inside jit nothing is changed but a flag that
         `raise_exhausted` finds.
     """
     source, target = jnp.atleast_1d(jnp.asarray(source)), jnp.atleast_1d(jnp.asarray(target))
     if source.shape == (1,):
         source = jnp.broadcast_to(source, target.shape)
-    real = (source > 0) & (source != target)
+    source, target = checked_fork(source, target, cache.table.shape[0])
     kv = next((layer for layer in cache.layers if isinstance(layer, PagedKV)), None)
     table, pages, served = cache.table, cache.pages, jnp.asarray(True)
     nothing = jnp.zeros((source.shape[0], 0), jnp.int32)
@@ -274,7 +308,7 @@ def fork(cache: Cache, source: Array, target: Array) -> Cache:
             cache.table,
             cache.page_order,
             source=source,
-            target=jnp.where(real, target, 0),
+            target=target,
             length=cache.cursor.position[source],
             page_size=kv.keys.shape[1],
         )
@@ -286,7 +320,7 @@ def fork(cache: Cache, source: Array, target: Array) -> Cache:
             table = jnp.where(there, table, cache.table)
             pages = jax.tree.map(lambda new, old: jnp.where(there, new, old), pages, cache.pages)
             copied = copied[0], jnp.where(there, copied[1], NOWHERE)
-    target = jnp.where(real & served & (target > 0), target, NOWHERE)
+    target = jnp.where(served & (target > 0), target, NOWHERE)
 
     def fork_slots(x):
         return x.at[target].set(x[source], mode="drop")
@@ -308,8 +342,14 @@ def fork(cache: Cache, source: Array, target: Array) -> Cache:
 
 def reset(cache: Cache, slots: Array) -> Cache:
     """Empties slots (int32 [rows]) for their next owner; only integers move. Shared rows, blocks and pages are given
-    back, and launches that rested because some were lacking are served again."""
-    slots, table, pages, order = jnp.asarray(slots), cache.table, cache.pages, cache.page_order
+    back, and launches that rested because some were lacking are served again. A slot that is there several times is
+    emptied once.
+
+    Raises:
+      ValueError: A slot is out of range, where that is known.
+    """
+    slots = first_rows(checked_slots(slots, cache.table.shape[0]))
+    table, pages, order = cache.table, cache.pages, cache.page_order
     cursor = buffered.reset_cursor(cache.cursor, slots)
     if pages is not None:
         table, pages = release_pages(pages, table, slots)
@@ -326,16 +366,29 @@ def raise_exhausted(cache: Cache) -> None:
     Raises:
       PoolExhausted: Says which, how many there are, how many were missing, and what to raise.
     """
-    raise_exhausted_states(cache.cursor.sharing)
+    raise_missing_rows(cache.cursor.sharing)
     raise_missing(pages=cache.pages)
 
 
 def take_pages(cache: Cache, slots: Array, lengths: Array, time: int) -> tuple[Cache, Array]:
-    """The cache with pages for the next tokens of each row, and the rows' lengths: zeros if pages ran out."""
+    """The cache with pages for the next tokens of each row, and the rows' lengths: zeros if pages ran out.
+
+    Args:
+      cache: Of the model.
+      slots: int32 [rows], no slot but 0 twice (under jit the first row of a slot counts).
+      lengths: int32 [rows], real tokens of each row.
+      time: The most tokens of a row.
+
+    Raises:
+      ValueError: slots or lengths do not fit, or (where that is known) a slot is out of range or repeated.
+      PoolExhausted: Pages ran out, where that is known.
+    """
+    rows, lengths = checked_slots(slots, cache.table.shape[0], once=True), jnp.asarray(lengths)
+    check_rows("lengths", lengths, rows.shape[0])
     kv = next((layer for layer in cache.layers if isinstance(layer, PagedKV)), None)
     if cache.pages is None or kv is None:
         return cache, lengths
-    place = places(cache.page_order, slots, cache.cursor.position[slots], time)
+    place = places(cache.page_order, rows, cache.cursor.position[rows], time)
     served, table, pages = reserve_pages(
         cache.pages, cache.table, place, slots=slots, lengths=lengths, page_size=kv.keys.shape[1]
     )
@@ -344,4 +397,5 @@ def take_pages(cache: Cache, slots: Array, lengths: Array, time: int) -> tuple[C
 
 def all_slots(cache: Cache) -> Array:
     """int32 [slots]: every physical slot but the null one, in order."""
-    return jnp.arange(1, cache.cursor.length.shape[0], dtype=jnp.int32)
+    # An array of numpy is known under jit, too: no decoding step has to look for slots that are there twice.
+    return cast(Array, np.arange(1, cache.cursor.length.shape[0], dtype=np.int32))

@@ -276,18 +276,20 @@ def prefill(
       model: The parameters.
       cache: Each row goes on from its slot's own position.
       tokens: int32 [rows, T], right-padded.
-      lengths: int32 [rows], real tokens of each row; None: all T.
-      slots: int32 [rows], physical slots (0 is null and holds nothing); None: all slots in order.
+      lengths: int32 [rows], real tokens of each row, in [0, T]; None: all T.
+      slots: int32 [rows], physical slots (0 is null and holds nothing), no other slot twice; None: all slots in order.
       keep: How many last tokens stay as entries of the recurrence, unfolded.
 
     Returns:
       Hidden states [rows, T, D] after the final norm (finite and unspecified past the lengths), and the cache.
 
     Raises:
-      ValueError: slots is None and there are not as many rows as slots; or keep is out of range.
+      ValueError: slots is None and there are not as many rows as slots; a shape or dtype does not fit; or slots,
+        lengths or keep are out of range or a slot is repeated, where they are known. Under jit lengths and keep are
+        clamped, the first row of a slot counts, and rows of a slot out of range are as rows of slot 0.
     """
     cache, rows, lengths = _rows(cache, tokens, slots, lengths)
-    step, cursor = buffered.begin_prefill(cache.cursor, rows, lengths, keep)
+    step, cursor = buffered.begin_prefill(cache.cursor, rows, lengths, keep, time=tokens.shape[1])
     hidden, after = _serve(model, cache, tokens, step, cursor, buffered.prefill_pool)
     if cache.page_order is None:
         return hidden, after
@@ -316,10 +318,14 @@ def extend(
         trees=True. None: each token follows the one before.
 
     Returns:
-      Hidden states [rows, T, D] after the final norm, and the cache.
+      Hidden states [rows, T, D] after the final norm, and the cache. A draft whose embedding is not finite may make
+      the hidden states of other tokens of its row NaN, and with them what later layers keep of these, see
+      `buffered.extend`: tokens must be ids of the vocabulary.
 
     Raises:
-      ValueError: T exceeds max_pending, slots is None and there are not as many rows as slots, or parents do not fit.
+      ValueError: T exceeds max_pending, slots is None and there are not as many rows as slots, a shape or dtype does
+        not fit, or (where that is known) parents, lengths or slots are out of range or a slot is repeated; under jit
+        as in `prefill`.
       PoolExhausted: Shared rows, blocks or pages ran out, where that is known; see `raise_exhausted`.
     """
     if parents is not None and cache.page_order is None:
@@ -331,10 +337,14 @@ def extend(
 
 def _rows(cache: Cache, tokens: Array, slots: Array | None, lengths: Array | None) -> tuple[Cache, Array, Array]:
     """The physical slot and the number of real tokens of each row, and the cache with pages for them."""
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be int32 [rows, T], got {tokens.dtype} {tokens.shape}")
     rows = all_slots(cache) if slots is None else slots
-    if rows.shape[0] != tokens.shape[0]:
-        raise ValueError(f"tokens must have one row a slot ({rows.shape[0]}), got shape {tokens.shape}")
-    lengths = jnp.full(rows.shape, tokens.shape[1], jnp.int32) if lengths is None else lengths
+    if jnp.shape(rows) != tokens.shape[:1]:
+        number = len(rows) if jnp.ndim(rows) else 1
+        raise ValueError(f"tokens must have one row a slot ({number}), got shape {tokens.shape}")
+    if lengths is None:
+        lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     cache, lengths = take_pages(cache, rows, lengths, tokens.shape[1])
     return cache, rows, lengths
 

@@ -1,7 +1,8 @@
 """The recurrence with a buffer: a checkpoint of the state, and a ring of recent (key, update, decay) entries.
 
 A decoding step reads the checkpoint and the ring and writes one entry; the ring is folded into the checkpoint only when
-it is full. Draft tokens are entries past the committed length, so rejecting them moves an integer.
+it is full. Draft tokens are written to the ring but not yet counted. Rejecting them only resets the counter; nothing is
+copied.
 
 The memory has two parts. The `Cursor` (integers, `cursor.py`) says what every slot holds and is shared by all
 recurrent layers of a model; a `Pool` (`pool.py`) holds one layer's arrays. `begin` and `begin_prefill` turn the cursor
@@ -12,6 +13,11 @@ With an fp32 checkpoint and bf16 entries the error does not accumulate where the
 3e-3, even without decay for beta up to 1.5. As beta nears 2 without decay, a step reflects the state instead, and keeps
 its rounding: about 1e-2 for beta in [1.9, 2], and for beta = 2 an error that grows with the root of the steps (3e-2
 after 4,096 at key_dim 32). entry_dtype=float32 stays below 1e-5 there.
+
+Slots are int32 [rows], the physical slot of each row of a launch. A slot out of range, or in two rows of a function
+that changes slots, is an error where the values are known. Under jit they are not: the first row of a slot counts, its
+later rows and rows of a slot that does not exist are rows of the null slot 0, which gives zeros and writes nothing. No
+other slot is touched in either case.
 
 A request: `init`; `prefill` of its prompt; then, step by step, `extend` with the newest token and its drafts and
 `commit` of how many were right. `examples/recurrence.py` does it by hand.
@@ -24,7 +30,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.recurrence import sharing
+from jaxbuf.arguments import check_sizes, checked_slots
 from jaxbuf.recurrence.cursor import (
     Cursor,
     PrefillStep,
@@ -32,15 +38,15 @@ from jaxbuf.recurrence.cursor import (
     begin,
     begin_fold,
     begin_prefill,
-    checked_slots,
     commit_cursor,
     held,
     init_cursor,
 )
 from jaxbuf.recurrence.launch import extend_pool, fold_pool
 from jaxbuf.recurrence.pool import Pool, fork_pool, init_pool, prefill_pool, read_pool
+from jaxbuf.recurrence.sharing import raise_missing_rows
 from jaxbuf.recurrence.slots import Copies, fork_cursor, load_cursor, reset_cursor
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs, check_rows
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs, check_rows, check_state
 
 __all__ = [
     "BufferedState",
@@ -99,8 +105,9 @@ def init(
     Args:
       spec: The family.
       slots: How many requests fit.
-      limit: Committed entries from which a slot folds, for all or int32 [slots] for each: 1 is the recurrent form, 16
-        or so the buffered one, more than a request's length keeps it KV-only (no checkpoint is ever read or written).
+      limit: Committed entries from which a slot folds, for all or int32 [slots] for each, at most 2**20: 1 is the
+        recurrent form, 16 or so the buffered one, more than a request's length keeps it KV-only (no checkpoint is ever
+        read or written). The ring has that many entries, and need not have more than a request's tokens.
       max_pending: The most tokens that one `extend` takes: 1 + drafts.
       block_size: Entries a block holds. A slot's ring has max(limit, max_pending) + max_pending entries, rounded up to
         whole blocks.
@@ -111,7 +118,7 @@ def init(
       state_dtype, entry_dtype: As in `init_pool`.
 
     Raises:
-      ValueError: A size below 1.
+      ValueError: A size below 1 or not a whole number, limit above 2**20, or more entries than int32 can number.
     """
     sizes = {"limit": limit, "max_pending": max_pending, "block_size": block_size}
     cursor = init_cursor(slots=slots, **sizes, states=states, blocks=blocks)
@@ -142,7 +149,7 @@ def prefill(
       q, k, v, log_decay, beta: As in `recurrent`, [rows, time, ...]. Keys are rounded to the entry dtype first, as in
         `extend`, whether or not they stay as entries.
       slots: int32 [rows], the physical slot of each row; 0 writes nothing; no other slot twice.
-      lengths: int32 [rows], the real tokens of each row; None: all.
+      lengths: int32 [rows], the real tokens of each row, in [0, time]; None: all.
       keep: How many last tokens stay as entries in the ring, one number or int32 [rows]; at most the
         ring's size (see `init`) less max_pending.
       chunk_size: As in `chunked`.
@@ -152,13 +159,15 @@ def prefill(
       out [rows, time, heads, value_dim] (zero past `lengths` and for slot 0), and the memory.
 
     Raises:
-      ValueError: A shape or dtype does not fit, or keep is out of range.
+      ValueError: A shape or dtype does not fit, or slots, lengths, keep or chunk_size are out of range or a slot is
+        repeated (slots, lengths and keep where they are known: under jit lengths and keep are clamped).
       PoolExhausted: The pool of `states` or `blocks` ran out: see `raise_exhausted`.
     """
     check_implementation("prefill", implementation)
     check_inputs(spec, q, k, v, log_decay, beta)
+    check_sizes(chunk_size=chunk_size)
     check_rows("slots", jnp.asarray(slots), v.shape[0])
-    step, cursor = begin_prefill(cache.cursor, slots, _all(lengths, v), keep)
+    step, cursor = begin_prefill(cache.cursor, slots, _all(lengths, v), keep, time=v.shape[1])
     out, pool = prefill_pool(spec, cache.pool, step, q, k, v, log_decay, beta, chunk_size=chunk_size)
     return out, BufferedState(cursor, pool)
 
@@ -184,6 +193,10 @@ def extend(
     Nothing committed changes otherwise; `commit` makes pending entries real. T tokens at once store the same bits as T
     calls of one, as long as the same entries are folded.
 
+    A NaN or infinity of one token may reach the outputs of other tokens of its row in the same launch, earlier ones and
+    other branches of a tree among them: what a token must not see is multiplied by a weight of zero. It reaches no
+    other row, and, once the token is rejected, nothing in later launches.
+
     Args:
       q, k, v, log_decay, beta: As in `recurrent`, [rows, T, ...] with T at most max_pending.
       slots: int32 [rows], the physical slot of each row; slot 0 gives zeros and writes nothing; no other slot twice.
@@ -197,8 +210,8 @@ def extend(
       out [rows, T, heads, value_dim] in v's dtype (zero past `lengths`), and the memory.
 
     Raises:
-      ValueError: A shape or dtype does not fit, T exceeds max_pending, a slot is there twice (where that is known: not
-        under jit), or the implementation can't serve the call.
+      ValueError: A shape or dtype does not fit, T exceeds max_pending, slots or lengths are out of range or a slot is
+        repeated (where they are known: under jit lengths are clamped), or the implementation can't serve the call.
       PoolExhausted: The pool of `states` or `blocks` ran out: see `raise_exhausted`.
 
     Source: KVBuffer, eqs. 7 and 16; ReplaySSM, algorithm 6.
@@ -218,15 +231,15 @@ def commit(cache: BufferedState, accepted: Array, *, slots: Array, path: Array |
 
     Args:
       accepted: int32 [rows], how many to keep, in [0, pending].
-      slots: int32 [rows]; slot 0 is left as it is; no other slot twice.
+      slots: int32 [rows]; slot 0 is left as it is; no other slot twice (under jit its first row counts).
       path: int32 [rows, n], for a tree: the accepted nodes from the root to a leaf, of which the first `accepted`
         count; what stands past them is ignored. None: the tokens in their order. The parents are not remembered: that
         it is a path of the tree is not checked, and after a tree None is right only where the first `accepted` tokens
         are a chain from the root.
 
     Raises:
-      ValueError: `accepted` or `path` is out of range (checked where their values are known; under jit `accepted` is
-        clamped).
+      ValueError: `accepted`, `path` or a slot is out of range, or a slot repeated (checked where their values are
+        known; under jit `accepted` is clamped).
       PoolExhausted: The `extend` before it rested because rows ran out, where that is known.
 
     Source: ReplaySSM, section 4.2.
@@ -242,15 +255,15 @@ def fold(
     Pending entries stay pending. Slot 0, and slots with nothing committed in the ring, are left as they are.
 
     Args:
-      slots: int32 [rows].
+      slots: int32 [rows], no slot but 0 twice.
       implementation, interpret: As in `extend_pool`.
 
     Raises:
-      ValueError: The implementation can't serve the call.
+      ValueError: The implementation can't serve the call, or (where that is known) a slot is out of range or repeated.
       PoolExhausted: The pool of `states` ran out: see `raise_exhausted`.
     """
-    before, rows, cursor = begin_fold(cache.cursor, slots)
-    pool = fold_pool(spec, cache.pool, before, rows, implementation=implementation, interpret=interpret)
+    before, write, cursor = begin_fold(cache.cursor, slots)
+    pool = fold_pool(spec, cache.pool, before, write, implementation=implementation, interpret=interpret)
     return BufferedState(cursor, pool)
 
 
@@ -264,10 +277,10 @@ def fork(cache: BufferedState, source: Array, target: Array) -> BufferedState:
     Args:
       source, target: int32 [rows], or one number; one source may have many targets. Sources are read as they were
         before the call, so that slots may trade places; targets forget what they held, and take the source's limit. A
-        row with a 0, or with one slot twice, is left out. No target twice.
+        row with a 0, or whose source is its target, is left out. No target twice (under jit its first row counts).
 
     Raises:
-      ValueError: A slot is out of range, or the two do not fit.
+      ValueError: The two do not fit, or (where that is known) a slot is out of range or a target is repeated.
       PoolExhausted: The pool of `blocks` ran out: see `raise_exhausted`.
     """
     source, target = jnp.atleast_1d(jnp.asarray(source)), jnp.atleast_1d(jnp.asarray(target))
@@ -286,41 +299,52 @@ def raise_exhausted(cache: BufferedState) -> None:
     Raises:
       PoolExhausted: Says which pool, how many it has, how many were missing, and what to raise.
     """
-    sharing.raise_exhausted(cache.cursor.sharing)
+    raise_missing_rows(cache.cursor.sharing)
 
 
 def reset(cache: BufferedState, slots: Array) -> BufferedState:
     """Empties slots for their next owner. Only integers move: what the arrays hold is never read again.
 
     Shared rows and blocks are given back, and launches that rested because they lacked some are served again.
+
+    Args:
+      slots: int32 [rows]; a slot that is there several times is emptied once.
+
+    Raises:
+      ValueError: A slot is out of range, where that is known.
     """
     return dataclasses.replace(cache, cursor=reset_cursor(cache.cursor, slots))
 
 
 def read(spec: RecurrenceSpec, cache: BufferedState, slots: Array) -> Array:
-    """The committed state of each slot, f32 [rows, heads, value_dim, key_dim]; zeros for slot 0."""
-    return read_pool(spec, cache.pool, held(cache.cursor, checked_slots(cache.cursor, slots)))
+    """The committed state of each slot, f32 [rows, heads, value_dim, key_dim]; zeros for slot 0.
+
+    Args:
+      slots: int32 [rows]; a slot may be there several times.
+
+    Raises:
+      ValueError: A slot is out of range, where that is known.
+    """
+    return read_pool(spec, cache.pool, held(cache.cursor, checked_slots(slots, cache.cursor.length.shape[0])))
 
 
 def load(cache: BufferedState, state: Array, tokens: Array, slots: Array) -> BufferedState:
     """Gives each slot a state computed elsewhere, in place of what it held.
 
     Args:
-      state: f32 [rows, heads, value_dim, key_dim].
+      state: [rows, heads, value_dim, key_dim], stored in the checkpoints' dtype.
       tokens: int32 [rows], how many tokens the state holds, at least 1 (0 leaves the slot empty).
-      slots: int32 [rows].
+      slots: int32 [rows], no slot but 0 twice (under jit its first row counts).
 
     Raises:
-      ValueError: The state's shape does not fit the pool.
+      ValueError: The state's shape or dtype does not fit the pool; or (where that is known) tokens are negative, or a
+        slot is out of range or repeated.
       PoolExhausted: The pool of `states` ran out: see `raise_exhausted`.
     """
-    slots = jnp.asarray(slots)
-    shape = (slots.shape[0], *cache.pool.checkpoints.shape[1:])
-    if state.shape != shape:
-        raise ValueError(f"state must have shape {shape}, got {state.shape}")
-    rows, cursor = load_cursor(cache.cursor, tokens, slots)
-    stored = state.astype(cache.pool.checkpoints.dtype)
-    checkpoints = cache.pool.checkpoints.at[rows].set(stored, mode="drop")
+    write, cursor = load_cursor(cache.cursor, tokens, slots)
+    check_state(state, write.shape[0], cache.pool.checkpoints.shape[1:])
+    stored = jnp.asarray(state).astype(cache.pool.checkpoints.dtype)
+    checkpoints = cache.pool.checkpoints.at[write].set(stored, mode="drop")
     return BufferedState(cursor, dataclasses.replace(cache.pool, checkpoints=checkpoints))
 
 

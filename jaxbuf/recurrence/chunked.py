@@ -18,8 +18,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.arguments import check_sizes
 from jaxbuf.recurrence.recurrent import HIGHEST, real_positions
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs, check_state
 
 # Tokens of a row that are worked on at once: enough to fill a device, few enough that memory stays small.
 SEGMENT = 1024
@@ -48,6 +49,10 @@ def chunked(
 
     No decay is too strong: every weight is a product of factors at most 1, -inf included.
 
+    A NaN or infinity of one token may reach the outputs of earlier tokens of its row, which `recurrent` would give
+    right: inside a chunk, what a token must not see is multiplied by a weight of zero. Other rows, and what lies past
+    `lengths`, are apart: nothing of them reaches a row, whatever it is.
+
     Args:
       spec: The family.
       state, q, k, v, log_decay, beta, lengths: As in `recurrent`.
@@ -60,7 +65,7 @@ def chunked(
       return_updates u f32 [batch, time, heads, value_dim].
 
     Raises:
-      ValueError: An argument's shape or dtype does not fit `spec`, or chunk_size is below 1.
+      ValueError: An argument's shape or dtype does not fit `spec`, or chunk_size is below 1 or not a whole number.
 
     Source: Yang et al., Gated Delta Networks (2024), section 3.3; Kimi Team, Kimi Linear (2025), section 3; KVBuffer,
     eq. 15.
@@ -85,8 +90,9 @@ def solve_chunks(
 ) -> tuple[Array, Array, Array]:
     """`chunked` with its updates; arguments and errors as there."""
     check_inputs(spec, q, k, v, log_decay, beta)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if state is not None:
+        check_state(state, v.shape[0], spec.state_shape)
+    check_sizes(chunk_size=chunk_size)
     batch, time = v.shape[:2]
     size = 1 << (min(chunk_size, max(time, 1)) - 1).bit_length()
     total = -(-time // size)

@@ -1,12 +1,18 @@
 """The short causal convolution in front of Gated DeltaNet, and the ring of its last inputs.
 
-The input of absolute position p lies at ring row p % ring. A committed length therefore says everything about the ring:
-rejecting drafts moves that integer elsewhere, and here nothing at all moves. Where trees of tokens are served, an index
-list per slot says at which row the inputs p % ring lie: accepting a path permutes it, and still no input moves.
+The input of absolute position p lies at ring row p % ring, so that the number of committed tokens says which rows hold
+what. Rejecting drafts only resets that number, and nothing in the ring moves. Where trees of tokens are served, each
+slot has a list of ring rows, in which entry p % ring is the row of input p. Accepting a path permutes the list; the
+inputs stay where they are.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.arguments import check_range, check_sizes, checked_slots
+from jaxbuf.recurrence.spec import check_rows
+from jaxbuf.recurrence.tree import check_parents
 
 type Array = jax.Array
 
@@ -14,20 +20,14 @@ type Array = jax.Array
 def init_ring(*, slots: int, channels: int, width: int, max_pending: int, dtype: jnp.dtype) -> Array:
     """Returns an empty ring [slots + 1, width - 1 + max_pending, channels]; row 0 is the null slot.
 
-    It holds the width - 1 inputs before the first pending token and the pending ones, so no pending input overwrites
-    one that the next step may read, whatever is accepted.
+    It has room for the pending inputs and the width - 1 inputs before them. So a pending input never overwrites one
+    that the next step may read, however many of the pending ones are accepted.
 
     Raises:
-      ValueError: A size below 1 (width below 2).
+      ValueError: A size below 1 (width below 2), or not a whole number.
     """
-    for name, size, least in (
-        ("slots", slots, 1),
-        ("channels", channels, 1),
-        ("width", width, 2),
-        ("max_pending", max_pending, 1),
-    ):
-        if size < least:
-            raise ValueError(f"{name} must be at least {least}, got {size}")
+    check_sizes(slots=slots, channels=channels, max_pending=max_pending)
+    check_sizes(width=width, least=2)
     return jnp.zeros((slots + 1, width - 1 + max_pending, channels), dtype)
 
 
@@ -89,9 +89,10 @@ def extend_ring(
       ring: [slots + 1, ring, channels], from `init_ring`.
       weight: [channels, width].
       x: [rows, time, channels], the inputs of positions start .. start + time - 1.
-      slots: int32 [rows], the physical slot of each row. Slot 0 is null: nothing is written, zeros come back.
-      start: int32 [rows], the committed tokens of each row's slot. Positions below 0 read as zeros.
-      lengths: int32 [rows], how many of the inputs are real; the others are not written and give zeros.
+      slots: int32 [rows], the physical slot of each row. Slot 0 is null: nothing is written, zeros come back. No other
+        slot twice: under jit it is not specified which row's inputs the slot's ring then holds.
+      start: int32 [rows], the committed tokens of each row's slot, at least 0. Before the first token are zeros.
+      lengths: int32 [rows], how many of the inputs are real, in [0, time]; the others are not written and give zeros.
       order: int32 [slots + 1, ring], the ring row of the inputs p % ring, from `init_ring_order`; None: p % ring
         itself. `tree.permute` with first = start brings an accepted path to the front.
       parents: int32 [rows, time], the input before each one, of a lower index, -1 for the committed tail; needs `order`
@@ -99,13 +100,20 @@ def extend_ring(
 
     Returns:
       y [rows, time, channels] in x's dtype, before the activation, and the ring.
+
+    Raises:
+      ValueError: Integers that do not fit; or, where they are known, out of range (under jit a slot out of range is a
+        null one, and start and lengths are clamped), or a slot repeated.
     """
     time, size, history = x.shape[1], ring.shape[1], weight.shape[1] - 1
+    slots, start, lengths = launch_integers(ring, slots, start, lengths, time)
     if parents is not None and (order is None or parents.shape != x.shape[:2] or time > size - history):
         raise ValueError(
             f"parents must be [rows, time] of x {x.shape}, time at most max_pending ({size - history}), with an order; "
             f"got {parents.shape} {'without an order' if order is None else 'with one'}"
         )
+    if parents is not None:
+        parents = check_parents(parents, x.shape[0], time)
 
     def rows_of(positions):
         return positions % size if order is None else jnp.take_along_axis(order[slots], positions % size, axis=1)
@@ -124,6 +132,16 @@ def extend_ring(
         x = jnp.take_along_axis(x, jnp.maximum(offsets, 0)[..., None], axis=1)
     rows = jnp.where(real, rows_of(start[:, None] + offsets), size)
     return y, ring.at[slots[:, None], rows].set(x.astype(ring.dtype), mode="drop")
+
+
+def launch_integers(ring: Array, slots: Array, start: Array, lengths: Array, time: int) -> tuple[Array, Array, Array]:
+    """slots, start and lengths of a launch of `time` inputs, checked as `extend_ring` says, int32 [rows]."""
+    rows, most = checked_slots(slots, ring.shape[0], once=True), np.iinfo(np.int32).max - time
+    for name, integers, high in (("start", start, most), ("lengths", lengths, time)):
+        check_rows(name, jnp.asarray(integers), rows.shape[0])
+        check_range(name, integers, 0, high)
+    start, lengths = jnp.asarray(start).astype(jnp.int32), jnp.asarray(lengths).astype(jnp.int32)
+    return rows, jnp.maximum(start, 0), jnp.clip(lengths, 0, time)
 
 
 def _along_paths(x: Array, weight: Array, previous: Array, parents: Array) -> Array:

@@ -1,6 +1,7 @@
 """The integers of the buffered memory: what each slot holds, and what one launch reads, folds and writes.
 
-Everything that decides is here, and nothing here touches an array of numbers: kernels and layers get finished indices.
+All decisions of a launch are made here, once for all layers. Layers and kernels get finished indices and look nothing
+up themselves.
 """
 
 import dataclasses
@@ -10,9 +11,17 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.recurrence.sharing import Sharing, count_places, default_counts, init_sharing, raise_exhausted, reserve
+from jaxbuf.arguments import check_range, check_sizes, distinct_slots
+from jaxbuf.recurrence.sharing import (
+    Sharing,
+    count_places,
+    default_counts,
+    init_sharing,
+    raise_missing_rows,
+    reserve,
+)
 from jaxbuf.recurrence.spec import Array, check_rows
-from jaxbuf.recurrence.traffic import ring_entries
+from jaxbuf.recurrence.traffic import MOST_LIMIT, ring_entries
 from jaxbuf.recurrence.tree import ancestors, check_parents, check_path, path_first, permute
 from jaxbuf.sharing import NOWHERE
 
@@ -26,12 +35,13 @@ class Cursor:
     (logical) lies at ring position order[(origin + i) % ring], which block_table maps to a block.
 
     Attributes:
-      checkpoint_of, fold_to: int32 [slots + 1], rows of the checkpoint pool: the one read, and where a fold writes
-        (with `sharing`, where the last one wrote).
+      checkpoint_of: int32 [slots + 1], the row of the checkpoint pool that holds the slot's state.
+      fold_to: int32 [slots + 1], the row that the slot's folds write. With `sharing` the row is chosen anew at each
+        fold, and this is the one that the last fold wrote.
       block_table: int32 [slots + 1, max_blocks]; 0 where there is no block.
       order: int32 [slots + 1, ring], logical to ring position.
       origin, length, pending: int32 [slots + 1].
-      limit: int32 [slots + 1], entries from which the slot folds.
+      limit: int32 [slots + 1], entries from which the slot folds; more than `ring` less max_pending counts as that.
       folded: int32 [slots + 1], tokens in the checkpoint; 0: it holds nothing and is not read.
       max_pending: The most tokens of one launch (static).
       sharing: Who owns the rows and blocks that slots take when they need them; None: every slot has its own for good.
@@ -88,7 +98,7 @@ class Step:
       slots, lengths: int32 [rows]; lengths is 0 for the null slot.
       start: int32 [rows], tokens committed before: the position of the row's first new token.
       before, now: What the rows held, and what they hold after the fold.
-      fold_to: int32 [rows], the checkpoint row that a folding row writes; past the pool for the others.
+      write: int32 [rows], the checkpoint row that a folding row writes in this launch; past the pool for the others.
       any_fold: bool, whether any row folds: decided here, once for all layers.
       append: int32 [rows, T], flat position of each new entry; past the pool for those that are not real.
       parents: int32 [rows, T], the node before each new token, -1 for the committed tail; None: each follows the last.
@@ -100,7 +110,7 @@ class Step:
     start: Array
     before: Held
     now: Held
-    fold_to: Array
+    write: Array
     any_fold: Array
     append: Array
     parents: Array | None = None
@@ -109,7 +119,7 @@ class Step:
     @property
     def folds(self) -> Array:
         """bool [rows]: which rows fold in this launch."""
-        return self.fold_to < NOWHERE
+        return self.write < NOWHERE
 
     @property
     def depth(self) -> Array:
@@ -153,18 +163,17 @@ def init_cursor(
 
     Args: as in `buffered.init`; limits for each may also start with the null slot's. A ring holds
     max(limit, max_pending) + max_pending entries, in whole blocks.
+
+    Raises:
+      ValueError: As in `buffered.init`.
     """
-    for name, value in (("slots", slots), ("max_pending", max_pending), ("block_size", block_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    limits = np.asarray(limit, np.int32)
-    if limits.shape == (slots + 1,):
-        limits = limits[1:]
-    if limits.shape not in ((), (slots,)):
-        raise ValueError(f"limit must be one number or int32 [{slots}], one a slot, got shape {limits.shape}")
-    if limits.min() < 1:
-        raise ValueError(f"limit must be at least 1, got {limits.min()}")
+    check_sizes(slots=slots, max_pending=max_pending, block_size=block_size)
+    limits = checked_limits(limit, slots)
     width = ring_entries(int(limits.max()), max_pending, block_size) // block_size
+    if (1 + slots * width) * block_size > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"slots ({slots}) with rings of {width * block_size} entries must be fewer: int32 numbers all entries"
+        )
     owned = np.arange(slots + 1, dtype=np.int32)
     table = 1 + (owned[:, None] - 1) * width + np.arange(width, dtype=np.int32)[None]
     table[0] = 0
@@ -193,6 +202,33 @@ def init_cursor(
     )
 
 
+def checked_limits(limit: object, slots: int, *, longest: int | None = None) -> np.ndarray:
+    """Fold thresholds as int32: a scalar, or [slots] for each slot.
+
+    Args:
+      limit: One number, integers [slots], or integers [slots + 1] that start with the null slot's.
+      slots: How many there are.
+      longest: The most entries that a slot can come to hold, committed and pending. A limit above is taken for this
+        one: it is never reached either, and the ring would only be longer. None: not known.
+
+    Raises:
+      ValueError: Something else than whole numbers from 1 on, or not as many; or a limit above 2**20 is left.
+    """
+    limits = np.asarray(limit)
+    if limits.ndim and limits.dtype.kind not in "iu":
+        raise ValueError(f"limit must be whole numbers, got {limits.dtype} {limits.shape}")
+    if limits.shape == (slots + 1,):
+        limits = limits[1:]
+    if limits.shape not in ((), (slots,)):
+        raise ValueError(f"limit must be one number or int32 [{slots}], one a slot, got shape {limits.shape}")
+    numbers = limits.reshape(-1).tolist()
+    for i, number in enumerate(numbers):
+        if longest is not None and isinstance(number, int) and number > longest:
+            numbers[i] = longest
+        check_sizes(most=MOST_LIMIT, limit=numbers[i])
+    return np.array(numbers, np.int32).reshape(limits.shape)
+
+
 def begin(cursor: Cursor, slots: Array, lengths: Array, time: int, parents: Array | None = None) -> tuple[Step, Cursor]:
     """Decides one `extend` of `time` tokens: which rows fold, what is read, where entries go.
 
@@ -217,10 +253,12 @@ def begin(cursor: Cursor, slots: Array, lengths: Array, time: int, parents: Arra
         raise ValueError(f"time ({time} tokens at once) must be at most max_pending ({cursor.max_pending})")
     slots, lengths = _rows(cursor, slots, lengths, time)
     before = held(cursor, slots)
-    full = (lengths > 0) & (before.live > 0) & (before.live + lengths > cursor.limit[slots])
+    # A launch that folds still reads the entries that it folds, and may not write its tokens over them.
+    limit = jnp.minimum(cursor.limit[slots], cursor.ring - cursor.max_pending)
+    full = (lengths > 0) & (before.live > 0) & (before.live + lengths > limit)
     first = jnp.where(full, 0, before.live)
     cursor, full, lengths = _reserve(cursor, slots, full, lengths, first, first + lengths)
-    after, fold_to = _fold_rows(cursor, slots, full)
+    after, write = _fold_rows(cursor, slots, full)
     now = held(after, slots)
     time_index = jnp.arange(time, dtype=jnp.int32)[None]
     append = _append_positions(now.entries, now.live[:, None] + time_index, time_index < lengths[:, None])
@@ -233,8 +271,8 @@ def begin(cursor: Cursor, slots: Array, lengths: Array, time: int, parents: Arra
         start=cursor.position[slots],
         before=before,
         now=now,
-        fold_to=fold_to,
-        any_fold=jnp.any(fold_to < NOWHERE),
+        write=write,
+        any_fold=jnp.any(write < NOWHERE),
         append=append,
         parents=parents,
         ancestors=None if parents is None else ancestors(parents),
@@ -242,23 +280,27 @@ def begin(cursor: Cursor, slots: Array, lengths: Array, time: int, parents: Arra
     return step, dataclasses.replace(after, pending=put(after.pending, slots, lengths))
 
 
-def begin_prefill(cursor: Cursor, slots: Array, lengths: Array, keep: int | Array = 0) -> tuple[PrefillStep, Cursor]:
+def begin_prefill(
+    cursor: Cursor, slots: Array, lengths: Array, keep: int | Array = 0, *, time: int | None = None
+) -> tuple[PrefillStep, Cursor]:
     """Decides one `prefill`; arguments as there. The returned cursor has the prompt committed.
+
+    `time` is the most tokens that a row has, the width of the prompts; None: whatever `lengths` say.
 
     Raises:
       ValueError: keep is negative or leaves no room for max_pending entries, or slots and lengths do not fit.
       PoolExhausted: As in `begin`.
     """
     room = cursor.ring - cursor.max_pending
-    slots, lengths = _rows(cursor, slots, lengths, None)
-    if isinstance(keep, int):
+    slots, lengths = _rows(cursor, slots, lengths, time)
+    if isinstance(keep, (int, np.integer)) and not isinstance(keep, bool):
         if not 0 <= keep <= room:
             raise ValueError(f"keep must be in [0, {room}], the ring ({cursor.ring}) less max_pending, got {keep}")
-        kept_at_most, keep = keep, jnp.full(slots.shape, keep, jnp.int32)
+        kept_at_most, keep = int(keep), jnp.full(slots.shape, keep, jnp.int32)
     else:
         keep = jnp.asarray(keep)
         check_rows("keep", keep, slots.shape[0])
-        _check_range("keep", keep, 0, room)
+        check_range("keep", keep, 0, room)
         kept_at_most = room
     before = held(cursor, slots)
     kept = jnp.minimum(jnp.clip(keep.astype(jnp.int32), 0, room), lengths)
@@ -288,12 +330,12 @@ def begin_fold(cursor: Cursor, slots: Array) -> tuple[Held, Array, Cursor]:
 
     Pending entries stay pending.
     """
-    slots = checked_slots(cursor, slots, once=True)
+    slots = distinct_slots(slots, cursor.length.shape[0])
     before = held(cursor, slots)
     pending = jnp.where(slots > 0, cursor.pending[slots], 0)
     cursor, which, _ = _reserve(cursor, slots, before.live > 0, pending, pending, pending)
-    after, fold_to = _fold_rows(cursor, slots, which)
-    return before, fold_to, after
+    after, write = _fold_rows(cursor, slots, which)
+    return before, write, after
 
 
 def commit_cursor(cursor: Cursor, accepted: Array, slots: Array, path: Array | None = None) -> Cursor:
@@ -302,12 +344,12 @@ def commit_cursor(cursor: Cursor, accepted: Array, slots: Array, path: Array | N
     With `path` (int32 [rows, n]) they are the first `accepted` nodes of it, root to leaf, and `order` is permuted so
     that they come first.
     """
-    slots = checked_slots(cursor, slots, once=True)
-    raise_exhausted(cursor.sharing)
+    slots = distinct_slots(slots, cursor.length.shape[0])
+    raise_missing_rows(cursor.sharing)
     accepted = jnp.asarray(accepted)
     check_rows("accepted", accepted, slots.shape[0])
     pending = cursor.pending[slots]
-    _check_range("accepted", accepted, 0, pending)
+    check_range("accepted", accepted, 0, pending)
     accepted = jnp.clip(accepted.astype(jnp.int32), 0, pending)
     order = cursor.order
     if path is not None:
@@ -338,9 +380,13 @@ def held(cursor: Cursor, slots: Array) -> Held:
 def _reserve(
     cursor: Cursor, slots: Array, folds: Array, lengths: Array, first: Array, end: Array
 ) -> tuple[Cursor, Array, Array]:
-    """The cursor with what a launch will write, which rows fold, and how many tokens each has: none if rows ran out.
+    """Takes the checkpoint rows and blocks that a launch will write, where slots share them.
 
-    New entries go to the logical places [first, end) after the fold; all before `end` are alive then.
+    After the fold, the launch's entries go to the logical places [first, end), and all entries before `end` are alive.
+
+    Returns:
+      The cursor with what was taken, which rows fold, and each row's number of tokens. Where too little was free, no row
+      folds and all have 0 tokens.
     """
     if cursor.sharing is None:
         return cursor, folds, lengths
@@ -351,7 +397,7 @@ def _reserve(
     keeps = count_places(cursor.order[slots], origin, jnp.zeros_like(end), end, blocks) > 0
     table, checkpoint = cursor.block_table[slots], cursor.checkpoint_of[slots]
     served, target, table, sharing = reserve(cursor.sharing, table, checkpoint, folds, appends, keeps)
-    raise_exhausted(sharing)
+    raise_missing_rows(sharing)
     folds = folds & served
     cursor = dataclasses.replace(
         cursor,
@@ -389,34 +435,10 @@ def put(array: Array, slots: Array, new: Array) -> Array:
     return array.at[jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")
 
 
-def checked_slots(cursor: Cursor, slots: Array, *, once: bool = False) -> Array:
-    """Slots as int32; `once`: an error if one but the null slot is there twice, where the values are known."""
-    slots = jnp.asarray(slots)
-    if slots.ndim != 1 or not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise ValueError(f"slots must be int32 [rows], got {slots.dtype} {slots.shape}")
-    _check_range("slots", slots, 0, cursor.length.shape[0] - 1)
-    if once and not isinstance(slots, jax.core.Tracer):
-        rows = np.bincount(np.asarray(slots))
-        if rows[1:].max(initial=0) > 1:
-            slot = 1 + int(rows[1:].argmax())
-            raise ValueError(f"slots must have each slot once, got slot {slot} in {rows[slot]} rows")
-    return slots.astype(jnp.int32)
-
-
 def _rows(cursor: Cursor, slots: Array, lengths: Array, time: int | None) -> tuple[Array, Array]:
-    slots, lengths = checked_slots(cursor, slots, once=True), jnp.asarray(lengths)
-    check_rows("lengths", lengths, slots.shape[0])
-    _check_range("lengths", lengths, 0, np.iinfo(np.int32).max if time is None else time)
-    return slots, jnp.where(slots > 0, lengths.astype(jnp.int32), 0)
-
-
-def _check_range(name: str, values: Array, low: int, high: int | Array) -> None:
-    """Raises where the values are known; inside jit they are not, and out-of-range ones write nothing."""
-    if isinstance(values, jax.core.Tracer) or isinstance(high, jax.core.Tracer):
-        return
-    given = np.asarray(values)
-    most = np.broadcast_to(np.asarray(high), given.shape)
-    wrong = (given < low) | (given > most)
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise ValueError(f"{name} must be in [{low}, {most[row]}], got {given[row]} at row {row}")
+    """The slots of a launch, each of them once, and each row's number of tokens: int32 [rows] in [0, time]."""
+    slots, most = distinct_slots(slots, cursor.length.shape[0]), np.iinfo(np.int32).max if time is None else time
+    given = jnp.asarray(lengths)
+    check_rows("lengths", given, slots.shape[0])
+    check_range("lengths", lengths, 0, most)
+    return slots, jnp.where(slots > 0, jnp.clip(given.astype(jnp.int32), 0, most), 0)

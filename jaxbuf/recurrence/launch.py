@@ -53,8 +53,8 @@ def extend_pool(
             reason = "it needs each token to follow the one before, trees are not served yet"
         if takes_call("extend", implementation, reason):
             inputs = q, xla.rounded(k, pool.keys.dtype), v, log_decay, beta
-            return _extend_on_gpu(spec, pool, step.before, step.lengths, step.fold_to, step.append, inputs, interpret)
-    return xla.extend_pool(spec, pool, step, q, k, v, log_decay, beta)
+            return _extend_on_gpu(spec, pool, step.before, step.lengths, step.write, step.append, inputs, interpret)
+    return xla.extend_with_xla(spec, pool, step, q, k, v, log_decay, beta)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
@@ -63,30 +63,30 @@ def fold_pool(
     spec: RecurrenceSpec,
     pool: Pool,
     before: Held,
-    fold_to: Array,
+    write: Array,
     *,
     implementation: str = "auto",
     interpret: bool = False,
 ) -> Pool:
-    """`fold` for one layer: the state that `before` describes is written to the rows `fold_to` (int32 [rows]).
+    """`fold` for one layer: the state that `before` describes is written to the rows `write` (int32 [rows]).
 
     Args:
       spec, pool, implementation, interpret: As in `extend_pool`.
-      before, fold_to: From `begin_fold`; rows past the pool are not written.
+      before, write: From `begin_fold`; rows past the pool are not written.
 
     Raises:
       ValueError: The implementation asked for can't serve the call; it says why.
     """
     if asks_kernel("fold", implementation):
         # The kernel of `extend` folds; its one new token is appended nowhere, and its output is not used.
-        rows = fold_to.shape[0]
+        rows = write.shape[0]
         q, v = (jnp.zeros((rows, 1, *x.shape[2:]), pool.keys.dtype) for x in (pool.keys, pool.updates))
         reason = _gpu_reason(spec, pool, before, q, v)
         if takes_call("fold", implementation, reason):
             gate = jnp.zeros(v.shape[:3], jnp.float32)
-            append, lengths = jnp.full((rows, 1), NOWHERE), (fold_to < NOWHERE).astype(jnp.int32)
-            return _extend_on_gpu(spec, pool, before, lengths, fold_to, append, (q, q, v, gate, gate), interpret)[1]
-    return dataclasses.replace(pool, checkpoints=xla.fold_pool(spec, pool, before, fold_to))
+            append, lengths = jnp.full((rows, 1), NOWHERE), (write < NOWHERE).astype(jnp.int32)
+            return _extend_on_gpu(spec, pool, before, lengths, write, append, (q, q, v, gate, gate), interpret)[1]
+    return dataclasses.replace(pool, checkpoints=xla.fold_with_xla(spec, pool, before, write))
 
 
 def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array):

@@ -82,7 +82,7 @@ def check_pool(spec: RecurrenceSpec, pool: Pool) -> None:
             raise ValueError(f"{name} of the memory must be [..., {expected}] for this spec, got {found}: another's?")
 
 
-def extend_pool(
+def extend_with_xla(
     spec: RecurrenceSpec,
     pool: Pool,
     step: Step,
@@ -97,7 +97,7 @@ def extend_pool(
     # The fold comes first, so that the step depends on the pool after it and the pool can change in place.
     checkpoints = jax.lax.cond(
         step.any_fold,
-        lambda pool: fold_pool(spec, pool, step.before, step.fold_to),
+        lambda pool: fold_with_xla(spec, pool, step.before, step.write),
         lambda pool: pool.checkpoints,
         pool,
     )
@@ -106,7 +106,7 @@ def extend_pool(
     checkpoints = pool.checkpoints
     beta = jnp.ones((rows, time, spec.heads), jnp.float32) if beta is None else beta
     new_gates = _pack_gates(spec, log_decay, beta)
-    k = rounded(k, pool.keys.dtype)  # what will be stored is what is used
+    k = rounded(k, pool.keys.dtype)  # computes with the keys as the ring will store them
     keys, gates = _append(pool.keys, k, step.append), _append(pool.gates, new_gates, step.append)
 
     index = jnp.arange(step.now.entries.shape[1], dtype=jnp.int32)[None]
@@ -132,13 +132,16 @@ def extend_pool(
         decay = jnp.where(on_path[..., None, None], ring_decay, 0.0)
         to_now = jax.lax.cumsum(decay, axis=1, reverse=True)  # of entry i: decay from i on, its own included
         after = jnp.concatenate([to_now[:, 1:], jnp.zeros_like(to_now[:, :1])], axis=1)
-        weighted = jnp.where(on_path[..., None, None], jnp.exp(after), 0.0) * ring_keys
+        weighted = jnp.where(on_path[..., None, None], jnp.exp(after) * ring_keys, 0.0)
         key_t, query_t = _at(key, t), _at(query, t)
         since = jnp.exp(to_now[:, 0])
         recalled, out = _read(checkpoints, checkpoint, step.now.has_checkpoint, since * key_t, since * query_t)
         pair = jnp.stack([key_t, query_t], axis=2)
         match = jnp.einsum("nrhd,nhxd->nhxr", weighted, pair, precision=HIGHEST)
         effective = updates if spec.delta else ring_beta[..., None] * updates
+        if step.ancestors is not None:
+            # A sibling's NaN times zero would be stored in this branch's entry, and stay if the branch is accepted.
+            effective = jnp.where(on_path[..., None, None], effective, 0.0)
         before = (index < current)[:, None]
         entry = _at(value, t)
         if spec.delta:
@@ -190,7 +193,7 @@ def prefill_pool(
     """`prefill` for one layer, with the integers that `begin_prefill` made for all of them."""
     check_inputs(spec, q, k, v, log_decay, beta)
     check_pool(spec, pool)
-    k = rounded(k, pool.keys.dtype)  # what will be stored is what is used
+    k = rounded(k, pool.keys.dtype)  # computes with the keys as the ring will store them
     start = read_pool(spec, pool, step.before)
     out, state, updates = solve_chunks(
         spec, start, q, k, v, log_decay, beta, chunk_size=chunk_size, lengths=step.lengths
@@ -217,10 +220,11 @@ def prefill_pool(
 
 
 @jax.named_scope("recurrence")
-def fold_pool(spec: RecurrenceSpec, pool: Pool, before: Held, rows: Array) -> Array:
-    """The checkpoints after the state that `before` describes is written to `rows`; rows past the pool are not."""
+def fold_with_xla(spec: RecurrenceSpec, pool: Pool, before: Held, write: Array) -> Array:
+    """The checkpoints after the state that `before` describes is written to the rows `write` (int32 [rows]); rows past
+    the pool are not written."""
     state = read_pool(spec, pool, before)
-    return pool.checkpoints.at[rows].set(state.astype(pool.checkpoints.dtype), mode="drop")
+    return pool.checkpoints.at[write].set(state.astype(pool.checkpoints.dtype), mode="drop")
 
 
 def fork_pool(pool: Pool, copies: Copies) -> Pool:

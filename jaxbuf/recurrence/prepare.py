@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.recurrence.convolution import causal_convolution, extend_ring
+from jaxbuf.recurrence.convolution import causal_convolution, extend_ring, launch_integers
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, asks_kernel, check_rows, takes_call
 
 EPS = 1e-6  # of the norms of q and k
@@ -101,8 +101,9 @@ def prepare(
     _check(spec, weights, qkv, a, b)
     if ring.ndim != 3 or ring.shape[2] != qkv.shape[2]:
         raise ValueError(f"ring must be [slots + 1, ring, {qkv.shape[2]}], got shape {ring.shape}")
-    for name, integers in (("slots", slots), ("start", start), ("lengths", lengths)):
-        check_rows(name, integers, qkv.shape[0])
+    check_rows("slots", slots, qkv.shape[0])
+    # A kernel must not be given a slot past the ring: it would write where another array lies.
+    slots, start, lengths = launch_integers(ring, slots, start, lengths, qkv.shape[1])
     if asks_kernel("prepare", implementation):
         # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
         from jaxbuf.pallas.prepare import Call, gpu, supports

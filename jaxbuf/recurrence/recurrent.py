@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_rows
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_rows, check_state
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -24,10 +24,11 @@ def recurrent(
 
     Args:
       spec: The family.
-      state: f32 [batch, heads, value_dim, key_dim], or None for zeros.
+      state: [batch, heads, value_dim, key_dim], computed with in float32; None for zeros.
       q, k: [batch, time, key_heads, key_dim], already scaled and normalised as the family asks.
       v: [batch, time, heads, value_dim].
-      log_decay: f32 [batch, time, heads] (or [..., key_dim] for decay="channel", None for "none"), at most 0.
+      log_decay: f32 [batch, time, heads] (or [..., key_dim] for decay="channel", None for "none"), at most 0, which is
+        not checked: above 0 the state grows.
       beta: f32 [batch, time, heads], the write strength; None means 1.
       lengths: int32 [batch]; positions from there on change no state and give zeros. None: all are real.
 
@@ -40,6 +41,8 @@ def recurrent(
     Source: Yang et al., Gated Delta Networks (2024), eq. 10; KVBuffer, eqs. 11-12.
     """
     check_inputs(spec, q, k, v, log_decay, beta)
+    if state is not None:
+        check_state(state, v.shape[0], spec.state_shape)
     batch, time = v.shape[:2]
     real = real_positions(batch, time, lengths)
     state = jnp.zeros((batch, *spec.state_shape), jnp.float32) if state is None else state.astype(jnp.float32)
@@ -78,5 +81,6 @@ def real_positions(batch: int, time: int, lengths: Array | None) -> Array:
     """bool [batch, time]: which positions lie before each row's length."""
     if lengths is None:
         return jnp.ones((batch, time), bool)
+    lengths = jnp.asarray(lengths)
     check_rows("lengths", lengths, batch)
     return jnp.arange(time, dtype=lengths.dtype)[None] < lengths[:, None]

@@ -1,10 +1,11 @@
 """Checkpoint rows and blocks that slots take when they need them, and may share: copy on write.
 
-A slot has a checkpoint row from its first fold on, and blocks where its entries lie. A fork shares them, but for the
-blocks that are partly filled: those it copies at once. So a block that a slot appends to is its own, or has nothing of
-the slot's in it any more, and a launch never copies: it takes fresh rows where the old ones have other owners.
+A slot has a checkpoint row from its first fold on, and blocks where its entries lie. A fork shares the checkpoint row
+and the full blocks, and copies the partly filled ones at once. So when a slot appends to a block that others own, too,
+none of the slot's own live entries are in that block any more: the launch takes a free block and copies nothing.
+Likewise a fold writes a free row where others own the old one.
 
-Rows are taken before any are given back, so that nothing read in a launch is written in it.
+A launch takes rows before it gives any back, so that it never writes a row that it reads.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.arguments import check_sizes
 from jaxbuf.recurrence.spec import Array
 from jaxbuf.sharing import (
     Ownership,
@@ -46,16 +48,15 @@ def default_counts(slots: int, width: int, states: int | None, blocks: int | Non
 
 def init_sharing(states: int, blocks: int) -> Sharing:
     """`states` checkpoint rows and `blocks` blocks beside the null ones, all free."""
-    for name, count in (("states", states), ("blocks", blocks)):
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+    check_sizes(states=states, blocks=blocks)
     return Sharing(init_ownership(1 + states), init_ownership(1 + blocks))
 
 
 def reserve(
     pools: Sharing, table: Array, checkpoint: Array, folds: Array, appends: Array, keeps: Array
 ) -> tuple[Array, Array, Array, Sharing]:
-    """Gives the rows of a launch what they will write; all of them, or nothing to any.
+    """Gives the rows of a launch the checkpoint rows and blocks that they will write. Where too few are free, no row of
+    the launch gets any.
 
     Args:
       pools: Who owns what.
@@ -66,7 +67,8 @@ def reserve(
         launch. A row that folds gives back its other blocks.
 
     Returns:
-      served: bool scalar. False where rows do not suffice, or did not before: nothing else has changed then.
+      served: bool scalar. False where too few are free, or an earlier launch found too few: then nothing has changed but
+        the note of what is missing.
       target: int32 [rows], the checkpoint row that each folding row writes; its own, if nobody else has it.
       table: As it is now.
       pools: As they are now, flagged if there were too few.
@@ -106,7 +108,8 @@ def count_places(order: Array, origin: Array, first: Array, end: Array, blocks: 
     return jnp.zeros((rows, blocks), jnp.int32).at[row, block].add(1, mode="drop")
 
 
-def raise_exhausted(pools: Sharing | None) -> None:
-    """Raises `PoolExhausted` where a flag is set and known; see `jaxbuf.sharing.raise_missing`."""
+def raise_missing_rows(pools: Sharing | None) -> None:
+    """Raises `PoolExhausted` if a launch lacked checkpoint rows or blocks, where that is known; see
+    `jaxbuf.sharing.raise_missing`."""
     if pools is not None:
         raise_missing(states=pools.states, blocks=pools.blocks)

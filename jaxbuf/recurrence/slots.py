@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.recurrence.cursor import Cursor, checked_slots, put
-from jaxbuf.recurrence.sharing import Sharing, count_places, raise_exhausted
+from jaxbuf.arguments import check_range, checked_fork, checked_slots, distinct_slots, first_rows
+from jaxbuf.recurrence.cursor import Cursor, put
+from jaxbuf.recurrence.sharing import Sharing, count_places, raise_missing_rows
 from jaxbuf.recurrence.spec import Array, check_rows
 from jaxbuf.sharing import NOWHERE, clear_flag, flag_missing, release_rows, share_rows, short_of, take_rows
 
@@ -26,8 +27,10 @@ class Copies:
 
 
 def reset_cursor(cursor: Cursor, slots: Array) -> Cursor:
-    """Empties slots. They keep their limit, and the rows and blocks that are theirs; shared ones are given back."""
-    cursor = _empty(cursor, checked_slots(cursor, slots))
+    """Empties slots (int32 [rows]); one that is there twice is emptied once. They keep their limit, and the rows and
+    blocks that are theirs; shared ones are given back."""
+    # A slot that gave its rows back twice would take them from the slots that share them.
+    cursor = _empty(cursor, first_rows(checked_slots(slots, cursor.length.shape[0])))
     pools = cursor.sharing
     if pools is None:
         return cursor
@@ -38,18 +41,20 @@ def load_cursor(cursor: Cursor, tokens: Array, slots: Array) -> tuple[Array, Cur
     """The checkpoint rows to write (past the pool where tokens is 0), and the cursor of slots that hold just that.
 
     Raises:
+      ValueError: slots or tokens do not fit, or are out of range or repeated, where that is known.
       PoolExhausted: Shared rows ran out, where that is known; inside jit the cursor is flagged and nothing written.
     """
-    slots = checked_slots(cursor, slots)
+    slots = distinct_slots(slots, cursor.length.shape[0])
     tokens = jnp.asarray(tokens)
     check_rows("tokens", tokens, slots.shape[0])
+    check_range("tokens", tokens, 0, NOWHERE)
     empty = _empty(cursor, slots)
     target = empty.fold_to[slots]
     loaded, served = (tokens > 0) & (slots > 0), jnp.asarray(True)
     if cursor.sharing is not None and empty.sharing is not None:
         missing = short_of(empty.sharing.states, loaded)
         flagged = Sharing(flag_missing(cursor.sharing.states, missing), cursor.sharing.blocks)
-        raise_exhausted(flagged)
+        raise_missing_rows(flagged)
         served = (flagged.states.lacking == 0) & (flagged.blocks.lacking == 0)
         target, states = take_rows(empty.sharing.states, loaded & served)
         empty = dataclasses.replace(empty, sharing=dataclasses.replace(empty.sharing, states=states))
@@ -72,16 +77,15 @@ def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, C
     All sources are read as they were before: slots may trade places. Targets forget what they held.
 
     Args:
-      source, target: int32 [rows]; a row with a 0, or with twice the same slot, is left out. No target twice.
+      source, target: int32 [rows]; a row with a 0, or with twice the same slot, is left out. No target twice; under
+        jit the first row of a target counts.
 
     Raises:
+      ValueError: The two do not fit each other, or slots are out of range or a target repeated, where that is known.
       PoolExhausted: Blocks ran out, where that is known; inside jit the cursor is flagged and nothing else changes.
     """
-    source, target = checked_slots(cursor, source), checked_slots(cursor, target)
-    check_rows("target", target, source.shape[0])
-    real = (source > 0) & (source != target)
-    target = jnp.where(real, target, 0)
-    real = real & (target > 0)
+    source, target = checked_fork(source, target, cursor.length.shape[0])
+    real = target > 0
     blocks = cursor.block_table.shape[1]
     size = cursor.ring // blocks
     held, zero = cursor.length[source], jnp.zeros_like(source)
@@ -97,14 +101,14 @@ def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, C
         states, pools = None, cursor.sharing
         copied = (alive > 0) & (alive < size)
         flagged = Sharing(pools.states, flag_missing(pools.blocks, short_of(pools.blocks, copied)))
-        raise_exhausted(flagged)
+        raise_missing_rows(flagged)
         served = (flagged.states.lacking == 0) & (flagged.blocks.lacking == 0)
         old = dataclasses.replace(cursor, sharing=flagged)
         row, whole = jnp.where(has_checkpoint, checkpoint, 0), jnp.where(alive == size, table, 0)
         shared = Sharing(share_rows(pools.states, row), share_rows(pools.blocks, whole))
         taken, fresh = take_rows(shared.blocks, copied & served)
         mine = jnp.where(copied, taken, whole)
-        # Only now, so that no block is copied to and from in one call.
+        # Targets give their blocks back after the copies took theirs: no block is read and written in one call.
         cursor = _empty(dataclasses.replace(cursor, sharing=Sharing(shared.states, fresh)), target)
     after = dataclasses.replace(
         cursor,

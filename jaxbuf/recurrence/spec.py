@@ -6,6 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.arguments import check_sizes
 from jaxbuf.pallas.platform import has_hopper
 
 type Array = jax.Array
@@ -40,7 +41,7 @@ class RecurrenceSpec:
     bound where beta times the square of that norm exceeds 2), and q unit norm times key_dim^-0.5.
 
     Raises:
-      ValueError: A size below 1, heads that key_heads does not divide, or an unknown decay.
+      ValueError: A size below 1 or not a whole number, heads that key_heads does not divide, or an unknown decay.
     """
 
     heads: int
@@ -51,9 +52,7 @@ class RecurrenceSpec:
     delta: bool = True
 
     def __post_init__(self):
-        for name in ("heads", "key_heads", "key_dim", "value_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_sizes(**{name: getattr(self, name) for name in ("heads", "key_heads", "key_dim", "value_dim")})
         if self.heads % self.key_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of key_heads ({self.key_heads})")
         if self.decay not in ("none", "head", "channel"):
@@ -109,6 +108,15 @@ def check_inputs(
     for name, gate in (("log_decay", log_decay), ("beta", beta)):
         if gate is not None and gate.dtype != jnp.float32:
             raise ValueError(f"{name} must be float32 (rounded gates drift over long decodes), got {gate.dtype}")
+
+
+def check_state(state: Array, rows: int, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError unless `state` is an array of floating-point numbers [rows, *shape]."""
+    dtype, shape = getattr(state, "dtype", None), (rows, *shape)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"state must be an array of floating-point numbers, got {dtype or type(state).__name__}")
+    if state.shape != shape:
+        raise ValueError(f"state must have shape {shape}, got {state.shape}")
 
 
 def check_rows(name: str, array: Array, rows: int) -> None:

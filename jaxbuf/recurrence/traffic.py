@@ -9,9 +9,11 @@ import math
 
 import jax.numpy as jnp
 
+from jaxbuf.arguments import check_sizes
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
 GATE = 4  # bytes of a gate: they are float32 always
+MOST_LIMIT = 2**20  # of a slot's entries: its ring is made for them, and has their bytes
 
 
 def checkpoint_bytes(spec: RecurrenceSpec, state_dtype=jnp.float32) -> int:
@@ -36,8 +38,13 @@ def token_bytes(spec: RecurrenceSpec, dtype=jnp.bfloat16) -> int:
 
 
 def ring_entries(limit: int, max_pending: int, block_size: int = 8) -> int:
-    """Entries of a slot's ring: max(limit, max_pending) + max_pending, in whole blocks, as `init_cursor` makes it."""
-    _check_sizes(limit=limit, max_pending=max_pending, block_size=block_size)
+    """Entries of a slot's ring: max(limit, max_pending) + max_pending, in whole blocks, as `init_cursor` makes it.
+
+    Raises:
+      ValueError: A size below 1 or not a whole number, or limit is above 2**20.
+    """
+    check_sizes(limit=limit, most=MOST_LIMIT)
+    check_sizes(max_pending=max_pending, block_size=block_size)
     return -(-(max(limit, max_pending) + max_pending) // block_size) * block_size
 
 
@@ -95,7 +102,7 @@ def fold_cycle(limit: int, tokens: int = 1, accepted: float = 1) -> int:
     Raises:
       ValueError: A size below 1, or accepted is out of range.
     """
-    _check_sizes(limit=limit, tokens=tokens)
+    check_sizes(limit=limit, tokens=tokens)
     if not 1 <= accepted <= tokens:
         raise ValueError(f"accepted must be in [1, tokens ({tokens})], got {accepted}")
     return max(1, math.floor((limit - tokens) / accepted) + 1)
@@ -191,9 +198,3 @@ def crossover(spec: RecurrenceSpec, state_dtype=jnp.float32, entry_dtype=jnp.bfl
     buffered = buffered_step_bytes(spec, limit, state_dtype=state_dtype, entry_dtype=entry_dtype)
     entry = entry_bytes(spec, entry_dtype)
     return max(1, round((buffered - entry) / entry))
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")

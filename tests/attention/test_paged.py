@@ -125,11 +125,12 @@ def test_one_by_one_gives_what_prefill_gives(inputs, table, slots):
     assert_same(kv, filled)
 
 
-def test_rejected_tokens_leave_no_trace(inputs, table, slots, rng):
-    """After a rollback, the same tokens give the same bits as without the rejected ones."""
+@pytest.mark.parametrize("value", [1.0, np.nan, np.inf])
+def test_rejected_tokens_leave_no_trace(inputs, table, slots, rng, value):
+    """After a rollback, the same tokens give the same bits as without the rejected ones, whatever these were."""
     zero, start = np.zeros(ROWS, np.int32), rng.integers(1, PREFILL + 1, ROWS, dtype=np.int32)
     _, kv = run_step(nan_pool(), table, *launch(inputs, zero, PREFILL), slots, zero, start)
-    real, drafts = launch(inputs, start, PENDING), launch([x[:, ::-1] for x in inputs], start, PENDING)
+    real, drafts = launch(inputs, start, PENDING), launch([value * x[:, ::-1] for x in inputs], start, PENDING)
     lengths = np.full(ROWS, 3, np.int32)
     expected, _ = run_step(kv, table, *real, slots, start, lengths)
     _, kv = run_step(kv, table, *drafts, slots, start, np.full(ROWS, PENDING, np.int32))

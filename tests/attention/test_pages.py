@@ -92,8 +92,19 @@ class Twin:
             permutation[row] = path + [node for node in range(TIME) if node not in path]
             new = np.stack([x[row, path] for x in (k, v)])
             self.tokens[row + 1] = np.concatenate([self.tokens[row + 1], new], axis=1)
+        self._spoil_rejected(start, lengths, accepted, permutation)
         self.order = advance(self.order, ALL, start, accepted, permutation)
         return True
+
+    def _spoil_rejected(self, start, lengths, accepted, permutation):
+        """The rejected tokens were not finite, as far as later launches can know."""
+        place, (keys, values) = places(self.order, ALL, start, TIME), (np.array(self.kv.keys), np.array(self.kv.values))
+        for row, slot in enumerate(ALL):
+            rejected = [node for node in permutation[row, accepted[row] :] if node < lengths[row]]
+            for node in rejected:
+                page, offset = np.asarray(self.table)[slot, place[row, node] // PAGE_SIZE], place[row, node] % PAGE_SIZE
+                keys[page, offset], values[page, offset] = self.rng.choice([np.nan, np.inf, -np.inf], 2)
+        self.kv = paged.PagedKV(jnp.asarray(keys), jnp.asarray(values))
 
     def probe(self):
         """A launch of one token that is never committed, fewer than the list has places: it sees what was committed."""
@@ -166,3 +177,45 @@ def test_a_fork_of_slots_that_own_their_pages_copies_what_is_committed(rng):
     assert served and pages is None and (np.asarray(after) == table).all()
     np.testing.assert_array_equal(copied.keys[table[2, :3]], kv.keys[table[1, :3]])
     np.testing.assert_array_equal(copied.values[table[2, 3]], kv.values[table[2, 3]])
+
+
+def test_appends_and_reads_of_slots_that_do_not_exist_touch_no_page(rng):
+    """Compiled, they are rows of the null slot; a slot that is there twice changes its own pages alone."""
+    table = jnp.asarray(paged.init_table(slots=SLOTS, capacity=16, page_size=PAGE_SIZE))
+    kv = paged.PagedKV(*jnp.asarray(rng.standard_normal((2, 17, PAGE_SIZE, KV_HEADS, HEAD_DIM)), jnp.float32))
+    q, k, v = (rng.standard_normal((6, 2, n, HEAD_DIM)).astype("f4") for n in (HEADS, KV_HEADS, KV_HEADS))
+    slots, start = np.int32([99, -1, 5, 2, 2, 3]), np.int32([3, 3, 3, 3, 9, -1])
+    where = {"start": start, "lengths": np.full(6, 2, np.int32)}
+    after = jax.jit(paged.append)(kv, table, k, v, slots=slots, **where)
+    changed = np.flatnonzero((np.asarray(after.keys) != np.asarray(kv.keys)).any(axis=(2, 3)).ravel())
+    places_of = [PAGE_SIZE * int(table[slot, p // PAGE_SIZE]) + p % PAGE_SIZE for slot, p in ((2, 3), (2, 4), (3, 0))]
+    places_of += [PAGE_SIZE * int(table[2, p // PAGE_SIZE]) + p % PAGE_SIZE for p in (9, 10)]
+    assert sorted(changed) == sorted(places_of), "the token before the first of slot 3 lies nowhere"
+    out = np.asarray(jax.jit(paged.attend)(q, kv, table, slots=slots, **where))
+    assert (out[:3] == 0).all() and (np.abs(out[3:5]).max(axis=(1, 2, 3)) > 0).all()
+    with pytest.raises(ValueError, match="slots must have each slot once, got slot 2 in 2 rows"):
+        paged.append(kv, table, k[3:], v[3:], slots=slots[3:], **{name: x[3:] for name, x in where.items()})
+    with pytest.raises(ValueError, match=r"slots must be in \[0, 4\], got 99 at row 0"):
+        paged.attend(q, kv, table, slots=slots, **where)
+
+
+def test_integers_that_are_none_are_refused(rng):
+    table = jnp.asarray(paged.init_table(slots=SLOTS, capacity=16, page_size=PAGE_SIZE))
+    kv = paged.init_kv(pages=17, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=jnp.float32, page_size=PAGE_SIZE)
+    q, k = (np.zeros((1, 2, n, HEAD_DIM), np.float32) for n in (HEADS, KV_HEADS))
+    where = {name: np.ones(1, np.int32) for name in ("slots", "start", "lengths")}
+    for name in where:
+        with pytest.raises(ValueError, match=rf"{name} must be int32 .*float32"):
+            paged.append(kv, table, k, k, **(where | {name: np.ones(1, np.float32)}))
+    with pytest.raises(ValueError, match=r"ancestors must be bool \(1, 2, 2\), got int32 \(1, 2, 2\)"):
+        paged.attend(q, kv, table, **where, ancestors=np.ones((1, 2, 2), np.int32))
+    for slots in (np.ones(1, np.float32), [1.0]):
+        with pytest.raises(ValueError, match=r"slots must be int32 \[rows\], got float"):
+            release_pages(init_ownership(17), table, slots)
+
+
+def test_no_fork_of_own_pages_copies_to_a_slot_that_does_not_exist(rng):
+    table = jnp.asarray(paged.init_table(slots=SLOTS, capacity=16, page_size=PAGE_SIZE))
+    where = {"source": np.int32([1, 1, 99]), "target": np.int32([99, -1, 2]), "length": np.full(3, 9, np.int32)}
+    compiled = jax.jit(lambda **where: fork_pages(None, table, None, page_size=PAGE_SIZE, **where)[1][1])
+    assert (np.asarray(compiled(**where)) > 16).all(), "past the pool: nothing is copied"

@@ -18,7 +18,8 @@ from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.pallas.platform import without_kernels
-from jaxbuf.recurrence import RecurrenceSpec, buffered
+from jaxbuf.recurrence import RecurrenceSpec, buffered, prepare
+from jaxbuf.recurrence.convolution import init_ring
 from jaxbuf.serving import SamplingParams, generate_tokens, request, start
 from tests.gpu.program import pool_sized_writes
 
@@ -48,9 +49,15 @@ def poisoned(
     return buffered.BufferedState(cache.cursor, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.pool))
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="implementation")
-def extend(spec, cache, inputs, slots, lengths, *, implementation):
-    return buffered.extend(spec, cache, *inputs, slots=slots, lengths=lengths, implementation=implementation)
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
+def extend(spec, cache, inputs, slots, lengths, *, implementation, interpret=False):
+    how = {"implementation": implementation, "interpret": interpret}
+    return buffered.extend(spec, cache, *inputs, slots=slots, lengths=lengths, **how)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
+def fold(spec, cache, slots, *, implementation, interpret=False):
+    return buffered.fold(spec, cache, slots=slots, implementation=implementation, interpret=interpret)
 
 
 def same_bits(a, b) -> bool:
@@ -222,6 +229,127 @@ def check_poison(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") 
     return {}
 
 
+def spoil(rng, x, where: np.ndarray):
+    """x [rows, T, ...] with NaN and infinities in the tokens `where` (bool [rows, T])."""
+    bad = jnp.asarray(rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), x.shape), x.dtype)
+    return jnp.where(jnp.asarray(where).reshape(*where.shape, *[1] * (x.ndim - 2)), bad, x)
+
+
+@jax.jit
+def before_launch(cursor: buffered.Cursor):
+    """Where the committed state of every slot lies."""
+    everyone = jnp.arange(1, cursor.length.shape[0])
+    return buffered.begin(cursor, everyone, jnp.zeros_like(everyone), 1)[0].before
+
+
+read = jax.jit(buffered.read, static_argnums=0)
+
+
+@jax.jit
+def commit(cache, accepted, *, slots):
+    return buffered.commit(cache, accepted, slots=slots)
+
+
+def spoil_uncommitted(rng, cache: buffered.BufferedState) -> buffered.BufferedState:
+    """NaN and infinities in all that no slot has committed: rejected and dead entries, the null row and block."""
+    cursor, pool = cache.cursor, cache.pool
+    where = before_launch(cursor)
+    live = np.arange(where.entries.shape[1])[None] < np.asarray(where.live)[:, None]
+    shape = pool.keys.shape[:2]
+    dead = ~np.isin(np.arange(np.prod(shape)), np.asarray(where.entries)[live]).reshape(shape)
+    held = np.asarray(where.checkpoint)[np.asarray(where.has_checkpoint)]
+    empty = ~np.isin(np.arange(pool.checkpoints.shape[0]), held)
+    entries = (spoil(rng, x, dead) for x in (pool.keys, pool.updates, pool.gates))
+    checkpoints = spoil(rng, pool.checkpoints[:, None], empty[:, None])[:, 0]
+    return buffered.BufferedState(cursor, buffered.Pool(checkpoints, *entries))
+
+
+def check_rejected(
+    rng,
+    time: int = 5,
+    limit: int = LIMIT,
+    spec: RecurrenceSpec = QWEN,
+    implementation: str = "gpu",
+    interpret: bool = False,
+    steps: int = 12,
+    rows: int = ROWS,
+    entry: str = "bfloat16",
+) -> Figures:
+    """Drafts that are rejected, and whatever else was never committed, may be NaN or infinite: the next launches give
+    the bits that they give without, and so do folds inside a step and forced ones."""
+    how, sizes = {"implementation": implementation, "interpret": interpret}, {"limit": limit, "max_pending": time}
+    clean = sick = buffered.init(spec, slots=rows, **sizes, entry_dtype=jnp.dtype(entry))
+    everyone, folds = jnp.arange(1, rows + 1, dtype=jnp.int32), 0
+
+    def compare(found, expected, what):
+        assert same_bits(found, expected), f"{what} differs where what is not committed is not finite"
+        assert np.isfinite(np.asarray(found, np.float32)).all(), f"{what} is not finite"
+
+    for _ in range(steps):
+        inputs = new_inputs(rng, spec, rows, time, jnp.bfloat16)
+        slots = np.where(rng.random(rows) < 0.2, 0, rng.permutation(rows) + 1)
+        lengths = rng.integers(0, time + 1, rows)
+        accepted = np.where(slots > 0, rng.integers(0, lengths + 1), 0)
+        rejected, past = (np.arange(time)[None] >= count[:, None] for count in (accepted, lengths))
+        launch = jnp.asarray(slots, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        _, after = extend(spec, clean, inputs, *launch, **how)
+        folds += int(np.sum(np.asarray(after.cursor.folded > clean.cursor.folded)))
+        clean = commit(after, jnp.asarray(accepted, jnp.int32), slots=launch[0])
+        spoiled = tuple(spoil(rng, x, rejected) for x in inputs)
+        _, after = extend(spec, spoil_uncommitted(rng, sick), spoiled, *launch, **how)
+        sick = commit(after, jnp.asarray(accepted, jnp.int32), slots=launch[0])
+        sick = spoil_uncommitted(rng, sick)
+        # The next launch, of which nothing is kept.
+        inputs = new_inputs(rng, spec, rows, time, jnp.bfloat16)
+        expected, _ = extend(spec, clean, inputs, *launch, **how)
+        found, _ = extend(spec, sick, tuple(spoil(rng, x, past) for x in inputs), *launch, **how)
+        compare(found, expected, "an output")
+        compare(*(read(spec, x, everyone) for x in (sick, clean)), "a state")
+    assert folds > 0, "no row folded"
+    clean, sick = (fold(spec, x, everyone, **how) for x in (clean, sick))
+    compare(*(read(spec, x, everyone) for x in (sick, clean)), "a state after a forced fold")
+    return {"folds": float(folds)}
+
+
+def check_rejected_inputs(
+    rng,
+    spec: RecurrenceSpec = QWEN,
+    implementation: str = "gpu",
+    interpret: bool = False,
+    steps: int = 12,
+) -> Figures:
+    """The same of the convolution's ring: what `prepare` gives real tokens, bit for bit."""
+    time, width, how = 5, 4, {"implementation": implementation, "interpret": interpret}
+    channels = 2 * spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
+    taps, (A_log, dt_bias) = rng.standard_normal((channels, width)), rng.standard_normal((2, spec.heads))
+    gates = (jnp.asarray(x, jnp.float32) for x in (A_log, dt_bias))
+    weights = prepare.Weights(jnp.asarray(taps, jnp.bfloat16), *gates)
+    ring = init_ring(slots=ROWS, channels=channels, width=width, max_pending=time, dtype=jnp.bfloat16)
+    rings, start = [ring, jnp.full_like(ring, jnp.nan)], np.zeros(ROWS + 1, np.int32)
+    for _ in range(steps):
+        slots = np.where(rng.random(ROWS) < 0.2, 0, rng.permutation(ROWS) + 1)
+        lengths = np.where(slots > 0, rng.integers(0, time + 1, ROWS), 0)
+        accepted = rng.integers(0, lengths + 1)
+        for kept in (accepted, lengths):  # a launch with rejected drafts, and the next one, of which nothing is kept
+            raw = jnp.asarray(rng.standard_normal((ROWS, time, channels)), jnp.bfloat16)
+            raw = raw, *jnp.asarray(rng.standard_normal((2, ROWS, time, spec.heads)), jnp.float32)
+            spoiled = tuple(spoil(rng, x, np.arange(time)[None] >= kept[:, None]) for x in raw)
+            integers = {"slots": slots, "start": start[slots], "lengths": lengths}
+            where = {name: jnp.asarray(x, jnp.int32) for name, x in integers.items()}
+            (expected, clean), (found, sick) = (
+                prepare.prepare(spec, weights, ring, *x, **where, **how)
+                for ring, x in zip(rings, (raw, spoiled), strict=True)
+            )
+            real = np.arange(time)[None] < kept[:, None]
+            for name, x, y in zip(prepare.Inputs._fields, found, expected, strict=True):
+                assert same_bits(np.asarray(x)[real], np.asarray(y)[real]), f"{name} differs"
+                assert np.isfinite(np.asarray(x, np.float32)[real]).all(), f"{name} is not finite"
+            if kept is accepted:
+                rings, start[slots] = [clean, sick], start[slots] + accepted
+                start[0] = 0
+    return {}
+
+
 def check_loop(spec: RecurrenceSpec = QWEN, implementation: str = "gpu") -> Figures:
     """A loop of steps with a donated memory writes nothing of a pool's size."""
     slots = jnp.arange(1, ROWS + 1, dtype=jnp.int32)
@@ -373,6 +501,17 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "tokens_at_once_behind_many_entries_store_the_bits_of_one_by_one": lambda rng: check_at_once(rng, "bfloat16", 80),
     "tokens_at_once_behind_200_entries_store_the_bits_of_one_by_one": lambda rng: check_at_once(rng, "bfloat16", 200),
     "nan_reaches_no_row_that_it_does_not_belong_to": check_poison,
+    "rejected_drafts_that_are_not_finite_change_no_bit": check_rejected,
+    "rejected_drafts_that_are_not_finite_change_no_bit_with_float32_entries": lambda rng: check_rejected(
+        rng, entry="float32"
+    ),
+    "rejected_drafts_that_are_not_finite_change_no_bit_behind_many_entries": lambda rng: check_rejected(
+        rng, limit=60, steps=60
+    ),
+    "rejected_tokens_that_are_not_finite_change_no_bit_of_recurrent_steps": lambda rng: check_rejected(
+        rng, time=1, limit=1
+    ),
+    "rejected_inputs_that_are_not_finite_change_no_bit": check_rejected_inputs,
     "no_pool_sized_write_in_a_loop_of_steps": lambda rng: check_loop(),
     "no_pool_sized_write_in_the_program_of_two_layers": lambda rng: check_program(two_layers()),
     "no_pool_sized_write_in_the_program_of_the_demo_model": lambda rng: check_program(demo()),

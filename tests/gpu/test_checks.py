@@ -32,6 +32,21 @@ def test_the_comparison_with_xla_runs_and_finds_no_error_of_xla(rng):
     assert set(found.values()) == {0.0}
 
 
+def test_the_checks_of_rejected_drafts_hold_of_xlas_path(rng):
+    checks.check_rejected(rng, spec=TINY, implementation="xla")
+    checks.check_rejected(rng, time=1, limit=1, spec=TINY, implementation="xla")
+    checks.check_rejected_inputs(rng, spec=TINY, implementation="xla")
+
+
+def test_a_draft_that_leaves_a_trace_is_seen(rng, monkeypatch):
+    def commit_all(cache, accepted, *, slots):
+        return buffered.commit(cache, cache.cursor.pending[slots], slots=slots)
+
+    monkeypatch.setattr(checks, "commit", jax.jit(commit_all))
+    with pytest.raises(AssertionError, match="differs where what is not committed is not finite"):
+        checks.check_rejected(rng, spec=TINY, implementation="xla")
+
+
 def test_an_error_and_a_nan_are_seen():
     expected = np.array([[3.0, 4.0], [0.0, np.nan]])
     np.testing.assert_allclose(checks.worst(expected + np.array([[0.0, 0.05], [0.0, 0.0]]), expected), 0.01, rtol=1e-4)
@@ -63,6 +78,7 @@ def test_the_other_checks_hold_of_xlas_path(rng):
     checks.check_long_rings(rng, spec=TINY, implementation="xla", most=9)
     checks.check_long_rings(rng, checks.ALONE, max_pending=1, spec=TINY, implementation="xla", most=9)
     checks.check_poison(rng, spec=TINY, implementation="xla")
+    checks.check_rejected(rng, limit=60, steps=60, spec=TINY, implementation="xla")
     checks.check_tokens(checks.two_layers(), tokens=8)
     checks.check_logprobs(checks.two_layers("bfloat16"), tokens=8)
     checks.check_program(checks.two_layers())

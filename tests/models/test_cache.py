@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.models import qwen3_5
+from jaxbuf.models.cache import forked_sizes
 from jaxbuf.models.qwen3_5 import Config
 from jaxbuf.sharing import PoolExhausted
 from tests.tiny import SIZES, abstract, random_model
@@ -119,6 +120,34 @@ def test_no_call_changes_the_shape_of_a_cache():
         for each in after:
             assert jax.tree.structure(each) == jax.tree.structure(cache)
             assert jax.tree.leaves(each) == jax.tree.leaves(cache)
+
+
+def test_a_limit_beyond_the_capacity_makes_no_larger_ring():
+    """A limit of 10**9 took 16 GB; a request that is not longer than the capacity folds as little with a small ring."""
+    sizes = {"slots": 2, "capacity": 40, "max_pending": 4}
+    rings = {}
+    for limit in (8, 40, 44, 45, 10**9, 2**31, 2**70):
+        cache = jax.eval_shape(lambda limit=limit: qwen3_5.init_cache(CONFIG, **sizes, limit=limit))
+        rings[limit] = cache.cursor.ring
+        assert cache.layers[0].pool.keys.shape[:2] == (1 + 2 * rings[limit] // 8, 8)
+    assert list(rings.values()) == [16, 48, 48, 48, 48, 48, 48]
+    cache = qwen3_5.init_cache(CONFIG, **sizes, limit=np.array([7, 10**9]))
+    assert cache.cursor.limit.tolist() == [1, 7, 44], "40 committed tokens and 4 pending ones fold nothing yet"
+    prompts = {"slots": 2, "prompts": 1, "prompt_tokens": 30, "new_tokens": 10, "max_pending": 4}
+    assert forked_sizes(**prompts, limit=10**9) == forked_sizes(**prompts, limit=44)
+    with pytest.raises(ValueError, match="limit must be at most 1048576, got 3000004"):
+        qwen3_5.init_cache(CONFIG, **(sizes | {"capacity": 3 * 10**6}), limit=10**9)
+
+
+@pytest.mark.parametrize("wrong", [1.5, True, "16", 0])
+@pytest.mark.parametrize(
+    "name", ["slots", "capacity", "limit", "max_pending", "block_size", "page_size", "states", "blocks", "pages"]
+)
+def test_sizes_of_a_cache_are_whole_numbers(name, wrong):
+    sizes = {"slots": 2, "capacity": 40} | {name: wrong}
+    expected = "at least" if wrong == 0 else "a whole number, got"
+    with pytest.raises(ValueError, match=f"{name} must be {expected}"):
+        qwen3_5.init_cache(CONFIG, **sizes)
 
 
 def test_a_cache_without_trees_says_so(model):

@@ -7,11 +7,13 @@ import pytest
 
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.recurrence import RecurrenceSpec, buffered
+from tests.gpu import checks
 
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
 NARROW = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64)
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 SLOTS = 2
+REJECTED = np.array([[False, False, True]])  # of three tokens
 
 
 def new_inputs(rng, spec, rows, time, dtype):
@@ -157,6 +159,28 @@ def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, mon
     folded = buffered.fold(NARROW, cache, slots=rows, implementation="gpu", interpret=True)
     assert error(buffered.read(NARROW, folded, rows), buffered.read(NARROW, cache, rows)) < 1e-4
     assert int(folded.cursor.folded[1]) == held
+
+
+@pytest.mark.slow
+def test_rejected_drafts_that_are_not_finite_change_no_bit(rng):
+    """A kernel's next step, which folds, gives the bits that it gives after finite drafts."""
+    clean = buffered.init(NARROW, slots=1, limit=4, max_pending=3)
+    one, lengths = jnp.array([1]), jnp.array([2])
+    drafts, tokens = (new_inputs(rng, NARROW, 1, 3, jnp.bfloat16) for _ in range(2))
+    found = []
+    for cache, spoiled in ((clean, drafts), (poisoned(clean), [checks.spoil(rng, x, REJECTED) for x in drafts])):
+        _, cache = extend_on_gpu(NARROW, cache, spoiled, slots=one)
+        cache = buffered.commit(cache, lengths, slots=one)
+        out, cache = extend_on_gpu(NARROW, cache, tokens, slots=one)
+        assert int(cache.cursor.folded[1]) == 2
+        found.append((np.asarray(out), np.asarray(buffered.read(NARROW, cache, one))))
+    for sick, expected in zip(*reversed(found), strict=True):
+        assert np.isfinite(expected).all() and sick.tobytes() == expected.tobytes()
+
+
+@pytest.mark.slow
+def test_rejected_drafts_that_are_not_finite_change_no_bit_of_recurrent_steps(rng):
+    checks.check_rejected(rng, 1, 1, spec=NARROW, implementation="gpu", interpret=True, steps=6, rows=SLOTS)
 
 
 def test_the_null_slot_gives_zeros_and_writes_nothing(rng):

@@ -8,6 +8,7 @@ import pytest
 from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.recurrence.convolution import init_ring, init_ring_order
 from jaxbuf.recurrence.prepare import Inputs, Weights, prepare
+from tests.gpu import checks
 
 SMALL = RecurrenceSpec(heads=4, key_heads=4, key_dim=128, value_dim=128)
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
@@ -119,3 +120,8 @@ def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, t
     ring = new_ring(spec, 1, change.get("ring", jnp.float32))
     with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this prepare: it needs {reason}'):
         prepare(spec, weights, ring, *raw, **where, implementation="gpu")
+
+
+@pytest.mark.slow
+def test_rejected_inputs_that_are_not_finite_change_no_bit(rng):
+    checks.check_rejected_inputs(rng, spec=SMALL, implementation="gpu", interpret=True, steps=2)

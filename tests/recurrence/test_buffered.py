@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.recurrence import RecurrenceSpec, buffered
+from jaxbuf.recurrence import RecurrenceSpec, buffered, chunked, recurrent
 from tests.recurrence import definition
 from tests.recurrence.families import FAMILIES
 from tests.serving.program import made_in_loops, written_in_loops
@@ -329,3 +329,95 @@ def test_errors_name_the_argument(rng):
         buffered.init(GDN, slots=2, limit=np.array([1, 2, 3, 4]))
     with pytest.raises(ValueError, match=r"state must have shape \(1, 6, 24, 32\)"):
         buffered.load(cache, jnp.zeros((1, 6, 32, 24)), ints(3), ints(1))
+
+
+@pytest.mark.parametrize("state", [np.zeros((1, 6, 32, 24), np.float32), np.zeros((1, 6, 24, 32), np.int32), [0.0]])
+def test_a_state_of_another_shape_or_dtype_is_refused(rng, state):
+    """Also one with as many numbers."""
+    inputs, cache = definition.inputs(rng, GDN, 1, 3), buffered.init(GDN, slots=2)
+    message = r"state must (have shape \(1, 6, 24, 32\), got|be an array of floating-point numbers, got (int32|list))"
+    for form in (recurrent, chunked):
+        with pytest.raises(ValueError, match=message):
+            form(GDN, state, *inputs)
+    with pytest.raises(ValueError, match=message):
+        buffered.load(cache, state, ints(3), ints(1))
+
+
+SIZES = {"slots": 2, "limit": 16, "max_pending": 4, "block_size": 8, "states": 3, "blocks": 9}
+
+
+@pytest.mark.parametrize("wrong", [1.5, True, "16", 2**31, 10**30, 0, -1, np.float32(2)])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_whole_numbers_within_bounds(name, wrong):
+    """Refused before anything as large is made: a limit of 10**9 took 16 GB."""
+    number = {0: "at least 1", -1: "at least 1", 2**31: "at most", 10**30: "at most"}
+    expected = "a whole number, got" if isinstance(wrong, bool) else number.get(wrong, "a whole number, got")
+    with pytest.raises(ValueError, match=f"{name} must be {expected}"):
+        buffered.init(GDN, **(SIZES | {name: wrong}))
+
+
+def test_a_ring_is_bounded():
+    with pytest.raises(ValueError, match="limit must be at most 1048576, got 1000000000"):
+        buffered.init(GDN, slots=1, limit=10**9)
+    with pytest.raises(ValueError, match=r"slots \(10000\) with rings of 1048584 entries must be fewer: int32 numbers"):
+        buffered.init_cursor(slots=10_000, limit=2**20, max_pending=4)
+    with pytest.raises(ValueError, match=r"limit must be whole numbers, got float64 \(2,\)"):
+        buffered.init(GDN, slots=2, limit=np.array([1.0, 16.0]))
+
+
+def test_a_limit_that_the_ring_was_not_made_for_folds_before_entries_are_overwritten():
+    """Callers may write `limit`; the threshold is then what the ring has room for."""
+    cursor = buffered.init_cursor(slots=1, limit=4, max_pending=MAX_PENDING)
+    cursor = dataclasses.replace(cursor, limit=jnp.full_like(cursor.limit, 10**9))
+    for _ in range(5):
+        step, cursor = buffered.begin(cursor, ints(1), ints(5), 5)
+        written = set(np.asarray(step.append[0]))
+        assert len(written) == 5 and not written & set(np.asarray(step.before.entries[0])[: int(step.before.live[0])])
+        cursor = buffered.commit_cursor(cursor, ints(5), ints(1))
+    assert (int(cursor.folded[1]), int(cursor.length[1])) == (20, 5)
+
+
+def test_integers_are_integers(rng):
+    cache, inputs = buffered.init(GDN, slots=2), definition.inputs(rng, GDN, 1, 3)
+    calls = {
+        "slots": lambda x: buffered.extend(GDN, cache, *inputs, slots=x),
+        "lengths": lambda x: buffered.extend(GDN, cache, *inputs, slots=ints(1), lengths=x),
+        "accepted": lambda x: buffered.commit(cache, x, slots=ints(1)),
+        "keep": lambda x: buffered.prefill(GDN, cache, *inputs, slots=ints(1), keep=x),
+        "tokens": lambda x: buffered.load(cache, jnp.zeros((1, *GDN.state_shape)), x, ints(1)),
+        "lengths ": lambda x: chunked(GDN, None, *inputs, lengths=x),
+    }
+    for name, call in calls.items():
+        for wrong in (np.ones(1, np.float32), np.ones(1, bool)):
+            with pytest.raises(ValueError, match=f"{name.strip()} must be int32 .*got (float32|bool)"):
+                call(wrong)
+    for wrong in (1.5, True):
+        with pytest.raises(ValueError, match=r"keep must be int32 \[1\], one number a row"):
+            calls["keep"](wrong)
+        with pytest.raises(ValueError, match=f"chunk_size must be a whole number, got {wrong}"):
+            buffered.prefill(GDN, cache, *inputs, slots=ints(1), chunk_size=wrong)
+        with pytest.raises(ValueError, match=f"chunk_size must be a whole number, got {wrong}"):
+            chunked(GDN, None, *inputs, chunk_size=wrong)
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        chunked(GDN, None, *inputs, chunk_size=0)
+    with pytest.raises(ValueError, match=r"lengths must be in \[0, 3\], got 4 at row 0"):
+        buffered.prefill(GDN, cache, *inputs, slots=ints(1), lengths=ints(4))
+    with pytest.raises(ValueError, match=r"heads must be a whole number, got 4\.0"):
+        dataclasses.replace(GDN, heads=4.0)
+
+
+def test_what_is_not_compiled_refuses_repeated_slots(rng):
+    cache, inputs = buffered.init(GDN, slots=3, states=3, blocks=9), definition.inputs(rng, GDN, 3, 2)
+    twice, state = ints(2, 1, 2), jnp.zeros((3, *GDN.state_shape))
+    calls = [
+        lambda: buffered.prefill(GDN, cache, *inputs, slots=twice),
+        lambda: buffered.fold(GDN, cache, slots=twice),
+        lambda: buffered.load(cache, state, ints(1, 1, 1), twice),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="slots must have each slot once, got slot 2 in 2 rows"):
+            call()
+    with pytest.raises(ValueError, match="target must have each slot once, got slot 2 in 2 rows"):
+        buffered.fork(cache, ints(1, 3, 3), twice)
+    with pytest.raises(ValueError, match=r"slots must be in \[0, 3\], got -1 at row 0"):
+        buffered.reset(cache, ints(-1))

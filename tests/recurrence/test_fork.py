@@ -92,6 +92,16 @@ def test_a_fork_takes_the_limit_and_drops_what_was_pending(rng):
     assert np.asarray(cache.cursor.limit)[[1, 2, 3]].tolist() == [40, 5, 1]
 
 
+@pytest.mark.parametrize("empty", [reset, buffered.reset], ids=["compiled", "not compiled"])
+def test_a_slot_that_is_emptied_twice_takes_nothing_from_those_that_share_its_row(rng, empty):
+    """The row went to the next slot that needed one, and slot 2 read that slot's state."""
+    twin = Twin(GDN, rng, **SHARED)
+    twin.prefill(FIRST, only(12), only(0))
+    twin.fork([1], [2])
+    twin.cache, twin.states[1], twin.tokens[1] = empty(twin.cache, np.array([1, 1], np.int32)), 0, 0
+    twin.prefill(np.array([3, 0, 0, 0], np.int32), only(12), only(0))
+
+
 def left(cache, **counts):
     """The cache as if only so many rows were free."""
     pools = cache.cursor.sharing

@@ -124,6 +124,42 @@ class FreedSchedule(Schedule):
             assert np.sort(np.asarray(owned.free)[: rows - 1]).tolist() == list(range(1, rows))
 
 
+any_slots = st.tuples(*[st.sampled_from((-1, 0, 1, 1, 2, 2, 3, 4, SLOTS, SLOTS + 1, 99))] * ROWS)
+odd = {"slots": any_slots, "lengths": per_row(TIME + 2, -2)}
+
+
+class WithRepeatedSlots(Schedule):
+    """Compiled calls whose slots are there twice or do not exist, and whose lengths are out of range, among others."""
+
+    @rule(slots=any_slots, lengths=per_row(PROMPT + 2, -2), keep=per_row(PROMPT + 99, -2))
+    def prefill_any(self, slots, lengths, keep):
+        self.twin.prefill(numbers(slots), lengths, keep)
+
+    @rule(**odd, accepted=per_row(TIME))
+    def extend_any(self, slots, lengths, accepted):
+        self.twin.extend(numbers(slots), lengths, leaf=[TIME - 1] * ROWS, accepted=accepted)
+
+    @rule(**odd, parents=trees, leaf=per_row(TIME - 1), accepted=per_row(TIME))
+    def extend_any_by_a_tree(self, slots, lengths, parents, leaf, accepted):
+        self.twin.extend(numbers(slots), lengths, numbers(parents), leaf, accepted)
+
+    @rule(slots=any_slots, tokens=per_row(9, -1))
+    def load_any(self, slots, tokens):
+        self.twin.load(numbers(slots), tokens)
+
+    @rule(source=any_slots, into=any_slots)
+    def fork_any(self, source, into):
+        self.twin.fork(source, into)
+
+    @rule(slots=any_slots)
+    def fold_any(self, slots):
+        self.twin.fold(numbers(slots))
+
+    @rule(slots=any_slots)
+    def reset_any(self, slots):
+        self.twin.reset(numbers(slots))
+
+
 def run(machine, examples, family=GDN, sizes=SHARED):
     """A blob that a failure prints goes on the machine's class, as `@reproduce_failure`."""
     of_family = type(machine.__name__, (machine,), {"family": family, "sizes": sizes})
@@ -137,6 +173,17 @@ def test_any_schedule_equals_the_recurrence():
 
 def test_freeing_every_slot_after_any_schedule_fills_the_free_stacks():
     run(FreedSchedule, 6)
+
+
+def test_slots_that_are_repeated_or_do_not_exist_harm_no_other_slot():
+    """After every call each row has as many owners as slots refer to it, and other slots have kept every bit."""
+    run(WithRepeatedSlots, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [SHARED, {}], ids=["shared rows", "own rows"])
+def test_slots_that_are_repeated_harm_no_other_slot_in_many_schedules(sizes):
+    run(WithRepeatedSlots, 20 if sizes else 6, sizes=sizes)
 
 
 @pytest.mark.slow

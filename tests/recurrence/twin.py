@@ -21,7 +21,7 @@ _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 prefill = _jit(buffered.prefill, static_argnums=0)
 extend = _jit(buffered.extend, static_argnums=0)
 begin = _jit(buffered.begin, static_argnums=3)
-commit, fork, reset = _jit(buffered.commit), _jit(buffered.fork), _jit(buffered.reset)
+commit, fork, reset, load = (_jit(call) for call in (buffered.commit, buffered.fork, buffered.reset, buffered.load))
 fold, read = (_jit(function, static_argnums=0) for function in (buffered.fold, buffered.read))
 entries_of = _jit(lambda cursor: buffered.held(cursor, jnp.arange(cursor.length.shape[0])).entries)
 
@@ -49,8 +49,20 @@ def random_parents(rng, rows=ROWS, time=TIME):
     return np.stack([[rng.integers(-1, max(i, 0)) if i else -1 for i in range(time)] for _ in range(rows)]).astype("i4")
 
 
+def first_rows(slots):
+    """Each slot in its first row, 0 elsewhere: what a compiled call makes of slots that are repeated or don't exist."""
+    found = np.zeros(len(slots), np.int32)
+    for row, slot in enumerate(slots):
+        if 0 < slot <= SLOTS and slot not in found:
+            found[row] = slot
+    return found
+
+
 class Twin:
-    """Memory and truth. Every method makes one call of the memory and checks all there is to check about it."""
+    """Memory and truth. Every method makes one call of the memory and checks all there is to check about it.
+
+    Every call is compiled: slots may be there twice or not exist, and lengths may be out of range.
+    """
 
     def __init__(self, family, rng, *, limits=LIMITS, **sizes):
         self.family, self.spec, self.rng = family, FAMILIES[family], rng
@@ -60,10 +72,11 @@ class Twin:
 
     def prefill(self, slots, lengths, keep):
         inputs = inputs_of(self.rng, self.family, ROWS, PROMPT)
-        lengths, keep = np.asarray(lengths, np.int32), np.asarray(keep, np.int32)
+        given, slots, keep = (slots, np.asarray(lengths, np.int32)), first_rows(slots), np.asarray(keep, np.int32)
+        lengths = np.clip(given[1], 0, PROMPT)
 
         def call(cache):
-            return prefill(self.spec, cache, *inputs, slots=slots, lengths=lengths, keep=keep)
+            return prefill(self.spec, cache, *inputs, slots=given[0], lengths=given[1], keep=keep)
 
         out, served = self._run(call, slots)
         real = np.where(slots > 0, lengths, 0) if served else np.zeros_like(lengths)
@@ -80,13 +93,14 @@ class Twin:
         inputs = inputs_of(self.rng, self.family, ROWS, TIME)
         leaf = self.rng.integers(0, TIME, ROWS) if leaf is None else leaf
         wanted = self.rng.integers(0, TIME + 1, ROWS) if accepted is None else accepted
-        lengths = np.where(slots > 0, lengths, 0).astype(np.int32)
+        given, slots = (slots, np.asarray(lengths, np.int32)), first_rows(slots)
+        lengths = np.where(slots > 0, np.clip(given[1], 0, TIME), 0).astype(np.int32)
         chain = np.broadcast_to(np.arange(-1, TIME - 1, dtype=np.int32), (ROWS, TIME))
 
         def call(cache):
-            return extend(self.spec, cache, *inputs, slots=slots, lengths=lengths, parents=parents)
+            return extend(self.spec, cache, *inputs, slots=given[0], lengths=given[1], parents=parents)
 
-        step, _ = begin(self.cache.cursor, slots, lengths, TIME)
+        step, _ = begin(self.cache.cursor, *given, TIME)
         assert_apart(step, self.cache.pool.keys.shape[1])
         out, served = self._run(call, slots)
         lengths = lengths if served else np.zeros_like(lengths)
@@ -105,22 +119,35 @@ class Twin:
                 self.states[slot] = states[path[accepted[row] - 1]]
         self._take(out, expected)
         self.tokens[slots] += accepted
-        self.cache = commit(self.cache, accepted, slots=slots, path=None if parents is None else paths)
+        accepted = np.where(slots > 0, accepted, wanted).astype(np.int32)
+        self.cache = commit(self.cache, accepted, slots=given[0], path=None if parents is None else paths)
         return self._verify()
 
     def fold(self, slots):
-        self._run(lambda cache: (None, fold(self.spec, cache, slots=slots)), slots)
+        self._run(lambda cache: (None, fold(self.spec, cache, slots=slots)), first_rows(slots))
+        return self._verify()
+
+    def load(self, slots, tokens):
+        state = self.rng.standard_normal((ROWS, *self.spec.state_shape)).astype(np.float32)
+        given, slots, tokens = slots, first_rows(slots), np.asarray(tokens, np.int32)
+        _, served = self._run(lambda cache: (None, load(cache, state, tokens, given)), slots, loads=True)
+        if served:
+            self.states[slots] = np.where((tokens > 0)[:, None, None, None], state, 0)
+            self.tokens[slots] = np.maximum(tokens, 0)
         return self._verify()
 
     def reset(self, slots):
-        self._run(lambda cache: (None, reset(cache, slots)), slots)
+        given, slots = slots, first_rows(slots)
+        self._run(lambda cache: (None, reset(cache, given)), slots)
         self.states[slots], self.tokens[slots] = 0, 0
         return self._verify()
 
     def fork(self, source, target):
         source, target = np.asarray(source, np.int32), np.asarray(target, np.int32)
-        _, served = self._run(lambda cache: (None, fork(cache, source, target)), target)
-        real = (source > 0) & (target > 0) & served
+        given = source, target
+        target = first_rows(np.where((source > 0) & (source <= SLOTS) & (source != target), target, 0))
+        _, served = self._run(lambda cache: (None, fork(cache, *given)), target)
+        real = (target > 0) & served
         self.states[target[real]], self.tokens[target[real]] = self.states[source[real]], self.tokens[source[real]]
         return self._verify()
 
@@ -136,16 +163,23 @@ class Twin:
             for slot in range(SLOTS + 1)
         ]
 
-    def _run(self, call, slots):
-        """One call: other slots keep every bit, and so does whatever has several owners. Whether it was served."""
+    def _run(self, call, slots, *, loads=False):
+        """One call: other slots keep every bit, and so does whatever has several owners. Whether it was served.
+
+        A call that loads states empties its slots first: what only they own may be written.
+        """
         before, others = self.cache, sorted({*range(SLOTS + 1)} - {*slots.tolist()})
         contents = self.contents()
         out, self.cache = call(self.cache)
         sharing = before.cursor.sharing
         served = True
         if sharing is not None:
-            for owned, names in ((sharing.states, ["checkpoints"]), (sharing.blocks, ["keys", "updates", "gates"])):
+            held = before.cursor.checkpoint_of, before.cursor.block_table
+            pools = (sharing.states, held[0], ["checkpoints"]), (sharing.blocks, held[1], ["keys", "updates", "gates"])
+            for owned, table, names in pools:
                 several = np.flatnonzero(np.asarray(owned.owners) > 1)
+                if loads:
+                    several = np.intersect1d(several, np.asarray(table)[others])
                 for name in names:
                     old, new = (np.asarray(getattr(c.pool, name))[several] for c in (before, self.cache))
                     assert old.tobytes() == new.tobytes(), f"{name} with several owners were written"
@@ -197,4 +231,4 @@ def assert_apart(step, block_size):
     assert not np.isin(written, np.asarray(before.entries)[live]).any()
     for row in np.flatnonzero(np.asarray(step.folds)):
         others = np.asarray(before.has_checkpoint) & (np.arange(live.shape[0]) != row)
-        assert step.fold_to[row] > 0 and step.fold_to[row] not in np.asarray(before.checkpoint)[others]
+        assert step.write[row] > 0 and step.write[row] not in np.asarray(before.checkpoint)[others]

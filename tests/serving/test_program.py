@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.attention.paged import PagedKV, append
-from jaxbuf.recurrence.pool import extend_pool, fold_pool
+from jaxbuf.recurrence.pool import extend_with_xla, fold_with_xla
 from jaxbuf.serving import SamplingParams, generate_tokens, request, start
 from tests.serving.program import check_on_device, check_reused, made_in_loops, written_in_loops
 
@@ -35,9 +35,9 @@ def copying_loop(lm, carry):
     """The same program with two mistakes: every step writes all checkpoints and all pages, by `jnp.where`."""
 
     def fold_by_selection(spec, pool, step, *inputs):
-        folded = fold_pool(spec, pool, step.before, step.fold_to)
+        folded = fold_with_xla(spec, pool, step.before, step.write)
         pool = dataclasses.replace(pool, checkpoints=jnp.where(step.any_fold, folded, pool.checkpoints))
-        return extend_pool(spec, pool, dataclasses.replace(step, any_fold=jnp.array(False)), *inputs)
+        return extend_with_xla(spec, pool, dataclasses.replace(step, any_fold=jnp.array(False)), *inputs)
 
     def append_by_selection(kv, *where, **rows):
         after = append(kv, *where, **rows)

@@ -1,0 +1,187 @@
+"""Slots that are there twice or do not exist, in every function of a model's memory that takes slots.
+
+Only the integers are run, and what a fork copies, no model: who owns what does not depend on numbers.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.attention.paged import PagedKV
+from jaxbuf.attention.pages import advance_order
+from jaxbuf.models import qwen3_5
+from jaxbuf.models.cache import commit, fork, fork_mtp, init_cache, init_mtp, reset, take_pages
+from jaxbuf.recurrence import buffered
+from tests.models.test_cache import CONFIG
+from tests.recurrence.twin import assert_owned
+from tests.tiny import random_model
+
+SLOTS, ROWS, PENDING, PROMPT, PAGE_SIZE = 4, 3, 4, 10, 4
+_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def read_prompts(cache, slots, lengths, keep):
+    cache, lengths = take_pages(cache, slots, lengths, PROMPT)
+    step, cursor = buffered.begin_prefill(cache.cursor, slots, lengths, keep, time=PROMPT)
+    order = advance_order(cache.page_order, step.slots, step.start, step.lengths)
+    return dataclasses.replace(cache, cursor=cursor, page_order=order)
+
+
+def begin(cache, slots, lengths, parents):
+    cache, lengths = take_pages(cache, slots, lengths, PENDING)
+    return dataclasses.replace(cache, cursor=buffered.begin(cache.cursor, slots, lengths, PENDING, parents)[1])
+
+
+CALLS = {
+    "prefill": read_prompts,
+    "extend": begin,
+    "commit": lambda cache, slots, accepted, path: commit(cache, accepted, slots=slots, path=path),
+    "fork": lambda cache, target, source: fork(cache, source, target),
+    "reset": reset,
+}
+COMPILED = {name: _jit(call) for name, call in CALLS.items()}
+
+
+def new_cache(rng, sizes):
+    """All numbers are drawn, so that whatever is written where it should not be is seen."""
+    cache = init_cache(
+        CONFIG,
+        slots=SLOTS,
+        capacity=24,
+        limit=np.array([1, 5, 8, 40]),
+        max_pending=PENDING,
+        block_size=4,
+        page_size=PAGE_SIZE,
+        trees=True,
+        **sizes,
+    )
+    layers = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), cache.layers)
+    return dataclasses.replace(cache, layers=layers)
+
+
+def first_rows(slots):
+    """Each slot in its first row, 0 elsewhere."""
+    rows = [slot if 0 < slot <= SLOTS and slot not in slots[:row] else 0 for row, slot in enumerate(slots.tolist())]
+    return np.array(rows, np.int32)
+
+
+def draw(rng, name):
+    """The slots that a call changes, and its other arguments."""
+    slots = rng.choice([-1, 0, 1, 1, 2, 2, 3, SLOTS, SLOTS + 1, 99], ROWS).astype(np.int32)
+    numbers = {"prefill": PROMPT, "extend": PENDING, "commit": PENDING}
+    if name == "reset":
+        return (slots[:1] if rng.random() < 0.5 else slots[:2].repeat(2),)
+    if name == "fork":
+        source = rng.integers(0, SLOTS + 1, ROWS).astype(np.int32)
+        return slots, np.where(rng.random(ROWS) < 0.1, 99, source).astype(np.int32)
+    lengths = rng.integers(-1, numbers[name] + 2, ROWS).astype(np.int32)
+    if name == "prefill":
+        return slots, lengths, rng.integers(0, 9, ROWS).astype(np.int32)
+    nodes = np.stack([[rng.integers(-1, max(i, 0)) if i else -1 for i in range(PENDING)] for _ in range(ROWS)])
+    if name == "extend":
+        return slots, lengths, nodes.astype(np.int32)
+    return slots, lengths, np.sort(rng.permuted(np.tile(np.arange(PENDING, dtype=np.int32), (ROWS, 1)), axis=1)[:, :3])
+
+
+def held(cache, slot):
+    """The bits of all that a slot has: its integers, and whatever these refer to in every layer."""
+    cursor, rows = cache.cursor, [cache.table[slot], cache.page_order[slot], cache.ring_order[slot]]
+    fields = "checkpoint_of", "block_table", "order", "origin", "length", "pending", "limit", "folded"
+    rows += [getattr(cursor, name)[slot] for name in fields]
+    for layer in cache.layers:
+        if isinstance(layer, PagedKV):
+            rows += [x[cache.table[slot]] for x in (layer.keys, layer.values)]
+        else:
+            pool = layer.pool
+            rows += [pool.checkpoints[cursor.checkpoint_of[slot]], layer.ring[slot]]
+            rows += [x[cursor.block_table[slot]] for x in (pool.keys, pool.updates, pool.gates)]
+    return [np.asarray(x).tobytes() for x in rows]
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def assert_owners(cache):
+    """Each row, block and page has as many owners as slots refer to it; the others are free, once."""
+    if cache.pages is None:
+        return
+    sharing, cursor = cache.cursor.sharing, cache.cursor
+    pools = (sharing.states, cursor.checkpoint_of), (sharing.blocks, cursor.block_table), (cache.pages, cache.table)
+    for owned, table in pools:
+        assert_owned(owned, np.asarray(table)[1:])
+
+
+def lacking(cache):
+    pools = () if cache.pages is None else (cache.cursor.sharing.states, cache.cursor.sharing.blocks, cache.pages)
+    return any(int(owned.lacking) for owned in pools)
+
+
+SHARED = {"states": 3, "blocks": 9, "pages": 10}  # they run out now and then
+
+
+@pytest.mark.parametrize("sizes", [SHARED, {}], ids=["shared", "own"])
+def test_compiled_calls_serve_the_first_row_of_a_slot_and_harm_no_other(rng, sizes):
+    cache = new_cache(rng, sizes)
+    for _ in range(80):
+        name = rng.choice(list(CALLS), p=[0.2, 0.25, 0.2, 0.2, 0.15])
+        slots, *others = draw(rng, name)
+        before, cache = cache, COMPILED[name](cache, slots, *others)
+        assert_owners(cache)
+        if name == "fork":
+            left_out = (others[0] < 1) | (others[0] > SLOTS) | (others[0] == slots)
+            first = first_rows(np.where(left_out, 0, slots).astype(np.int32))
+        else:
+            first = first_rows(slots)
+        assert bits(COMPILED[name](before, first, *others)) == bits(cache), f"{name} of {slots} is not that of {first}"
+        now, then = jax.device_get((cache, before))
+        for slot in np.setdiff1d(np.arange(1, SLOTS + 1), first):
+            assert held(now, slot) == held(then, slot), f"{name} of {slots} changed slot {slot}"
+        if lacking(cache):
+            cache = COMPILED["reset"](cache, rng.integers(1, SLOTS + 1, 1, dtype=np.int32))
+            assert_owners(cache)
+            assert not lacking(cache)
+
+
+def test_calls_refuse_slots_that_are_known_to_be_repeated(rng):
+    """Where nothing is compiled; but resets of one slot are harmless, and take its rows from nobody else."""
+    cache = new_cache(rng, SHARED)
+    cache = COMPILED["prefill"](cache, np.int32([1, 0, 0]), np.int32([9, 0, 0]), np.int32([0, 0, 0]))
+    cache = COMPILED["fork"](cache, np.int32([2, 0, 0]), np.int32([1, 0, 0]))
+    twice, two = np.int32([2, 3, 2]), np.int32([2, 2, 2])
+    tree, path = np.full((ROWS, PENDING), -1, np.int32), np.zeros((ROWS, 1), np.int32)
+    arguments = {"prefill": (two, two), "extend": (two, tree), "commit": (0 * two, path)}
+    for name, others in arguments.items():
+        with pytest.raises(ValueError, match="slots must have each slot once, got slot 2 in 2 rows"):
+            CALLS[name](cache, twice, *others)
+    with pytest.raises(ValueError, match="target must have each slot once, got slot 2 in 2 rows"):
+        CALLS["fork"](cache, twice, np.int32([1, 1, 3]))
+    with pytest.raises(ValueError, match=r"slots must be in \[0, 4\], got 99 at row 0"):
+        reset(cache, np.int32([99]))
+    assert_owners(CALLS["fork"](cache, twice, np.int32([1, 1, 0])))  # the last row is left out
+    after = reset(cache, np.int32([1, 1]))
+    assert_owners(after)
+    assert held(after, 2) == held(cache, 2)
+    model = jax.eval_shape(lambda: random_model(CONFIG))
+    for call in (qwen3_5.prefill, qwen3_5.extend):
+        with pytest.raises(ValueError, match="slots must have each slot once, got slot 2 in 2 rows"):
+            call(model, cache, tree, slots=twice)
+
+
+def test_a_fork_of_the_mtp_layers_memory_writes_no_slot_but_its_targets(rng):
+    config = dataclasses.replace(CONFIG, mtp_num_hidden_layers=1)
+    memory = init_mtp(config, slots=SLOTS, capacity=8, page_size=PAGE_SIZE)
+    memory = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), memory.kv)
+    memory = dataclasses.replace(init_mtp(config, slots=SLOTS, capacity=8, page_size=PAGE_SIZE), kv=memory)
+    source, target = np.int32([3, 2, 1, 99, -1]), np.int32([1, 1, 99, 2, 2])
+    with pytest.raises(ValueError, match=r"source must be in \[0, 4\], got 99 at row 3"):
+        fork_mtp(memory, source, target)
+    with pytest.raises(ValueError, match="target must have each slot once, got slot 1 in 2 rows"):
+        fork_mtp(memory, source[:2], target[:2])
+    found = jax.jit(fork_mtp)(memory, source, target)
+    expected = fork_mtp(memory, np.int32([3]), np.int32([1]))
+    assert bits(found) == bits(expected) != bits(memory)
