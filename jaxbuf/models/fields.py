@@ -140,11 +140,11 @@ class Fields:
     ) -> float:
         """A finite number within the bounds, once it is rounded to float32, which is what programs compute with."""
         value = self._value(name, default)
-        rounded = _float32(value) if _is_integer(value) or isinstance(value, float) else math.nan
+        rounded = _float32(value) if _is_integer(value) or isinstance(value, float | np.floating) else math.nan
         fits = math.isfinite(rounded) and (above is None or rounded > above)
         if fits and (least is None or rounded >= least) and (most is None or rounded <= most):
             return float(value)
-        self.fail(name, f"a finite number{'' if above is None else f' above {above}'}{_range(least, most)}")
+        self.fail(name, f"a finite number{_range(least, most, above)}")
 
     def flag(self, name: str, default: bool = REQUIRED) -> bool:
         """true or false."""
@@ -238,7 +238,7 @@ def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _float32(value: float) -> float:
@@ -249,10 +249,11 @@ def _float32(value: float) -> float:
         return math.inf
 
 
-def _range(least: float | None, most: float | None) -> str:
-    if least is None:
-        return "" if most is None else f" of at most {most}"
-    return f" of at least {least}" if most is None else f" in [{least}, {most}]"
+def _range(least: float | None, most: float | None, above: float | None = None) -> str:
+    if least is not None and most is not None:
+        return f" in [{least}, {most}]"
+    bounds = {"above": above, "of at least": least, "of at most" if above is None else "and at most": most}
+    return "".join(f" {words} {bound}" for words, bound in bounds.items() if bound is not None)
 
 
 def _reason(error: Exception) -> str:

@@ -128,10 +128,11 @@ class LanguageModel:
           CheckpointError: The tokenizer fails, or its id of a token is outside the model's vocabulary.
         """
         tokenizer = self._tokenizer()
-        if not isinstance(text, str):
-            raise ValueError(f"text must be a text, got {shown(text)}")
-        with _tokenizer_errors(f"{self._tokenizer_name} cannot encode the text"):
-            encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            with _tokenizer_errors(f"{self._tokenizer_name} cannot encode the text"):
+                encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:
+            raise ValueError(f"text must be a text that UTF-8 can encode, got {shown(text)}") from None
         ids = encoded.ids
         if ids and max(ids) >= self.vocab_size:
             token, found = encoded.tokens[int(np.argmax(ids))], max(ids)
@@ -148,10 +149,10 @@ class LanguageModel:
           ValueError: The model has no tokenizer, or they are not whole numbers from 0 on.
           CheckpointError: The tokenizer fails.
         """
-        tokenizer, ids = self._tokenizer(), list(ids)
+        tokenizer = self._tokenizer()
         try:
             with _tokenizer_errors(f"{self._tokenizer_name} cannot decode token ids"):
-                return tokenizer.decode(ids)
+                return tokenizer.decode(list(ids))
         except (OverflowError, TypeError):
             raise ValueError(f"ids must be token ids in [0, {self.vocab_size}), got {shown(ids)}") from None
 
