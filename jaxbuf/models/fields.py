@@ -241,7 +241,7 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _float32(value: float) -> float:
+def _float32(value: Any) -> float:
     try:
         with np.errstate(over="ignore", under="ignore"):
             return float(np.float32(float(value)))
