@@ -145,6 +145,8 @@ class Config:
           ValueError: Another model_type, a field that is missing, of another type or out of range, or one whose value
             this forward does not compute.
         """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"a configuration must be a mapping of names to values, got {shown(data)}")
         return read_config(Fields(data))
 
     def to_dict(self) -> dict[str, Any]:

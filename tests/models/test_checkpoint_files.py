@@ -154,6 +154,9 @@ def test_configurations_made_by_hand_are_checked_too():
     ]:
         with pytest.raises(ValueError, match=f"^{name} must "):
             Config(**data | {name: value})
+    for value in (None, 5, [("vocab_size", 5)]):
+        with pytest.raises(ValueError, match="a configuration must be a mapping of names to values, got"):
+            Config.from_dict(value)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_5_moe", 5, None, ["qwen3_5"], {}])
