@@ -2,9 +2,14 @@
 
 import copy
 import json
+import re
+import shutil
 from pathlib import Path
 
-from jaxbuf.models.checkpoint import save
+import pytest
+
+from jaxbuf.models.checkpoint import CheckpointError, save
+from jaxbuf.models.language_model import load
 from jaxbuf.models.qwen3_5_config import Config
 from tests.serving.conftest import byte_tokenizer
 from tests.tiny import random_model
@@ -81,3 +86,20 @@ def nest(flat: dict) -> dict:
         "tie_word_embeddings": text.pop("tie_word_embeddings"),
         "vision_config": {"depth": 1, "hidden_size": 16, "rope_parameters": {"rope_type": "axial"}},
     }
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("written") / "model")
+
+
+@pytest.fixture
+def directory(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "model")
+
+
+def fails(directory, file, message, error=CheckpointError):
+    """Loading raises an error that begins with the file's name and goes on like `message`."""
+    with pytest.raises(error) as raised:
+        load(directory)
+    assert re.match(re.escape(str(directory / file)) + r":? " + message, str(raised.value)), raised.value
