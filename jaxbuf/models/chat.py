@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxbuf.models.checkpoint import CheckpointError, read_json
+from jaxbuf.models.fields import Fields, is_there, read_fields, read_text
 
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -58,33 +58,35 @@ def read_chat_template(directory: Path) -> ChatTemplate | None:
     Where tokenizer_config.json names several, it is the one named "default".
 
     Raises:
-      CheckpointError: A file cannot be read, or chat_template is not a text or a list of named ones.
+      CheckpointError: A file cannot be read, a special token is neither a text nor an object with one, or
+        chat_template is not a text or a list of named ones.
     """
     file = directory / TOKENIZER_CONFIG
-    config = read_json(file) if file.exists() else {}
-    special = {name: _text_of(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+    config = read_fields(file) if is_there(file) else Fields({}, file)
+    special = {name: _text_of(config, name) for name in SPECIAL_TOKENS if config.values.get(name) not in (None, "")}
     separate = directory / TEMPLATE
-    if separate.exists():
-        try:
-            return ChatTemplate(separate.read_text(encoding="utf-8"), str(separate), special)
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{separate} is not valid UTF-8: {error}") from error
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        if "default" not in named:
-            raise CheckpointError(f'{file}: no chat_template is named "default", only {", ".join(map(str, named))}')
-        found = named["default"]
-    if found is None:
+    if is_there(separate):
+        return ChatTemplate(read_text(separate), str(separate), special)
+    if not config.has("chat_template"):
         return None
+    found = config.values["chat_template"]
+    if isinstance(found, list):
+        named = {each.text("name"): each.text("template") for each in config.items("chat_template")}
+        if "default" not in named:
+            raise config.error(f'no chat_template is named "default", only {", ".join(named) or "none"}')
+        found = named["default"]
     if not isinstance(found, str):
-        raise CheckpointError(f"{file}: chat_template must be a text or a list of named ones, got {found!r:.80}")
+        config.fail("chat_template", "a text or a list of named ones")
     return ChatTemplate(found, str(file), special)
 
 
-def _text_of(token: str | dict[str, Any]) -> str:
+def _text_of(config: Fields, name: str) -> str:
     """Special tokens are texts, or objects that hold one as their content."""
-    return token["content"] if isinstance(token, dict) else token
+    if isinstance(config.values[name], str):
+        return config.text(name)
+    if isinstance(config.values[name], dict):
+        return config.nested(name).text("content")
+    config.fail(name, 'a text or an object with its "content"')
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -1,13 +1,16 @@
 """Qwen3.5 checkpoints in Hugging Face's format, read and written without torch: config.json and safetensors."""
 
 import dataclasses
+import functools
 import json
 import logging
 import math
+import numbers
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import jax
@@ -17,17 +20,20 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxbuf.models.fields import CheckpointError as CheckpointError
+from jaxbuf.models.fields import Fields, is_there, read_fields, shown
 from jaxbuf.models.hub import COMPANIONS, WEIGHTS
 from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.models.qwen3_5 import Qwen3_5
 from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.models.replacing import replacing
-from jaxbuf.models.sharding import parameter_sharding
+from jaxbuf.models.sharding import check_mesh, parameter_sharding
 
 logger = logging.getLogger("jaxbuf")
 
 DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 IGNORED = "model.visual."
@@ -37,24 +43,17 @@ ALIGNMENT = 64  # XLA takes a host buffer aligned like this as an array of the C
 type Progress = Callable[[int, int], None]
 
 
-class CheckpointError(Exception):
-    """A checkpoint does not fit its configuration, or a file of it cannot be read. The message names what."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
+def read_description(directory: Path) -> Fields:
+    """The fields of a model's config.json.
 
     Raises:
-      FileNotFoundError: There is no such file.
-      CheckpointError: The file is not a JSON object.
+      FileNotFoundError: There is none.
+      CheckpointError: It cannot be read, or is not a JSON object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(data).__name__}")
-    return data
+        return read_fields(directory / CONFIG)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{directory} has no {CONFIG}; expected a model in Hugging Face's format") from None
 
 
 def compute_dtype(dtype: str | jnp.dtype | None) -> jnp.dtype | None:
@@ -67,10 +66,10 @@ def compute_dtype(dtype: str | jnp.dtype | None) -> jnp.dtype | None:
         return None
     try:
         found = jnp.dtype(dtype)
-    except TypeError:
+    except Exception:  # numpy raises several kinds, and parses texts as descriptions of records
         found = None
     if found is None or found.name not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)} or None, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)} or None, got {shown(dtype)}")
     return found
 
 
@@ -103,10 +102,14 @@ def load_model(
       CheckpointError: Missing, unexpected or misshapen tensors (all are listed), or a file that is cut off.
       ValueError: The mesh does not fit.
     """
+    check_mesh(mesh)
     with _open_tensors(directory) as tensors:
         config = _what_tensors_say(config, tensors)
         prefix = "model.language_model." if any(n.startswith("model.language_model.") for n in tensors) else "model."
-        abstract = jax.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0)))
+        if len(config.layer_types) > len(tensors):  # before a program is traced for so many
+            layers, count = len(config.layer_types), len(tensors)
+            raise CheckpointError(f"{directory / CONFIG} has {layers} layers, and the files there have {count} tensors")
+        abstract = _abstract(config)
         parameters = {tensor_name(path, prefix): param for path, param in named_parameters(abstract).items()}
         _check(
             directory, tensors, {name: _stored_shape(name, p.get_raw_value().shape) for name, p in parameters.items()}
@@ -127,6 +130,12 @@ def load_model(
             if progress is not None:
                 progress(done, sum(sizes.values()))
     return replace_parameters(abstract, values), config
+
+
+@functools.lru_cache(maxsize=4)
+def _abstract(config: Config) -> Qwen3_5:
+    """The model in shapes; nobody changes it."""
+    return jax.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0)))
 
 
 def save(
@@ -156,12 +165,17 @@ def save(
     Raises:
       FileExistsError: The directory holds files, but none of a checkpoint.
       NotADirectoryError: The name is that of a file.
-      ValueError: An unknown dtype, or shard_bytes below 1.
+      ValueError: An unknown dtype, shard_bytes that is no whole number of at least 1, or a directory that is no name.
     """
     chosen = compute_dtype(dtype)
-    if chosen is None or shard_bytes < 1:
-        raise ValueError(f"save needs a dtype and shard_bytes of at least 1, got {dtype!r} and {shard_bytes}")
-    directory = Path(directory)
+    if chosen is None:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)} to save in, got None")
+    if not isinstance(shard_bytes, numbers.Integral) or isinstance(shard_bytes, bool) or shard_bytes < 1:
+        raise ValueError(f"shard_bytes must be a whole number of at least 1, got {shown(shard_bytes)}")
+    name = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
+    if not isinstance(name, str) or not name or "\0" in name:  # Path("") would be the current directory
+        raise ValueError(f"directory must be the name of one, got {shown(directory)}")
+    directory = Path(name)
     if directory.is_dir():
         found = [entry.name for entry in directory.iterdir()]
         if found and not any(fnmatch(name, pattern) for name in found for pattern in (*WEIGHTS, *COMPANIONS)):
@@ -172,7 +186,7 @@ def save(
         for name, content in (companions or {}).items():
             (new / name).write_bytes(content)
         data = config.to_dict() | {"dtype": chosen.name}
-        (new / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        (new / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def tensor_name(path: str, prefix: str) -> str:
@@ -197,32 +211,58 @@ def _what_tensors_say(config: Config, names: Mapping[str, Any]) -> Config:
 @contextmanager
 def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
     """Opens every file of a checkpoint: tensor name -> the open file that holds it."""
-    indexed: dict[str, str] = {}
-    if (directory / INDEX).exists():
-        indexed = read_json(directory / INDEX).get("weight_map", {})
-        files = [directory / file for file in sorted(set(indexed.values()))]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
+    index = directory / INDEX
+    indexed = _read_index(index) if is_there(index) else {}
+    files = [directory / name for name in sorted(set(indexed.values()))] or sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{directory} has no *.safetensors and no {INDEX}")
-    absent = [file.name for file in files if not file.exists()]
+    absent = [file.name for file in files if not is_there(file)]
     if absent:
-        raise CheckpointError(f"{directory / INDEX} names files that are not there: {', '.join(absent)}")
+        raise CheckpointError(f"{index} names files that are not there: {', '.join(absent)}")
     tensors: dict[str, Any] = {}
+    holders: dict[str, Path] = {}
     with ExitStack() as stack:
         for file in files:
             try:
-                opened = stack.enter_context(safe_open(file, framework="numpy"))
+                with file.open("rb"):  # says why a file may not be read; safetensors says that it is not there
+                    opened = stack.enter_context(safe_open(file, framework="numpy"))
             except SafetensorError as error:
                 raise CheckpointError(f"{file} cannot be read, it may be cut off: {error}") from error
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
             twice = sorted(tensors.keys() & set(opened.keys()))
             if twice:
                 raise CheckpointError(f"{file} repeats tensors of another file: {', '.join(twice)}")
             tensors |= dict.fromkeys(opened.keys(), opened)
+            holders |= dict.fromkeys(opened.keys(), file)
         lost = sorted(set(indexed) - set(tensors))
         if lost:
-            raise CheckpointError(f"{directory / INDEX} lists tensors that no file has: {', '.join(lost)}")
+            raise CheckpointError(f"{index} lists tensors that no file has: {', '.join(lost)}")
+        moved = [name for name, file in indexed.items() if holders[name] != directory / file]
+        if moved:
+            found = ", ".join(f"{name} (in {holders[name].name}, not {indexed[name]})" for name in moved)
+            raise CheckpointError(f"{index} lists tensors in files that do not hold them: {found}")
         yield tensors
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> the file in the index's directory that holds it.
+
+    The name decides, not where a link of that name leads: huggingface-hub's cache is made of links to its blobs.
+    """
+    weight_map = read_fields(path).nested("weight_map")
+    files = {tensor: weight_map.text(tensor) for tensor in weight_map.values}
+    if not files:
+        raise weight_map.error("weight_map must name the file of each tensor, got none")
+    for tensor, file in files.items():
+        # Either system's way to write a path: no file of a checkpoint has a colon or a backslash in its name.
+        kinds = PurePosixPath(file), PureWindowsPath(file)
+        escapes = any(".." in name.parts or name.anchor for name in kinds)
+        if escapes or not file.isprintable() or not file.strip("./\\ "):
+            raise weight_map.error(
+                f"weight_map must name files in the directory of the index, got {shown(file)} for {shown(tensor)}"
+            )
+    return files
 
 
 def _check(directory: Path, tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,19 +1,38 @@
 """Models by their Hugging Face id: the files that `load` reads, out of the local cache or downloaded into it."""
 
+import os
 import re
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
+from jaxbuf.models.fields import shown
+
+DEMO = "demo"
 COMPANIONS = ("generation_config.json", "tokenizer*.json", "chat_template.jinja")
 WEIGHTS = ("config.json", "*.safetensors", "*.safetensors.index.json")
 ACCEPTED = '"demo", a directory with a config.json, or a Hugging Face id "org/name" or "org/name@revision"'
-ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")
+ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@((?!\S*\.\.)\S+))?")
 
 
 def parse_id(source: str) -> tuple[str, str | None] | None:
     """The repository and the revision (None: its main branch) of "org/name[@revision]"; None if it is no such id."""
-    found = ID.fullmatch(source)
+    found = ID.fullmatch(source) if source.isprintable() else None
     return (found[1], found[2]) if found else None
+
+
+def find_directory(source: str | os.PathLike[str]) -> Path | None:
+    """The directory that a model's name says, that of "demo" or one that is there; None: it may be an id.
+
+    Raises:
+      ValueError: It is neither a text nor a path, or it is empty.
+    """
+    name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    if not isinstance(name, str) or not name:  # Path("") would be the current directory
+        raise ValueError(f"a model must be {ACCEPTED}, got {shown(source)}")
+    if source == DEMO:
+        return Path(str(resources.files("jaxbuf.models") / DEMO))
+    return Path(name) if os.path.isdir(name) else None  # Path.is_dir raises for names that are too long
 
 
 def download(repository: str, revision: str | None = None, files: Sequence[str] = (*WEIGHTS, *COMPANIONS)) -> Path:

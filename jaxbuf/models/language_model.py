@@ -1,10 +1,11 @@
 """A model together with what its directory says about it: `load` and `LanguageModel`."""
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
-from importlib import resources
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,23 @@ from tokenizers import Tokenizer
 
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.chat import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
-from jaxbuf.models.checkpoint import CheckpointError, Progress, compute_dtype, load_model, read_json
+from jaxbuf.models.checkpoint import Progress, compute_dtype, load_model, read_description
 from jaxbuf.models.checkpoint import save as save_checkpoint
-from jaxbuf.models.hub import ACCEPTED, COMPANIONS, download, parse_id
-from jaxbuf.models.qwen3_5_config import Config, token_ids
+from jaxbuf.models.fields import CheckpointError, Fields, is_there, read_json, read_text, shown
+from jaxbuf.models.hub import ACCEPTED, COMPANIONS, DEMO, download, find_directory, parse_id
+from jaxbuf.models.qwen3_5_config import Config, read_config
 from jaxbuf.models.scoring import score_tokens
+from jaxbuf.models.sharding import check_mesh
 from jaxbuf.progress import progress_bar
 
 type Array = jax.Array
 type Tokens = Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
 
-DEMO = "demo"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+# Of generation_config.json, with the ranges that SamplingParams has.
+SAMPLING = {"temperature": {"least": 0}, "top_p": {"above": 0, "most": 1}, "min_p": {"least": 0, "most": 1}}
+SAMPLING |= {"repetition_penalty": {"above": 0}}
 PADDED_TO = 64  # lengths that `logits` compiles for are multiples of this
 
 
@@ -68,8 +75,13 @@ class LanguageModel:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text: those of generation_config.json, or else of config.json."""
-        return token_ids(self.generation_config.get("eos_token_id")) or self.config.eos_token_ids
+        """Tokens that end a text: those of generation_config.json, or else of config.json.
+
+        Raises:
+          CheckpointError: eos_token_id of generation_config.json is not token ids of the vocabulary (a ValueError if
+            the model is of no directory); `load` looks.
+        """
+        return self._generation.token_ids("eos_token_id", vocab_size=self.vocab_size) or self.config.eos_token_ids
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
@@ -77,10 +89,25 @@ class LanguageModel:
 
         The temperature is 0 (greedy) unless the file's do_sample is true. The command line starts from these;
         `jaxbuf.generate` is greedy whatever the file says, unless it is given `SamplingParams(**lm.sampling_defaults)`.
+
+        Raises:
+          CheckpointError: A value is of another type, or out of the range that SamplingParams has (a ValueError if the
+            model is of no directory).
         """
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        found = {name: value for name in names if (value := self.generation_config.get(name)) is not None}
-        return found if self.generation_config.get("do_sample") else found | {"temperature": 0.0}
+        fields = self._generation
+        sampled = fields.has("do_sample") and fields.flag("do_sample")
+        found: dict[str, Any] = {
+            name: fields.number(name, **bounds)
+            for name, bounds in SAMPLING.items()
+            if fields.has(name) and (sampled or name != "temperature")
+        }
+        if fields.has("top_k"):
+            found["top_k"] = fields.integer("top_k", least=0)
+        return found if sampled else found | {"temperature": 0.0}
+
+    @property
+    def _generation(self) -> Fields:
+        return Fields(self.generation_config, self.directory and self.directory / GENERATION_CONFIG)
 
     @functools.cached_property
     def known_ids(self) -> np.ndarray:
@@ -99,17 +126,37 @@ class LanguageModel:
           add_special_tokens: Also add those that the tokenizer puts around a text; a chat prompt has its own.
 
         Raises:
-          ValueError: The model has no tokenizer.
+          ValueError: The model has no tokenizer, or it is no text (half a surrogate pair cannot be encoded).
+          CheckpointError: The tokenizer fails, or its id of a token is outside the model's vocabulary.
         """
-        return self._tokenizer().encode(text, add_special_tokens=add_special_tokens).ids
+        tokenizer = self._tokenizer()
+        try:
+            with _tokenizer_errors(f"{self._tokenizer_name} cannot encode the text"):
+                encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:
+            raise ValueError(f"text must be a text that UTF-8 can encode, got {shown(text)}") from None
+        ids = encoded.ids
+        if ids and max(ids) >= self.vocab_size:
+            token, found = encoded.tokens[int(np.argmax(ids))], max(ids)
+            raise CheckpointError(
+                f"{self._tokenizer_name} has id {found} for {shown(token)}, and the model's ids are below vocab_size "
+                f"({self.vocab_size})"
+            )
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens.
 
         Raises:
-          ValueError: The model has no tokenizer.
+          ValueError: The model has no tokenizer, or they are not whole numbers from 0 on.
+          CheckpointError: The tokenizer fails.
         """
-        return self._tokenizer().decode(list(ids))
+        tokenizer = self._tokenizer()
+        try:
+            with _tokenizer_errors(f"{self._tokenizer_name} cannot decode token ids"):
+                return tokenizer.decode(list(ids))
+        except (OverflowError, TypeError):
+            raise ValueError(f"ids must be token ids in [0, {self.vocab_size}), got {shown(ids)}") from None
 
     def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The prompt of a conversation, from the model's own template: `encode` it without adding special tokens.
@@ -202,18 +249,19 @@ class LanguageModel:
         Raises:
           FileExistsError: The directory holds files, but none of a checkpoint.
           NotADirectoryError: The name is that of a file.
-          ValueError: An unknown dtype, or shard_bytes below 1.
+          ValueError: An unknown dtype, shard_bytes that is no whole number of at least 1, or a directory that is no
+            name.
         """
         companions = {}
         if self.directory is not None:
             files = [file for pattern in COMPANIONS for file in self.directory.glob(pattern)]
-            companions = {file.name: file.read_bytes() for file in files}
-        companions.pop("tokenizer.json", None)
-        companions.pop("generation_config.json", None)
+            companions = {file.name: file.read_bytes() for file in files if file.is_file()}
+        companions.pop(TOKENIZER, None)
+        companions.pop(GENERATION_CONFIG, None)
         if self.tokenizer is not None:
-            companions["tokenizer.json"] = self.tokenizer.to_str(pretty=True).encode()
+            companions[TOKENIZER] = self.tokenizer.to_str(pretty=True).encode()
         if self.generation_config:
-            companions["generation_config.json"] = (json.dumps(self.generation_config, indent=2) + "\n").encode()
+            companions[GENERATION_CONFIG] = (json.dumps(self.generation_config, indent=2) + "\n").encode()
         save_checkpoint(
             self.model,
             self.config,
@@ -270,6 +318,10 @@ class LanguageModel:
             raise ValueError(f"the model {self.name!r} has no tokenizer.json; pass token ids instead of text")
         return self.tokenizer
 
+    @property
+    def _tokenizer_name(self) -> str:
+        return f"the tokenizer of {self.name!r}" if self.directory is None else str(self.directory / TOKENIZER)
+
 
 @jax.jit
 def _logits(model: qwen3_5.Qwen3_5, tokens: Array) -> Array:
@@ -302,47 +354,71 @@ def load(
     Raises:
       FileNotFoundError: None of the three, an id that cannot be had (without access, or offline and not in the cache),
         or a directory without config.json or safetensors.
-      ValueError: An unknown dtype, an architecture or setting that is not served, or a mesh that does not fit.
-      CheckpointError: Tensors that are missing, unexpected or misshapen, or a file that cannot be read.
+      ValueError: A source that is no name, an unknown dtype, an architecture or setting that is not served, or a mesh
+        that does not fit.
+      CheckpointError: A file that cannot be read, or that holds a value of a wrong type or out of range (the message
+        names file and field), or tensors that are missing, unexpected or misshapen.
     """
     wanted = compute_dtype(dtype)
+    check_mesh(mesh)
     directory, name = _directory(source)
-    try:
-        data = read_json(directory / "config.json")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{directory} has no config.json; expected a model in Hugging Face's format") from None
-    model, config = load_model(directory, Config.from_dict(data), dtype=wanted, mesh=mesh, progress=progress)
-    generation = directory / "generation_config.json"
+    config = read_config(read_description(directory))
+    file = directory / GENERATION_CONFIG
+    generation_config = read_json(file) if is_there(file) else {}
+    Fields(generation_config, file).token_ids("eos_token_id", vocab_size=config.vocab_size)
+    tokenizer = _read_tokenizer(directory / TOKENIZER)
+    chat_template = read_chat_template(directory)
+    # The tensors come last: a mistake in a small file is told before gigabytes are read.
+    model, config = load_model(directory, config, dtype=wanted, mesh=mesh, progress=progress)
     return LanguageModel(
         model=model,
         config=config,
-        tokenizer=_read_tokenizer(directory / "tokenizer.json"),
-        generation_config=read_json(generation) if generation.exists() else {},
+        tokenizer=tokenizer,
+        generation_config=generation_config,
         dtype=model.embed_tokens[...].dtype,
         name=name,
-        chat_template=read_chat_template(directory),
+        chat_template=chat_template,
         directory=directory,
     )
 
 
 def _directory(source: str | Path) -> tuple[Path, str]:
     """Where a model's files are, and its name."""
-    if source == DEMO:
-        return Path(str(resources.files("jaxbuf.models") / DEMO)), DEMO
-    directory = Path(source)
-    if directory.is_dir():
+    directory = find_directory(source)
+    if source == DEMO and directory is not None:
+        return directory, DEMO
+    if directory is not None:
         directory = directory.resolve()
         return directory, directory.name
     identity = parse_id(source) if isinstance(source, str) else None
     if identity is None:
-        raise FileNotFoundError(f"no model {str(source)!r}: expected {ACCEPTED}")
+        found = " (it is a file)" if os.path.isfile(source) else ""
+        raise FileNotFoundError(f"no model {shown(str(source))}{found}: expected {ACCEPTED}")
     return download(*identity), str(source)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer | None:
-    if not path.exists():
+    if not is_there(path):
         return None
+    content = read_text(path)
+    with _tokenizer_errors(f"{path} cannot be read"):
+        tokenizer = Tokenizer.from_str(content)
+    # What a text is cut to or filled up to is for training; transformers does neither unless it is asked to, too.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _tokenizer_errors(what: str) -> Iterator[None]:
+    """The tokenizers library raises bare Exceptions, and Rust's panics, which are none."""
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        yield
+    except Exception as error:
+        if type(error) is not Exception:  # of an argument
+            raise
+        raise CheckpointError(f"{what}: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{what}: {error}") from error

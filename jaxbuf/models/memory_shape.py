@@ -5,17 +5,17 @@ No weights are read: the parameters are counted from the configuration, or are t
 
 import dataclasses
 import difflib
-from importlib import resources
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbuf.models.checkpoint import read_json
-from jaxbuf.models.hub import ACCEPTED, download, parse_id
+from jaxbuf.models.checkpoint import CONFIG, read_description
+from jaxbuf.models.fields import shown
+from jaxbuf.models.hub import ACCEPTED, download, find_directory, parse_id
 from jaxbuf.models.qwen3_5 import Qwen3_5
-from jaxbuf.models.qwen3_5_config import Config
+from jaxbuf.models.qwen3_5_config import Config, read_config
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
 
@@ -80,37 +80,29 @@ def find_shape(source: str | Path) -> MemoryShape:
 
     Raises:
       FileNotFoundError: None of the four, or an id that cannot be had; the message says what is accepted.
-      CheckpointError: config.json is not a JSON object.
-      ValueError: It is of an architecture or setting that is not served.
+      CheckpointError: config.json cannot be read, or holds a value of a wrong type or out of range.
+      ValueError: It is of an architecture or setting that is not served, or the source is no name.
     """
+    directory = find_directory(source)
     named, asked = {name.lower(): shape for name, shape in NAMED.items()}, str(source).lower().replace(" ", "-")
-    if source == "demo":
-        directory = Path(str(resources.files("jaxbuf.models") / "demo"))
-    elif Path(source).is_dir():
-        directory = Path(source)
-    elif asked in named:
+    if directory is None and asked in named:
         return named[asked]
-    elif isinstance(source, str) and (identity := parse_id(source)) is not None:
-        directory = download(*identity, files=("config.json",))
-    else:
+    if directory is None and isinstance(source, str) and (identity := parse_id(source)) is not None:
+        directory = download(*identity, files=(CONFIG,))
+    if directory is None:
         close = difflib.get_close_matches(asked, named, n=3, cutoff=0.5)
         names = [named[name].name for name in close] or list(NAMED)
         raise FileNotFoundError(
-            f"no model {str(source)!r}: expected {ACCEPTED}, or the name of a known shape: {', '.join(names)}"
+            f"no model {shown(str(source))}: expected {ACCEPTED}, or the name of a known shape: {', '.join(names)}"
         )
+    fields = read_description(directory)
     try:
-        data = read_json(directory / "config.json")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{directory} has no config.json; expected a model in Hugging Face's format") from None
-    try:
-        config = Config.from_dict(data)
+        config = read_config(fields)
     except ValueError as error:
-        raise ValueError(
-            f"{directory / 'config.json'}: {error}; the shapes known by name are {', '.join(NAMED)}"
-        ) from error
-    text = data.get("text_config") or data
-    stored = next((str(d[key]) for d in (text, data) for key in ("dtype", "torch_dtype") if d.get(key)), "bfloat16")
-    return from_config(config, str(source), stored)
+        raise ValueError(f"{error}; the shapes known by name are {', '.join(NAMED)}") from error
+    nested = [fields.nested("text_config")] if fields.values["model_type"] == "qwen3_5" else []
+    places = [(each, key) for each in (*nested, fields) for key in ("dtype", "torch_dtype") if each.has(key)]
+    return from_config(config, str(source), places[0][0].text(places[0][1]) if places else "bfloat16")
 
 
 def _shape(name: str, spec: RecurrenceSpec, layers: tuple[int, int], kv_numbers: int, billions: float) -> MemoryShape:

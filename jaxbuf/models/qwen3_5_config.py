@@ -1,15 +1,50 @@
 """The configuration of a Qwen3.5 text model, read from a Hugging Face `config.json`."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from jaxbuf.models.fields import SIZE, Fields, shown
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
 type LayerType = Literal["linear_attention", "full_attention"]
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+SERVED = "dense text models of the Qwen3.5 architecture"
+NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+RANGES = {
+    "rms_norm_eps": {"above": 0, "most": 1},
+    "rope_theta": {"above": 0},
+    "partial_rotary_factor": {"above": 0, "most": 1},
+    "initializer_range": {"least": 0},
+}
+
+# So that nothing overflows when a program is made for sizes that nobody means. Of each array, the fields of its first
+# dimension are multiplied, and the last field is its last dimension; q | gate and q | k | v are a few of them together.
+MOST_LAYERS, MOST_ROWS, MOST_ELEMENTS = 1024, 2**28, 2**40
+ARRAYS = (
+    ("vocab_size", "hidden_size"),
+    ("intermediate_size", "hidden_size"),
+    ("num_attention_heads", "head_dim", "hidden_size"),
+    ("linear_num_key_heads", "linear_key_head_dim", "hidden_size"),
+    ("linear_num_value_heads", "linear_value_head_dim", "hidden_size"),
+    ("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim"),
+    ("linear_num_key_heads", "linear_key_head_dim", "linear_conv_kernel_dim"),
+    ("linear_num_value_heads", "linear_value_head_dim", "linear_conv_kernel_dim"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +55,8 @@ class Config:
     `rope_parameters` there), and `eos_token_ids` (`eos_token_id`, a number or a list).
 
     Raises:
-      ValueError: A size below 1, head counts that do not divide, or a layer type that is not known.
+      ValueError: A value of another type or out of range, head counts that do not divide, a layer type that is not
+        known, more than 1,024 layers, or sizes whose arrays nobody could hold (2**40 elements).
     """
 
     vocab_size: int
@@ -45,12 +81,17 @@ class Config:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
+        own = Fields(vars(self))
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and field.name != "mtp_num_hidden_layers" and value < 1:
-                raise ValueError(f"{field.name} must be at least 1, got {value}")
-        if self.mtp_num_hidden_layers not in (0, 1):
-            raise ValueError(f"mtp_num_hidden_layers must be 0 or 1, got {self.mtp_num_hidden_layers}")
+            if field.type is int and field.name != "mtp_num_hidden_layers":
+                own.size(field.name)
+            elif field.type is float:
+                own.number(field.name, **RANGES[field.name])
+            elif field.type is bool:
+                own.flag(field.name)
+        own.integer("mtp_num_hidden_layers", least=0, most=1)
+        own.token_ids("eos_token_ids", vocab_size=SIZE + 1)
+        own.texts("layer_types")
         for many, few in (
             ("num_attention_heads", "num_key_value_heads"),
             ("linear_num_value_heads", "linear_num_key_heads"),
@@ -58,12 +99,20 @@ class Config:
             if getattr(self, many) % getattr(self, few):
                 raise ValueError(f"{many} ({getattr(self, many)}) must be a multiple of {few} ({getattr(self, few)})")
         if not self.layer_types or not set(self.layer_types) <= set(LAYER_TYPES):
-            raise ValueError(f"layer_types must be a non-empty list out of {LAYER_TYPES}, got {self.layer_types}")
+            found = shown(self.layer_types)
+            raise ValueError(f"layer_types must be a non-empty list out of {LAYER_TYPES}, got {found}")
+        if len(self.layer_types) > MOST_LAYERS:
+            raise ValueError(f"layer_types must have at most {MOST_LAYERS} entries, got {len(self.layer_types)}")
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ValueError(
                 f"head_dim ({self.head_dim}) times partial_rotary_factor ({self.partial_rotary_factor}) must be "
                 f"an even number of channels, got {self.rotary_dim}"
             )
+        for names in ARRAYS:
+            sizes = [getattr(self, name) for name in names]
+            if math.prod(sizes[:-1]) > MOST_ROWS or math.prod(sizes) > MOST_ELEMENTS:
+                product = " times ".join(f"{name} ({size})" for name, size in zip(names, sizes, strict=True))
+                raise ValueError(f"{product} must be at most 2**40 elements in at most 2**28 rows")
 
     @property
     def spec(self) -> RecurrenceSpec:
@@ -93,50 +142,12 @@ class Config:
         """Reads a `config.json`: text only (`qwen3_5_text`, flat) or vision-language (`qwen3_5`, the text model only).
 
         Raises:
-          ValueError: Another model_type, a field that is missing, or one whose value this forward does not compute.
+          ValueError: Another model_type, a field that is missing, of another type or out of range, or one whose value
+            this forward does not compute.
         """
-        model_type = data.get("model_type")
-        if model_type not in MODEL_TYPES:
-            raise ValueError(f"model_type must be one of {MODEL_TYPES}, got {model_type!r}")
-        text, tied = data, data.get("tie_word_embeddings", False)
-        if model_type == "qwen3_5":
-            text = data.get("text_config")
-            if not isinstance(text, Mapping):
-                raise ValueError(f'a config of model_type "qwen3_5" must have a text_config, got {text!r}')
-        rope = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
-        rope |= {name: text[name] for name in rope if name in text}
-        rope |= text.get("rope_parameters") or text.get("rope_scaling") or {}
-        computed = {
-            "hidden_act": (text.get("hidden_act", "silu"), "silu"),
-            "attention_bias": (text.get("attention_bias", False), False),
-            "attn_output_gate": (text.get("attn_output_gate", True), True),
-            "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
-        }
-        for name, (found, expected) in computed.items():
-            if found != expected:
-                raise ValueError(f"{name} must be {expected!r}, got {found!r}")
-        values = {
-            field.name: text[field.name]
-            for field in dataclasses.fields(cls)
-            if field.name in text and field.name not in ("layer_types", "tie_word_embeddings", *rope)
-        }
-        missing = [
-            field.name
-            for field in dataclasses.fields(cls)
-            if field.default is dataclasses.MISSING and field.name not in (*values, "layer_types")
-        ]
-        if "layer_types" not in text and "num_hidden_layers" not in text:
-            missing.append("layer_types or num_hidden_layers")
-        if missing:
-            raise ValueError(f"the configuration lacks {', '.join(missing)}")
-        return cls(
-            **values,
-            layer_types=_layer_types(text),
-            rope_theta=float(rope["rope_theta"]),
-            partial_rotary_factor=float(rope["partial_rotary_factor"]),
-            tie_word_embeddings=bool(tied),
-            eos_token_ids=token_ids(text.get("eos_token_id")),
-        )
+        if not isinstance(data, Mapping):
+            raise ValueError(f"a configuration must be a mapping of names to values, got {shown(data)}")
+        return read_config(Fields(data))
 
     def to_dict(self) -> dict[str, Any]:
         """The `config.json` of a text-only checkpoint; `from_dict` reads it back."""
@@ -155,19 +166,48 @@ class Config:
         }
 
 
-def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
-    given = text.get("layer_types")
-    if given is None:
-        layers, interval = range(1, text["num_hidden_layers"] + 1), text.get("full_attention_interval", 4)
+def read_config(fields: Fields) -> Config:
+    """As `Config.from_dict`; where the fields are those of a file, errors name it.
+
+    Raises:
+      CheckpointError: A field of the file is missing, of another type or out of range.
+      ValueError: The architecture or a setting is not served; or, where no file is known, any of the above.
+    """
+    model_type = fields.serve("model_type", *MODEL_TYPES, words=f" (jaxbuf serves {SERVED})")
+    text = fields.nested("text_config") if model_type == "qwen3_5" else fields
+    text.serve("hidden_act", "silu", default="silu")
+    text.serve("attention_bias", False, default=False)
+    text.serve("attn_output_gate", True, default=True)
+    text.require(*NEEDED, ("layer_types", "num_hidden_layers"))
+    rope = next((text.nested(name) for name in ("rope_parameters", "rope_scaling") if text.has(name)), text)
+    if rope is not text:
+        rope.serve("rope_type" if "rope_type" in rope.values else "type", "default", default="default")
+    values = {
+        **{name: text.size(name) for name in NEEDED},
+        "layer_types": _layer_types(text),
+        "linear_conv_kernel_dim": text.size("linear_conv_kernel_dim", 4),
+        "rms_norm_eps": text.number("rms_norm_eps", 1e-6, **RANGES["rms_norm_eps"]),
+        "max_position_embeddings": text.size("max_position_embeddings", 32_768),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+        "mtp_num_hidden_layers": text.integer("mtp_num_hidden_layers", 0, least=0, most=1),
+        "initializer_range": text.number("initializer_range", 0.02, **RANGES["initializer_range"]),
+        "eos_token_ids": text.token_ids("eos_token_id", vocab_size=text.size("vocab_size")),
+    }
+    for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", 0.25)):
+        values[name] = (rope if name in rope.values else text).number(name, default, **RANGES[name])
+    try:
+        return Config(**values)
+    except ValueError as error:  # of fields that do not fit together
+        raise text.error(str(error)) from error
+
+
+def _layer_types(text: Fields) -> tuple[LayerType, ...]:
+    if not text.has("layer_types"):
+        interval = text.size("full_attention_interval", 4)
+        layers = range(1, text.integer("num_hidden_layers", least=1, most=MOST_LAYERS) + 1)
         return tuple("linear_attention" if layer % interval else "full_attention" for layer in layers)
-    count = text.get("num_hidden_layers", len(given))
+    given = cast(tuple[LayerType, ...], text.texts("layer_types"))  # the configuration checks which
+    count = text.size("num_hidden_layers") if "num_hidden_layers" in text.values else len(given)
     if count != len(given):
-        raise ValueError(f"layer_types has {len(given)} entries, num_hidden_layers is {count}")
-    return tuple(given)
-
-
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """An `eos_token_id` entry, which may be a number, a list or absent, as a tuple."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+        raise text.error(f"layer_types has {len(given)} entries, num_hidden_layers is {count}")
+    return given

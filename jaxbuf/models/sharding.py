@@ -9,6 +9,15 @@ from jaxbuf.models.qwen3_5_config import Config
 TENSOR = "tensor"
 
 
+def check_mesh(mesh: Mesh | None) -> None:
+    """Raises a ValueError unless it is None, or a mesh of devices with an axis "tensor"."""
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {type(mesh).__name__}")
+    _check_axis(mesh)
+
+
 def parameter_sharding(param: nnx.Param, config: Config, mesh: Mesh | None) -> jax.sharding.Sharding | None:
     """Where a parameter goes: its heads, MLP channels or vocabulary spread over the mesh's axis "tensor".
 
@@ -20,8 +29,7 @@ def parameter_sharding(param: nnx.Param, config: Config, mesh: Mesh | None) -> j
     """
     if mesh is None:
         return None
-    if TENSOR not in mesh.shape:
-        raise ValueError(f'mesh must have an axis "{TENSOR}", got {tuple(mesh.axis_names)}')
+    _check_axis(mesh)
     size = mesh.shape[TENSOR]
     counts = {
         "heads": config.linear_num_value_heads,
@@ -37,3 +45,8 @@ def parameter_sharding(param: nnx.Param, config: Config, mesh: Mesh | None) -> j
         )
     split = [TENSOR if axis is not None and counts[axis] % size == 0 else None for axis in param.axes]
     return NamedSharding(mesh, PartitionSpec(*split))
+
+
+def _check_axis(mesh: Mesh) -> None:
+    if TENSOR not in mesh.shape:
+        raise ValueError(f'mesh must have an axis "{TENSOR}", got {tuple(mesh.axis_names)}')

@@ -508,7 +508,7 @@ def test_names_that_save_refuses(model, tmp_path):
         save(model, CONFIG, tmp_path)
     with pytest.raises(NotADirectoryError, match=r"thesis\.tex must be a directory or not exist"):
         save(model, CONFIG, tmp_path / "thesis.tex")
-    with pytest.raises(ValueError, match="shard_bytes of at least 1, got 'float32' and 0"):
+    with pytest.raises(ValueError, match="shard_bytes must be a whole number of at least 1, got 0"):
         save(model, CONFIG, tmp_path / "model", dtype="float32", shard_bytes=0)
     with pytest.raises(ValueError, match="dtype must be one of"):
         save(model, CONFIG, tmp_path / "model", dtype="int8")
