@@ -86,18 +86,18 @@ def test_the_default_text_is_long_enough_for_the_default_rows(tmp_path, monkeypa
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
     assert likelihood.main(["--model", "nope"]) == 2
-    assert capsys.readouterr().out.startswith("no model 'nope': expected ")
+    assert capsys.readouterr().err.startswith("jaxbuf bench likelihood: error: no model 'nope': expected ")
     (tmp_path / "config.json").write_text("{")
     assert likelihood.main(["--model", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert "config.json" in line
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--tokens 3", "--tokens must be at least 4, got 3"),
-        ("--limit 1", "--limit must be at least 2, got 1"),
+        ("--tokens 3", "--tokens must be a whole number of at least 4, got '3'"),
+        ("--limit 1", "--limit must be a whole number of at least 2, got '1'"),
         ("--text nowhere.txt", "there is no nowhere.txt"),
     ],
 )
