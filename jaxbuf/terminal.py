@@ -112,6 +112,8 @@ def line_of(error: BaseException) -> str | None:
     """What an error that a user can cause says in one line; None for others, which are faults of the program."""
     checkpoint = sys.modules.get("jaxbuf.models.checkpoint")
     text = " ".join(str(error).split("\n")).strip()
+    if isinstance(error, OSError) and error.strerror and error.filename is None:
+        text = error.strerror  # without its number
     if isinstance(error, MemoryError):
         return f"out of memory: {text}" if text else "out of memory"
     if isinstance(error, RuntimeError):  # JAX's own

@@ -16,6 +16,7 @@ from jaxbuf.terminal import line_of
 
 logger = logging.getLogger("jaxbuf")
 
+NARROWEST = 20  # columns of a terminal for which something is laid out
 # What the library calls what the command line has under another name.
 ALIASES = {
     "n": "samples",
@@ -89,6 +90,7 @@ class Commands(TyperGroup):
 
     def main(self, *arguments: Any, standalone_mode: bool = True, **settings: Any) -> Any:
         _prepare_streams()
+        _check_width()
         try:
             status = super().main(*arguments, standalone_mode=False, **settings)
             sys.stdout.flush()
@@ -124,6 +126,16 @@ def _explain(error: Any) -> int:
         message = f"{message.rstrip('.')}; {context.command_path} --help explains"
     print_error(error_console(), re.sub(r"\s*\n\s*", " ", message))
     return error.exit_code
+
+
+def _check_width() -> None:
+    """Rich shows nothing at all in a width of 0, and Typer ends with a traceback in one that is no number."""
+    for name in ("COLUMNS", "TERMINAL_WIDTH"):
+        width = os.environ.get(name, "")
+        if width and (not width.isdecimal() or int(width) == 0):
+            del os.environ[name]
+        elif width and int(width) < NARROWEST:
+            os.environ[name] = str(NARROWEST)
 
 
 def _prepare_streams() -> None:

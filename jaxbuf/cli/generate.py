@@ -105,6 +105,8 @@ def generate(
     if token_ids and "stop" in sampling:
         raise ValueError("--stop must be left out with --token-ids, which has no text: give --stop-token-id")
     text = read_text("-") if prompt == "-" else prompt
+    if prompt == "-" and not text:
+        raise ValueError("standard input is empty: there is no prompt")
     asked = Asked(parse_ids(text, "standard input" if prompt == "-" else "PROMPT") if token_ids else text, model, dtype)
     if beams is not None:
         with end_at_interrupt():

@@ -57,8 +57,9 @@ def text() -> dict[str, Any]:
 Model = Annotated[
     str, typer.Option(help="[bold]demo[/bold], the embedded model, or a checkpoint's directory or Hugging Face id.")
 ]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 Dtype = Annotated[
-    str | None,
+    DtypeName | None,
     typer.Option(help="float32, bfloat16 or float16; by default what suits the device and the checkpoint."),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="How many tokens to generate at most.", **whole(1))]

@@ -34,7 +34,7 @@ def parse_size(text: str | int) -> int:
     if unit is None or not number >= 0 or (found and not found[2] and 0 < number < 1e6):
         raise typer.BadParameter(f"must be a size such as 80GB, 80GiB or 80e9, got {text!r}")
     if number * unit > MOST_BYTES:
-        raise typer.BadParameter(f"must be a size of at most {size(MOST_BYTES)}, got {text!r}")
+        raise typer.BadParameter(f"must be a size of at most 9.2e18 bytes, got {text!r}")
     return round(number * unit)
 
 
@@ -79,11 +79,13 @@ def plan(
     ] = 16,
     block_size: Annotated[int, typer.Option(help="Entries of a block of the ring.", **options.whole(1))] = 8,
     dtype: Annotated[
-        str | None,
+        options.DtypeName | None,
         typer.Option(help="Of parameters, keys and values: float32, bfloat16, float16; by default the checkpoint's."),
     ] = None,
-    state_dtype: Annotated[str, typer.Option(help="Of the recurrent states.")] = "float32",
-    entry_dtype: Annotated[str | None, typer.Option(help="Of the ring's entries; by default as --dtype.")] = None,
+    state_dtype: Annotated[options.DtypeName, typer.Option(help="Of the recurrent states.")] = "float32",
+    entry_dtype: Annotated[
+        options.DtypeName | None, typer.Option(help="Of the ring's entries; by default as --dtype.")
+    ] = None,
     workspace: Annotated[
         int | None,
         typer.Option(

@@ -30,7 +30,10 @@ def profile(
     """
     from jaxbuf.serving.profiling import OTHER, time_by_scope
 
-    rows = time_by_scope(directory)
+    try:
+        rows = time_by_scope(directory)
+    except (RuntimeError, LookupError, TypeError) as error:  # of JAX's reader, and of ours, for what is no trace
+        raise ValueError(f"the newest trace in {str(directory)!r} cannot be read: {error}") from error
     totals = {}
     for row in rows:
         totals[row.program] = totals.get(row.program, 0.0) + row.seconds

@@ -72,7 +72,8 @@ def test_a_likelihood_that_is_no_number_is_no_pass(rng, tmp_path, monkeypatch, c
     assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8"]) == 1
     assert "DOES NOT HOLD" in capsys.readouterr().out
     assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8193"]) == 2
-    assert capsys.readouterr().out == "--tokens must be at most 8192 for demo, got 8193\n"
+    expected = "jaxbuf bench likelihood: error: --tokens must be at most 8192 for demo, got 8193\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_the_default_text_is_long_enough_for_the_default_rows(tmp_path, monkeypatch, capsys):
