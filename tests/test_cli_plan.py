@@ -70,7 +70,10 @@ def test_what_is_no_size_is_an_error_that_shows_one(text):
     ("arguments", "message"),
     [
         (("no-such-model",), "no-such-model"),
-        (("demo", "--draft-tokens", "2", "--accepted", "4"), "accepted must be in"),
+        (
+            ("demo", "--draft-tokens", "2", "--accepted", "4"),
+            "--accepted must be a number in [1, 1 + --draft-tokens (3)], got 4.0",
+        ),
         (("demo", "--dtype", "float7"), "float7"),
     ],
 )

@@ -15,7 +15,7 @@ def init_ring(*, slots: int, channels: int, width: int, max_pending: int, dtype:
     """Returns an empty ring [slots + 1, width - 1 + max_pending, channels]; row 0 is the null slot.
 
     It holds the width - 1 inputs before the first pending token and the pending ones, so no pending input overwrites
-    one that the next step may read, whatever is accepted.
+    one that the next step may read, whatever is accepted. The dtype is that of the inputs.
 
     Raises:
       ValueError: A size below 1 (width below 2).
