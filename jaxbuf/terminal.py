@@ -71,6 +71,8 @@ def check_writable(path: Path, *, folder: bool = False) -> None:
       ValueError: It cannot be written. The message lacks the name of the option, and begins with "must".
     """
     expected = "a directory to write to" if folder else "a file to write to"
+    if "\0" in str(path):
+        raise ValueError(f"must be {expected}, got {str(path)!r}: a name holds no null character")
     try:
         there = next(place for place in (path, *path.absolute().parents) if place.exists())
     except (OSError, ValueError) as error:  # a name that is too long, or above it what may not be read

@@ -92,7 +92,7 @@ def check_arguments(
 def _check_drafter(name: str) -> None:
     from jaxbuf.models.hub import parse_id
 
-    if name not in ("ngram", "mtp", "demo") and not (name and Path(name).is_dir()) and parse_id(name) is None:
+    if name not in ("ngram", "mtp", "demo") and not (name and os.path.isdir(name)) and parse_id(name) is None:
         raise ValueError(f'--drafter must be "ngram", "mtp" or a model (a directory or an id), got {name!r}')
 
 
