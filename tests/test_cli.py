@@ -89,6 +89,60 @@ def test_options_reach_the_generation():
     assert f"{expected.stats.folds} folds" in done.stderr
 
 
+def test_token_ids_go_in_and_come_out():
+    lm = jaxbuf.load("demo")
+    ids = lm.encode(PROMPT)
+    (expected,) = jaxbuf.generate(lm, [PROMPT], max_new_tokens=40)
+    done = invoke("generate", " ".join(map(str, ids)), "--token-ids", "--max-new-tokens", "40")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == " ".join(map(str, expected.tokens)) + "\n" and len(expected.tokens) == 40
+    stop = expected.tokens[20]
+    words = ("--token-ids", "--max-new-tokens", "40", "--stop-token-id", "3", "--stop-token-id", str(stop))
+    done = invoke("generate", "-", *words, input=",\n".join(map(str, ids)))
+    assert done.stdout == " ".join(map(str, expected.tokens[: expected.tokens.index(stop) + 1])) + "\n", done.stderr
+
+
+def test_a_model_without_a_tokenizer_is_served_by_token_ids(lm, tmp_path):
+    dataclasses.replace(lm, tokenizer=None).save(tmp_path / "bare")
+    model = ("--model", str(tmp_path / "bare"))
+    for words in (("generate", "text"), ("score", __file__)):
+        done = invoke(*words, *model)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.splitlines()[-1].startswith("error: the model 'bare' has no tokenizer.json")
+        assert done.stderr.rstrip().endswith("give token ids, with --token-ids")
+    done = invoke("generate", "65 66", "--token-ids", "--max-new-tokens", "4", *model)
+    (expected,) = jaxbuf.generate(lm, [[65, 66]], max_new_tokens=4)
+    assert done.stdout == " ".join(map(str, expected.tokens)) + "\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["one two"], "PROMPT must hold token ids, each of which must be a whole number of at least 0, got 'one'"),
+        (["3 -4"], "PROMPT must hold token ids, each of which must be a whole number of at least 0, got '-4'"),
+        ([" , "], "PROMPT must hold at least one token id, got none"),
+        (["99999999999"], "PROMPT must hold token ids, each of which must be a whole number of at most 2147483647"),
+        (["1", "--stop", "x"], "--stop must be left out with --token-ids, which has no text: give --stop-token-id"),
+        (["1", "--stop-token-id", "-1"], "--stop-token-id must be a whole number of at least 0, got '-1'"),
+    ],
+)
+def test_what_are_no_token_ids_is_an_error_before_anything_starts(words, message):
+    done = invoke("generate", "--model", "no-such-model", "--token-ids", *words)
+    (line,) = done.stderr.splitlines()
+    assert (done.exit_code, done.stdout) == (2, "") and line.startswith(f"error: {message}")
+
+
+def test_samples_and_beams_of_token_ids_are_token_ids(monkeypatch):
+    def search(model, prompts, **settings):
+        assert prompts == [[7, 8]] and settings["stop_token_ids"] == (9,)
+        return [[jaxbuf.Beam("", [5, 6], -1.0, -0.5, "stop"), jaxbuf.Beam("", [4], -2.0, -2.0, "stop")]]
+
+    monkeypatch.setattr("jaxbuf.beam_search", search)
+    done = invoke("generate", "7,8", "--token-ids", "--beams", "2", "--stop-token-id", "9")
+    assert done.exit_code == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if not line.startswith("beam")] == ["5 6", "4"]
+
+
 def test_sampling_starts_from_the_checkpoint(lm):
     file = {"do_sample": True, "temperature": 0.6, "top_k": 20}
     lm = dataclasses.replace(lm, generation_config=file)
@@ -262,6 +316,26 @@ def test_score_prints_a_row_for_each_file_and_their_total(tmp_path):
     rows = numbers(done.stdout)
     assert rows == [[str(file), *cells(first)], ["-", *cells(second)], ["total", *cells(first + second)]]
     assert done.stderr.startswith("device: cpu")
+
+
+def test_score_of_token_ids_is_that_of_the_text_without_its_bytes(tmp_path):
+    text = "The configuration file is read when the server starts.\n"
+    lm = jaxbuf.load("demo")
+    found = score_text(lm, text, context=64)
+    file = tmp_path / "ids"
+    file.write_text("\n".join(map(str, lm.encode(text))))
+    done = invoke("score", str(file), "--token-ids", "--context", "64")
+    assert done.exit_code == 0, done.stderr
+    tokens, _, likelihood, perplexity, _ = cells(found)
+    row = [tokens, "-", likelihood, perplexity, "-"]
+    assert numbers(done.stdout) == [[str(file), *row], ["total", *row]]
+    for content, message in (
+        ("1 x", "must hold token ids"),
+        ("9999999", "token ids must be in [0, 4096), got 9999999"),
+    ):
+        file.write_text(content)
+        done = invoke("score", str(file), "--token-ids")
+        assert done.exit_code == 2 and f"error: {file}" in done.stderr and message in done.stderr
 
 
 @pytest.mark.parametrize(
