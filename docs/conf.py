@@ -1,5 +1,9 @@
 """Sphinx's settings: a page for every public name, from its docstring. `scripts/docs` builds them."""
 
+import re
+from collections.abc import Iterator
+from itertools import takewhile
+
 import jaxbuf
 
 project = "jaxbuf"
@@ -9,6 +13,7 @@ version = release = jaxbuf.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 nitpicky = False
 default_role = "code"  # `name` is code, as in Markdown
+smartquotes = False  # "bfloat16" is typed as it stands, and so is --limit
 html_theme = "furo"
 html_title = f"jaxbuf {version}"
 
@@ -20,4 +25,59 @@ autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-napoleon_custom_sections = [("Source", "Source")]
+
+SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
+RESULTS = {"Returns:": ":returns:", "Yields:": ":Yields:"}
+
+
+def follow_conventions(app, what, name, obj, options, lines: list[str]) -> None:
+    """Makes our docstrings what reStructuredText and napoleon read in the same way, before napoleon reads them.
+
+    An indented block outside of a section is set as it stands: equations, tables, examples. Returns and Yields hold
+    sentences, of which napoleon would take what stands before a colon for a type.
+    """
+    lines[:] = _rewritten(list(lines))
+
+
+def _rewritten(lines: list[str]) -> Iterator[str]:
+    place = 0
+    while place < len(lines):
+        line = lines[place]
+        place += 1
+        if line.strip() and not line.startswith(" ") and not SECTION.fullmatch(line):
+            yield line
+            continue
+        if not line.strip():
+            yield line
+            continue
+        block = list(takewhile(lambda text: not text.strip() or text.startswith(" "), lines[place:]))
+        place += len(block)
+        if line in RESULTS:
+            text = [each.strip() for each in block]
+            yield from ["", f"{RESULTS[line]} {text[0]}", *(f"    {each}".rstrip() for each in text[1:]), ""]
+        elif line.startswith(" "):
+            yield from ["", "::", "", line, *block, ""]
+        elif line == "Attributes:":
+            yield from [line, *_one_by_one(block)]
+        else:
+            yield from [line, *block]
+
+
+def _one_by_one(block: list[str]) -> Iterator[str]:
+    """Attributes that share an explanation ("a, b: ..."), of which Sphinx would take the first for the other's type."""
+    starts = [place for place, line in enumerate(block) if re.match(r"  \w[\w, ]*:( |$)", line)]
+    for start, end in zip(starts, [*starts[1:], len(block)], strict=True):
+        names, colon, first = block[start].partition(":")
+        for name in names.split(","):
+            yield from [f"  {name.strip()}{colon}{first}", *block[start + 1 : end]]
+
+
+def shorten_types(app, what, name, obj, options, lines: list[str]) -> None:
+    """Each module has its own alias of jax.Array, by whose full name napoleon shows it."""
+    lines[:] = [re.sub(r"jaxbuf[.\w]*\.Array\b", "jax.Array", line) for line in lines]
+
+
+def setup(app) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", follow_conventions, priority=400)  # napoleon has 500
+    app.connect("autodoc-process-docstring", shorten_types, priority=600)

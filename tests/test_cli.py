@@ -89,6 +89,60 @@ def test_options_reach_the_generation():
     assert f"{expected.stats.folds} folds" in done.stderr
 
 
+def test_token_ids_go_in_and_come_out():
+    lm = jaxbuf.load("demo")
+    ids = lm.encode(PROMPT)
+    (expected,) = jaxbuf.generate(lm, [PROMPT], max_new_tokens=40)
+    done = invoke("generate", " ".join(map(str, ids)), "--token-ids", "--max-new-tokens", "40")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == " ".join(map(str, expected.tokens)) + "\n" and len(expected.tokens) == 40
+    stop = expected.tokens[20]
+    words = ("--token-ids", "--max-new-tokens", "40", "--stop-token-id", "3", "--stop-token-id", str(stop))
+    done = invoke("generate", "-", *words, input=",\n".join(map(str, ids)))
+    assert done.stdout == " ".join(map(str, expected.tokens[: expected.tokens.index(stop) + 1])) + "\n", done.stderr
+
+
+def test_a_model_without_a_tokenizer_is_served_by_token_ids(lm, tmp_path):
+    dataclasses.replace(lm, tokenizer=None).save(tmp_path / "bare")
+    model = ("--model", str(tmp_path / "bare"))
+    for words in (("generate", "text"), ("score", __file__)):
+        done = invoke(*words, *model)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.splitlines()[-1].startswith("error: the model 'bare' has no tokenizer.json")
+        assert done.stderr.rstrip().endswith("give token ids, with --token-ids")
+    done = invoke("generate", "65 66", "--token-ids", "--max-new-tokens", "4", *model)
+    (expected,) = jaxbuf.generate(lm, [[65, 66]], max_new_tokens=4)
+    assert done.stdout == " ".join(map(str, expected.tokens)) + "\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["one two"], "PROMPT must hold token ids, each of which must be a whole number of at least 0, got 'one'"),
+        (["3 -4"], "PROMPT must hold token ids, each of which must be a whole number of at least 0, got '-4'"),
+        ([" , "], "PROMPT must hold at least one token id, got none"),
+        (["99999999999"], "PROMPT must hold token ids, each of which must be a whole number of at most 2147483647"),
+        (["1", "--stop", "x"], "--stop must be left out with --token-ids, which has no text: give --stop-token-id"),
+        (["1", "--stop-token-id", "-1"], "--stop-token-id must be a whole number of at least 0, got '-1'"),
+    ],
+)
+def test_what_are_no_token_ids_is_an_error_before_anything_starts(words, message):
+    done = invoke("generate", "--model", "no-such-model", "--token-ids", *words)
+    (line,) = done.stderr.splitlines()
+    assert (done.exit_code, done.stdout) == (2, "") and line.startswith(f"error: {message}")
+
+
+def test_samples_and_beams_of_token_ids_are_token_ids(monkeypatch):
+    def search(model, prompts, **settings):
+        assert prompts == [[7, 8]] and settings["stop_token_ids"] == (9,)
+        return [[jaxbuf.Beam("", [5, 6], -1.0, -0.5, "stop"), jaxbuf.Beam("", [4], -2.0, -2.0, "stop")]]
+
+    monkeypatch.setattr("jaxbuf.beam_search", search)
+    done = invoke("generate", "7,8", "--token-ids", "--beams", "2", "--stop-token-id", "9")
+    assert done.exit_code == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if not line.startswith("beam")] == ["5 6", "4"]
+
+
 def test_sampling_starts_from_the_checkpoint(lm):
     file = {"do_sample": True, "temperature": 0.6, "top_k": 20}
     lm = dataclasses.replace(lm, generation_config=file)
@@ -108,10 +162,10 @@ def test_loading_shows_its_progress_on_a_terminal_only():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([""], "prompt"),
+        ([""], "PROMPT"),
         ([PROMPT, "--model", "no-such-model"], "no-such-model"),
         ([PROMPT, "--dtype", "float7"], "float7"),
-        ([PROMPT, "--max-new-tokens", "100000"], "100000"),
+        ([PROMPT, "--max-new-tokens", "100000"], "--max-new-tokens (100000)"),
     ],
 )
 def test_an_error_is_one_line_that_names_what_came(arguments, message):
@@ -125,24 +179,24 @@ def test_an_error_is_one_line_that_names_what_came(arguments, message):
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("option", "value"),
     [
-        ("--max-new-tokens", "0", "max_new_tokens"),
-        ("--limit", "0", "limit"),
-        ("--temperature", "-1", "temperature"),
-        ("--top-p", "1.5", "top_p"),
-        ("--min-p", "2", "min_p"),
-        ("--repetition-penalty", "0", "repetition_penalty"),
-        ("--logit-bias", "-1=3", "logit_bias"),
-        ("--stop", "", "stop"),
+        ("--max-new-tokens", "0"),
+        ("--limit", "0"),
+        ("--temperature", "-1"),
+        ("--top-p", "1.5"),
+        ("--min-p", "2"),
+        ("--repetition-penalty", "0"),
+        ("--logit-bias", "-1=3"),
+        ("--stop", ""),
     ],
 )
-def test_a_setting_out_of_range_is_an_error_before_anything_starts(command, option, value, message):
+def test_a_setting_out_of_range_is_an_error_before_anything_starts(command, option, value):
     model = ["--model", "no-such-model"] if command == "chat" else [PROMPT, "--model", "no-such-model"]
     done = invoke(command, *model, option, value)
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {message} must be")
+    assert line.startswith(f"error: {option} must be")
 
 
 @pytest.mark.parametrize("name", ["MTP", "x", ""])
@@ -260,11 +314,28 @@ def test_score_prints_a_row_for_each_file_and_their_total(tmp_path):
     assert first.tokens < 64 < second.tokens
     assert second.bytes == len(texts[1].encode())
     rows = numbers(done.stdout)
-    name = "".join(row[0] for row in rows[:-2])  # folded over lines, never cut
-    assert name == str(file)
-    assert rows[0][1:] == cells(first)
-    assert rows[-2:] == [["-", *cells(second)], ["total", *cells(first + second)]]
+    assert rows == [[str(file), *cells(first)], ["-", *cells(second)], ["total", *cells(first + second)]]
     assert done.stderr.startswith("device: cpu")
+
+
+def test_score_of_token_ids_is_that_of_the_text_without_its_bytes(tmp_path):
+    text = "The configuration file is read when the server starts.\n"
+    lm = jaxbuf.load("demo")
+    found = score_text(lm, text, context=64)
+    file = tmp_path / "ids"
+    file.write_text("\n".join(map(str, lm.encode(text))))
+    done = invoke("score", str(file), "--token-ids", "--context", "64")
+    assert done.exit_code == 0, done.stderr
+    tokens, _, likelihood, perplexity, _ = cells(found)
+    row = [tokens, "-", likelihood, perplexity, "-"]
+    assert numbers(done.stdout) == [[str(file), *row], ["total", *row]]
+    for content, message in (
+        ("1 x", "must hold token ids"),
+        ("9999999", "token ids must be in [0, 4096), got 9999999"),
+    ):
+        file.write_text(content)
+        done = invoke("score", str(file), "--token-ids")
+        assert done.exit_code == 2 and f"error: {file}" in done.stderr and message in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -289,7 +360,7 @@ def test_a_file_that_cannot_be_scored_is_one_line(tmp_path, monkeypatch, name, c
 def test_a_context_that_does_not_fit_is_an_error_of_score():
     done = invoke("score", "-", "--context", "100000", input="text")
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "context must be in [2, 8192]" in done.stderr.splitlines()[-1]
+    assert "error: --context must be in [2, 8192]" in done.stderr.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +421,7 @@ def test_a_model_without_a_chat_template_is_an_error_before_anything_is_read():
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
-    [("--logit-bias", "999=1", "logit_bias"), ("--max-new-tokens", "999", "999")],
+    [("--logit-bias", "999=1", "--logit-bias must"), ("--max-new-tokens", "999", "--max-new-tokens (999)")],
 )
 def test_settings_of_chat_are_checked_before_anything_is_read(chat_model, option, value, message):
     done = chat(chat_model, "Hi\n", option, value)

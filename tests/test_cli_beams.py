@@ -34,8 +34,9 @@ def test_the_command_line_prints_the_beams_best_first(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--beams", "0"], "beams must be a whole number in [1, 256], got 0"),
-        (["--beams", "2", "--length-penalty", "7"], "length_penalty must be a number in [-5, 5], got 7.0"),
+        (["--beams", "0"], "--beams must be a whole number in [1, 256], got 0"),
+        (["--beams", "257"], "--beams must be a whole number in [1, 256], got 257"),
+        (["--beams", "2", "--length-penalty", "7"], "--length-penalty must be a number in [-5, 5], got 7.0"),
         (["--beams", "2", "--samples", "2"], "--beams does not take --samples"),
         (["--beams", "2", "--drafter", "mtp", "--top-p", "0.5"], "--beams does not take --drafter, --top-p"),
         (["--beams", "2", "--draft-tokens", "3"], "--beams does not take --draft-tokens"),

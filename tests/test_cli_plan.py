@@ -46,6 +46,13 @@ def test_the_table_fits_a_terminal_and_compares_at_1k_and_8k():
     assert "crossover: up to 188 tokens" in done.stdout
 
 
+def test_the_model_may_be_an_option_as_elsewhere():
+    expected = invoke(NEXT, "--context", "9").stdout
+    assert invoke("--model", NEXT, "--context", "9").stdout == expected
+    assert invoke(NEXT, "--model", NEXT, "--context", "9").stdout == expected
+    assert invoke("--context", "9").stdout == invoke("--model", "demo", "--context", "9").stdout != expected
+
+
 def test_a_model_that_does_not_fit_is_said_to():
     done = invoke(NEXT, "--memory", "80GB", "--context", "1024")
     assert done.exit_code == 0, done.stderr
@@ -70,7 +77,10 @@ def test_what_is_no_size_is_an_error_that_shows_one(text):
     ("arguments", "message"),
     [
         (("no-such-model",), "no-such-model"),
-        (("demo", "--draft-tokens", "2", "--accepted", "4"), "accepted must be in"),
+        (
+            ("demo", "--draft-tokens", "2", "--accepted", "4"),
+            "--accepted must be a number in [1, 1 + --draft-tokens (3)], got 4.0",
+        ),
         (("demo", "--dtype", "float7"), "float7"),
     ],
 )

@@ -1,6 +1,7 @@
 """A page for every public name, docstrings that name the arguments that are there, and a build without a warning."""
 
 import dataclasses
+import html
 import importlib
 import inspect
 import os
@@ -57,12 +58,12 @@ def unexplained(function) -> list[str]:
     """The arguments that a docstring leaves to guess.
 
     A section Args has all of them; a docstring without one names them, or the function that takes the same. Arguments
-    of a class that has a page are explained there.
+    of a class that has a page are explained there, and those of a drafter's methods in the protocol, which they name.
     """
     docstring = inspect.getdoc(function) or ""
     explained = described(docstring, "Args")
     classes = [find(page).__name__ for page in PAGES if inspect.isclass(find(page))]
-    refers = re.search(r"[Aa]s in `|`\w+` for", docstring)
+    refers = re.search(r"[Aa]s in `|`\w+` for|; see `Drafter\.(start|propose|settle)`\.$", docstring)
     found = []
     for name, parameter in inspect.signature(inspect.unwrap(function)).parameters.items():
         kind = getattr(parameter.annotation, "__name__", str(parameter.annotation))
@@ -103,5 +104,49 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     missing = [name for name in PAGES if not (tmp_path / "site" / "api" / f"{name}.html").is_file()]
     assert missing == []
-    page = (tmp_path / "site" / "api" / "jaxbuf.generate.html").read_text()
-    assert "max_new_tokens" in page and "Continues every prompt" in page
+    pages = {name: (tmp_path / "site" / "api" / f"{name}.html").read_text() for name in PAGES}
+    assert "max_new_tokens" in pages["jaxbuf.generate"] and "Continues every prompt" in pages["jaxbuf.generate"]
+    check_what_is_read(pages)
+
+
+def check_what_is_read(pages: dict[str, str]) -> None:
+    """What Sphinx and napoleon make of a docstring that they read otherwise than we write it."""
+    equations, families = preformatted(pages["jaxbuf.recurrence.RecurrenceSpec"])
+    first, second = equations.splitlines()
+    assert first.startswith("S̃ = S · diag(exp(log_decay))        u = beta ·") and second.startswith(
+        "S ← S̃ + u ⊗ k     "
+    )
+    assert len(families.splitlines()) == 7 and families.splitlines()[5].startswith("Gated DeltaNet            decay=")
+    returns = fields(pages["jaxbuf.generate"], "Returns")
+    assert returns[0].startswith("One result a prompt, in order: that of its first sample, which has all of them")
+    wrong = {}
+    for name, page in pages.items():
+        article = page[page.index("<article") : page.index("</article>")]
+        shown = html.unescape(
+            re.sub(r"<[^>]+>", "", re.sub(r"<(code|pre).*?</\1>|<dt class=\"sig.*?</dt>", "", article, flags=re.S))
+        )
+        symptoms = {
+            "a sentence for a type": fields(article, "Return type") + fields(article, "Yield type"),
+            "an attribute for another's type": re.findall(
+                r"\w+ \((?:\w+, ?)+\)", "\n".join(fields(article, "Variables"))
+            ),
+            "marks that were not read": re.findall(r".*`.*|.*\*\*\w+\*\*.*", shown),
+            "letters that nobody typed": re.findall(r".*[“”‘’–]\w.*", shown),
+            "a module's own name of jax.Array": re.findall(r"jaxbuf[.\w]*\.Array\b", shown),
+            "a problem of Sphinx": re.findall(r"system-message|problematic", article),
+        }
+        wrong |= {(name, symptom): found for symptom, found in symptoms.items() if found}
+    assert wrong == {}
+
+
+def preformatted(page: str) -> list[str]:
+    """The text of every block that is set as it stands, outside of signatures."""
+    return [
+        html.unescape(re.sub(r"<[^>]+>", "", block)).rstrip() for block in re.findall(r"<pre>(.*?)</pre>", page, re.S)
+    ]
+
+
+def fields(page: str, label: str) -> list[str]:
+    """The text of every field of a page that has this label: Parameters, Returns, ..."""
+    pattern = rf'<dt class="field-[^>]*>{label}<span class="colon">:</span></dt>\s*<dd[^>]*>(.*?)</dd>'
+    return [" ".join(html.unescape(re.sub(r"<[^>]+>", "", found)).split()) for found in re.findall(pattern, page, re.S)]

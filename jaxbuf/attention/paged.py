@@ -58,7 +58,9 @@ def init_table(*, slots: int, capacity: int, page_size: int = 16) -> Array:
 
 
 def init_kv(*, pages: int, kv_heads: int, head_dim: int, dtype: jnp.dtype, page_size: int = 16) -> PagedKV:
-    """Returns an empty pool of `pages` pages, the null page among them.
+    """Returns an empty pool of `pages` pages, the null page among them, each of `page_size` tokens.
+
+    Its keys and values, [pages, page_size, kv_heads, head_dim], have the dtype that is given.
 
     Raises:
       ValueError: A size below 1 or not a whole number, or more tokens than int32 can number.

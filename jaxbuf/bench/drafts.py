@@ -6,7 +6,6 @@ Letters in shapes: W tokens of a window, D hidden size, K drafts of a step.
 import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -17,10 +16,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxbuf.bench import report
+from jaxbuf.bench.arguments import Parser, errors_are_lines, number, output, whole
 from jaxbuf.bench.texts import KINDS, WINDOW, Kind, add_text, check_text, cut_prompts, cut_windows, documents_of
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.cache import MTPCache, init_mtp
-from jaxbuf.models.checkpoint import CheckpointError
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.qwen3_5_mtp import draft_mtp
 from jaxbuf.serving import GenerationResult, SamplingParams, generate
@@ -38,7 +37,7 @@ BATCH = 32
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxbuf bench drafts",
         description=(__doc__ or "").splitlines()[0],
         epilog="Two measurements of each of --kinds: the files of --text, Python's standard library as code, and logs "
@@ -56,31 +55,32 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help='"demo", or a directory in Hugging Face format')
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="to compute in")
     parser.add_argument("--drafters", default=",".join(DRAFTERS), help="who drafts, separated by commas")
-    parser.add_argument("--draft-tokens", type=int, default=4, help=f"the most drafts of a step, at most {MOST_DRAFTS}")
+    parser.add_argument(
+        "--draft-tokens",
+        type=whole(1, MOST_DRAFTS),
+        default=4,
+        help=f"the most drafts of a step, at most {MOST_DRAFTS}",
+    )
     add_text(parser)
     parser.add_argument("--kinds", default="text", help=f"of text, separated by commas, among {', '.join(KINDS)}")
-    parser.add_argument("--tokens", type=int, default=20_000, help="of the text, read teacher-forced; in whole windows")
-    parser.add_argument("--prompts", type=int, default=100, help=f"to continue, in batches of at most {BATCH}")
+    parser.add_argument(
+        "--tokens", type=whole(3), default=20_000, help="of the text, read teacher-forced; in whole windows"
+    )
+    parser.add_argument("--prompts", type=whole(1), default=100, help=f"to continue, in batches of at most {BATCH}")
     sizes = ", ".join(f"{number} of {kind}" for kind, number in PROMPT_TOKENS.items())
-    parser.add_argument("--prompt-tokens", type=int, default=None, help=f"of each prompt; default: {sizes}")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="the most tokens of each continuation")
-    parser.add_argument("--temperature", type=float, default=0.8, help="of the sampled continuations")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts' places and of sampling")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    parser.add_argument("--prompt-tokens", type=whole(1), default=None, help=f"of each prompt; default: {sizes}")
+    parser.add_argument("--max-new-tokens", type=whole(2), default=64, help="the most tokens of each continuation")
+    parser.add_argument("--temperature", type=number(0, above=True), default=0.8, help="of the sampled continuations")
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="of the prompts' places and of sampling")
+    parser.add_argument("--json", type=output, default=None, help="write the figures to this file")
     options = parser.parse_args(arguments)
     for name, known in (("drafters", DRAFTERS), ("kinds", KINDS)):
         given = getattr(options, name).split(",")
         if unknown := set(given) - set(known):
             parser.error(f"--{name} must name {name} among {', '.join(known)}, got {', '.join(sorted(unknown))}")
         setattr(options, name, given)
-    least = {"tokens": options.draft_tokens + 2, "prompts": 1, "prompt_tokens": 1, "max_new_tokens": 2}
-    for name, number in (least | {"draft_tokens": 1}).items():
-        if (given := getattr(options, name)) is not None and given < number:
-            parser.error(f"--{name.replace('_', '-')} must be at least {number}, got {given}")
-    if options.draft_tokens > MOST_DRAFTS:
-        parser.error(f"--draft-tokens must be at most {MOST_DRAFTS}, got {options.draft_tokens}")
-    if options.temperature <= 0:
-        parser.error(f"--temperature must be above 0 (greedy is measured anyway), got {options.temperature}")
+    if options.tokens < options.draft_tokens + 2:
+        parser.error(f"--tokens must be at least {options.draft_tokens + 2}, got {options.tokens}")
     if "text" in options.kinds:
         check_text(parser, options)
     elif options.text:
@@ -259,8 +259,8 @@ def show(console: Console, kind: Kind, figures: dict[str, Any], draft_tokens: in
         table = Table("draft", "accepted", "where the drafts before it are the text", "such places")
         table.title = f"{kind}: {drafter}, teacher-forced on {forced['tokens']:,} tokens"
         columns = (forced[name] for name in ("acceptance", "acceptance_on_text", "places_on_text"))
-        for number, (share, on_text, places) in enumerate(zip(*columns, strict=True), start=1):
-            table.add_row(str(number), f"{share:.3f}", "" if on_text is None else f"{on_text:.3f}", f"{places:,}")
+        for draft, (share, on_text, places) in enumerate(zip(*columns, strict=True), start=1):
+            table.add_row(str(draft), f"{share:.3f}", "" if on_text is None else f"{on_text:.3f}", f"{places:,}")
         table.caption = (
             f"{forced['tokens_per_step']:.2f} tokens a step, at {forced['places']:,} places, of which "
             f"{forced['places_with_drafts']:,} had drafts"
@@ -300,18 +300,16 @@ def prepare(lm: LanguageModel, kind: Kind, options: argparse.Namespace) -> tuple
     return windows, prompts, {"text": told, "prompts": len(prompts), "prompt_tokens": length}
 
 
+@errors_are_lines
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status, 2 if the model or the text does not serve."""
     options, console = parse(arguments), Console(highlight=False)
-    try:
-        lm = load(options.model, dtype=options.dtype)
-        if "mtp" in options.drafters and lm.model.mtp is None:
-            raise ValueError(f"--drafters must leave out mtp: {lm.name} has no MTP layer")
-        prepared = {kind: prepare(lm, kind, options) for kind in options.kinds}
-    except (ValueError, OSError, CheckpointError) as error:
-        console.print(str(error), soft_wrap=True, markup=False)
-        return 2
-    console.print(f"{lm.name}, {options.dtype}, on {jax.devices()[0].device_kind}; seed {options.seed}")
+    lm = load(options.model, dtype=options.dtype)
+    if "mtp" in options.drafters and lm.model.mtp is None:
+        raise ValueError(f"--drafters must leave out mtp: {lm.name} has no MTP layer")
+    prepared = {kind: prepare(lm, kind, options) for kind in options.kinds}
+    told = f"{lm.name}, {options.dtype}, on {jax.devices()[0].device_kind}; seed {options.seed}"
+    console.print(told, soft_wrap=True, markup=False)
     record = report.provenance("scripts/bench_drafts", arguments, report.ROOT)
     record |= {"model": lm.name, "dtype": options.dtype}
     record |= {name: getattr(options, name) for name in ("draft_tokens", "max_new_tokens", "seed")} | {"kinds": {}}
@@ -328,5 +326,5 @@ def main(arguments: Sequence[str]) -> int:
         show(console, kind, record["kinds"][kind], options.draft_tokens)
     if options.json:
         report.write(options.json, record)
-        console.print(f"wrote {options.json}", soft_wrap=True)
+        report.tell_written(console, options.json)
     return 0

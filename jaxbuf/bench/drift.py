@@ -15,6 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxbuf.bench import report
+from jaxbuf.bench.arguments import Parser, errors_are_lines, folder, output, whole
 from jaxbuf.compilation import without_cache
 from jaxbuf.recurrence import RecurrenceSpec, buffered, recurrent
 from jaxbuf.serving.profiling import trace
@@ -30,7 +31,7 @@ MORE = 1.1  # at most how many times XLA's drift the kernel's may be
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxbuf bench drift",
         description=__doc__,
         epilog="The error of a step is |out - reference| / |reference| over all heads, where the reference is the fp32 "
@@ -41,27 +42,31 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         f"must be at most {MORE} times XLA's, in the first and in the last {WINDOW} steps.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=4096, help="tokens decoded, one at a time")
-    parser.add_argument("--limit", type=int, default=16, help="entries from which the ring folds")
-    parser.add_argument("--heads", type=int, default=32, help="value heads; Qwen3.5-4B has 32")
-    parser.add_argument("--key-heads", type=int, default=16)
-    parser.add_argument("--dim", type=int, default=128, help="of keys and values")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument("--steps", type=whole(1), default=4096, help="tokens decoded, one at a time")
+    parser.add_argument("--limit", type=whole(1), default=16, help="entries from which the ring folds")
+    parser.add_argument("--heads", type=whole(1), default=32, help="value heads; Qwen3.5-4B has 32")
+    parser.add_argument("--key-heads", type=whole(1), default=16)
+    parser.add_argument("--dim", type=whole(1), default=128, help="of keys and values")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the inputs")
     parser.add_argument(
         "--implementation",
         choices=IMPLEMENTATIONS,
         default="auto",
         help="of extend: gpu is the kernel, both compares it with xla; auto is the kernel where it serves the shape",
     )
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file, and a plot beside it")
+    parser.add_argument(
+        "--json", type=output, default=None, help="write the figures to this file, and a plot beside it"
+    )
     parser.add_argument(
         "--profile",
-        type=Path,
+        type=folder,
         default=None,
         help="a folder for a jax.profiler trace, which `jaxbuf profile` sums up; every operation of every step is in "
         "it, so take few --steps",
     )
     options = parser.parse_args(arguments)
+    if options.heads % options.key_heads:
+        parser.error(f"--heads must be a multiple of --key-heads, got {options.heads} and {options.key_heads}")
     report.check_plots(parser, options.json)
     if options.implementation in ("gpu", "both") and jax.default_backend() != "gpu":
         parser.error(f"--implementation {options.implementation} needs a GPU, this is a {jax.default_backend()}")
@@ -101,6 +106,7 @@ def decode(
     return jax.lax.scan(step, cache, tuple(x[0] for x in tokens))[1]
 
 
+@errors_are_lines
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status, 1 if what must hold does not."""
     options, console = parse(arguments), Console()
@@ -138,7 +144,7 @@ def main(arguments: Sequence[str]) -> int:
         source = report.provenance("scripts/bench_drift", arguments, report.ROOT)
         report.write(options.json, source | settings | {"figures": rows} | verdicts)
         plot(curves, options.json.with_suffix(".png"))
-        console.print(f"wrote {options.json} and its plot", highlight=False)
+        report.tell_written(console, options.json, plot=True)
     return 0 if all(verdicts.values()) else 1
 
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxbuf.bench import companions, report
+from jaxbuf.bench.arguments import Parser, errors_are_lines, folder, number, output, whole
 from jaxbuf.bench.kernel_figures import BATCHES, Row, crossover, describe, judge, plot, show
 from jaxbuf.bench.measure import bandwidths, bare_passes, device_time, timed, worst_errors
 from jaxbuf.recurrence import RecurrenceSpec, buffered, traffic
@@ -85,7 +86,7 @@ class Load:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxbuf bench kernels",
         description=__doc__,
         epilog="Parts: " + "; ".join(f"{name}: {what}" for name, what in PARTS.items()) + ". "
@@ -108,22 +109,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="batches 32 and 128 only, and few steps")
     parser.add_argument("--batches", default=None, help="batch sizes to measure instead of the usual, with commas")
-    parser.add_argument("--budget", type=float, default=330, help="seconds after which nothing new is started")
+    parser.add_argument("--budget", type=number(0), default=330, help="seconds after which nothing new is started")
     parser.add_argument("--implementation", choices=("gpu", "xla"), default="gpu", help="of what is not the xla part")
-    parser.add_argument("--layers", type=int, default=None, help="pools in turn; default: for over twice the L2")
-    parser.add_argument("--heads", type=int, default=32, help="value heads; Qwen3.5-4B has 32")
-    parser.add_argument("--key-heads", type=int, default=16)
-    parser.add_argument("--dim", type=int, default=128, help="of keys and values")
-    parser.add_argument("--json", type=Path, default=None, help="keep the figures here as they come; a plot beside it")
+    parser.add_argument("--layers", type=whole(1), default=None, help="pools in turn; default: for over twice the L2")
+    parser.add_argument("--heads", type=whole(1), default=32, help="value heads; Qwen3.5-4B has 32")
+    parser.add_argument("--key-heads", type=whole(1), default=16)
+    parser.add_argument("--dim", type=whole(1), default=128, help="of keys and values")
+    parser.add_argument(
+        "--json", type=output, default=None, help="keep the figures here as they come; a plot beside it"
+    )
     parser.add_argument(
         "--profile",
-        type=Path,
+        type=folder,
         default=None,
         help="a folder for the jax.profiler traces of the timed steps, one folder for each program",
     )
     options = parser.parse_args(arguments)
     options.batches = options.batches and tuple(report.whole_numbers(parser, "--batches", options.batches))
-    if options.heads < 1 or options.key_heads < 1 or options.heads % options.key_heads:
+    if options.heads % options.key_heads:
         parser.error(f"--heads must be a multiple of --key-heads, got {options.heads} and {options.key_heads}")
     if unknown := set(options.only) - set(PARTS):
         parser.error(f"--only must name parts among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
@@ -359,6 +362,7 @@ def keep(path: Path | None, record: Row, figures: Sequence[Row], left_out: Seque
         report.write(path, record | summary | {"figures": figures})
 
 
+@errors_are_lines
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status.
 
@@ -427,7 +431,7 @@ def main(arguments: Sequence[str]) -> int:
     keep(options.json, record, figures, left_out)
     if options.json:
         plot(figures, options.json.with_suffix(".png"))
-        console.print(f"wrote {options.json} and its plot", soft_wrap=True)
+        report.tell_written(console, options.json, plot=True)
     measured, failed = ({row["part"] for row in figures if name in row} for name in ("us", "error"))
     missing = [part for part in options.only if part in failed - measured]
     if missing:

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,9 +13,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxbuf.bench import report
+from jaxbuf.bench.arguments import Parser, errors_are_lines, output, whole
 from jaxbuf.bench.texts import add_text, check_text, documents_of
 from jaxbuf.models import qwen3_5
-from jaxbuf.models.checkpoint import CheckpointError
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.scoring import token_logprobs
 
@@ -28,7 +27,7 @@ PIECE = 256  # tokens of a row that one launch reads, one at a time
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxbuf bench likelihood",
         description=(__doc__ or "").splitlines()[0],
         epilog="Teacher-forced: rows of the text are read as decoding reads them, one token a step, twice: in the "
@@ -42,17 +41,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="demo", help='"demo", or a directory in Hugging Face format')
     add_text(parser, "the modules of Python's standard library")
-    parser.add_argument("--rows", type=int, default=4, help="stretches of the text, evenly spread over it")
-    parser.add_argument("--tokens", type=int, default=4096, help="of each that are scored")
-    parser.add_argument("--limit", type=int, default=16, help="entries from which the buffered form folds")
+    parser.add_argument("--rows", type=whole(1), default=4, help="stretches of the text, evenly spread over it")
+    parser.add_argument("--tokens", type=whole(QUARTERS), default=4096, help="of each that are scored")
+    parser.add_argument("--limit", type=whole(2), default=16, help="entries from which the buffered form folds")
     parser.add_argument(
         "--entries", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="dtype of its entries"
     )
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    parser.add_argument("--json", type=output, default=None, help="write the figures to this file")
     options = parser.parse_args(arguments)
-    for name, number in {"rows": 1, "tokens": QUARTERS, "limit": 2}.items():
-        if getattr(options, name) < number:
-            parser.error(f"--{name} must be at least {number}, got {getattr(options, name)}")
     if options.text:
         check_text(parser, options)
     return options
@@ -143,20 +139,17 @@ def show(console: Console, record: dict[str, Any]) -> None:
     console.print(table)
 
 
+@errors_are_lines
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status: 1 if a quarter differs by too much, 2 if the
     model or the text does not serve."""
     options, console = parse(arguments), Console(highlight=False)
-    try:
-        lm = load(options.model, dtype="float32")
-        if options.tokens > lm.max_length:
-            raise ValueError(f"--tokens must be at most {lm.max_length} for {lm.name}, got {options.tokens}")
-        documents, told = documents_of(lm, "text" if options.text else "code", options.text or (), seed=0)
-        rows = cut_rows(lm, documents, options.rows, options.tokens)
-    except (ValueError, OSError, CheckpointError) as error:
-        console.print(str(error), soft_wrap=True, markup=False)
-        return 2
-    console.print(f"{lm.name}, float32, on {jax.devices()[0].device_kind}")
+    lm = load(options.model, dtype="float32")
+    if options.tokens > lm.max_length:
+        raise ValueError(f"--tokens must be at most {lm.max_length} for {lm.name}, got {options.tokens}")
+    documents, told = documents_of(lm, "text" if options.text else "code", options.text or (), seed=0)
+    rows = cut_rows(lm, documents, options.rows, options.tokens)
+    console.print(f"{lm.name}, float32, on {jax.devices()[0].device_kind}", soft_wrap=True, markup=False)
     with Progress(console=Console(stderr=True), redirect_stdout=False) as progress:
         recurrent = likelihood(lm.model, rows, limit=1, entry_dtype="float32", progress=progress)
         buffered = likelihood(lm.model, rows, limit=options.limit, entry_dtype=options.entries, progress=progress)
@@ -170,5 +163,5 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"{'holds' if worst <= BOUND else 'DOES NOT HOLD'}: {name}")
     if options.json:
         report.write(options.json, record)
-        console.print(f"wrote {options.json}", soft_wrap=True)
+        report.tell_written(console, options.json)
     return 0 if worst <= BOUND else 1

@@ -20,6 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxbuf.bench import report
+from jaxbuf.bench.arguments import Parser, errors_are_lines, output, whole
 from jaxbuf.models.checkpoint import save
 from jaxbuf.models.layers import replace_parameters
 from jaxbuf.models.qwen3_5 import Qwen3_5
@@ -47,7 +48,7 @@ sys.stdin.readline()
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxbuf bench load",
         description=__doc__,
         epilog="A random Qwen3.5 checkpoint in bfloat16 is written to a temporary folder and loaded by a fresh process "
@@ -57,12 +58,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "the exit status is 1 if it does not hold.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--layers", type=int, default=14, help="every fourth is an attention layer")
-    parser.add_argument("--hidden", type=int, default=2048, help="a multiple of 64")
-    parser.add_argument("--vocab", type=int, default=65_536)
-    parser.add_argument("--shard-mb", type=int, default=500, help="largest size of a shard, in 10^6 bytes")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
-    return parser.parse_args(arguments)
+    parser.add_argument("--layers", type=whole(1), default=14, help="every fourth is an attention layer")
+    parser.add_argument("--hidden", type=whole(1), default=2048, help="a multiple of 64")
+    parser.add_argument("--vocab", type=whole(1), default=65_536)
+    parser.add_argument("--shard-mb", type=whole(1), default=500, help="largest size of a shard, in 10^6 bytes")
+    parser.add_argument("--json", type=output, default=None, help="write the figures to this file")
+    options = parser.parse_args(arguments)
+    if options.hidden % 64:
+        parser.error(f"--hidden must be a multiple of 64, got {options.hidden}")
+    return options
 
 
 def configuration(options: argparse.Namespace) -> Config:
@@ -124,6 +128,7 @@ def measure(directory: Path, dtype: str) -> dict[str, Any]:
     return {"dtype": dtype, "baseline": baseline, "peak": max(peak, after), "after": after} | json.loads(line)
 
 
+@errors_are_lines
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status, 1 if what must hold does not."""
     options, console = parse(arguments), Console()
@@ -151,5 +156,5 @@ def main(arguments: Sequence[str]) -> int:
         checkpoint = {"shards": len(shards), "bytes": sum(shards), "largest_shard": max(shards)}
         source = report.provenance("scripts/bench_load", arguments, report.ROOT)
         report.write(options.json, source | settings | checkpoint | {"figures": rows})
-        console.print(f"wrote {options.json}", highlight=False)
+        report.tell_written(console, options.json)
     return 0 if all(row["holds"] for row in rows) else 1

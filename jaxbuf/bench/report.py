@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
+
+from jaxbuf.terminal import parse_whole
 
 PACKAGES = ("jax", "flax", "optax", "numpy")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -36,16 +39,21 @@ def check_plots(parser: argparse.ArgumentParser, path: Path | None) -> None:
 
 def whole_numbers(parser: argparse.ArgumentParser, option: str, words: str) -> list[int]:
     """The numbers of an option, separated by commas; ends the program with one line if they are none from 1 on."""
-    numbers = [int(word) for word in words.split(",") if word.isdecimal()]
-    if len(numbers) != words.count(",") + 1 or min(numbers) < 1:
+    try:
+        return [parse_whole(word, 1) for word in words.split(",")]
+    except ValueError:
         parser.error(f"{option} must be whole numbers of at least 1, separated by commas, got {words!r}")
-    return numbers
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
     """Writes a record as JSON, into a folder that is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def tell_written(console: Console, path: Path, *, plot: bool = False) -> None:
+    """Says where a record, and perhaps its plot, was written to; the file's name stays in one piece."""
+    console.print(f"wrote {path}{' and its plot' * plot}", soft_wrap=True, markup=False, highlight=False)
 
 
 def provenance(script: str, arguments: Sequence[str], root: Path) -> dict[str, Any]:

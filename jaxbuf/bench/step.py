@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxbuf.bench import report
+from jaxbuf.bench.arguments import Parser, errors_are_lines, folder, output, whole
 from jaxbuf.bench.kernel_figures import Row, find
 from jaxbuf.bench.measure import bandwidths
 from jaxbuf.bench.random_model import configuration, random_model
@@ -33,6 +34,7 @@ from jaxbuf.serving import SamplingParams, generate_tokens, loop, request
 from jaxbuf.serving.profiling import Operation, operations, trace
 
 FORMS = ("recurrent", "buffered")
+DTYPES = ("float32", "bfloat16", "float16")
 SIZES: dict[str, int] = configuration.__kwdefaults__ or {}  # of the random model, by option: the full ones
 CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"  # XLA's own choice, spelled out
 COMMAND_BUFFERS = {  # what of a program XLA may record as CUDA graphs
@@ -48,7 +50,7 @@ PALLAS_KERNEL = "mosaic_gpu"  # in the names of Pallas' kernels
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxbuf bench step",
         description=__doc__,
         epilog="The program is the one that jaxbuf.generate runs, generate_tokens, on a batch of prompts of --context "
@@ -67,11 +69,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="random, with the shape of Qwen3.5-4B unless the options below say otherwise; demo; or a directory",
     )
     parser.add_argument("--batches", default="128,256", help="rows that decode at once, separated by commas")
-    parser.add_argument("--context", type=int, default=1024, help="tokens before the first timed step")
-    parser.add_argument("--steps", type=int, default=64, help="of one run; rounded up to whole fold cycles")
-    parser.add_argument("--limit", type=int, default=16, help="entries from which the buffered form folds")
+    parser.add_argument("--context", type=whole(1), default=1024, help="tokens before the first timed step")
+    parser.add_argument("--steps", type=whole(1), default=64, help="of one run; rounded up to whole fold cycles")
+    parser.add_argument("--limit", type=whole(2), default=16, help="entries from which the buffered form folds")
     parser.add_argument("--forms", default=",".join(FORMS), help="forms of the memory, separated by commas")
-    parser.add_argument("--dtype", default=None, help="of the parameters; default: bfloat16, or as a checkpoint is")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=None, help="of the parameters; default: bfloat16, or as a checkpoint is"
+    )
     parser.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: without our kernels")
     parser.add_argument(
         "--command-buffers",
@@ -81,19 +85,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "custom calls, which is XLA's own default; or loops: for conditionals and while loops as well",
     )
     parser.add_argument("--kernels", type=Path, default=None, help="figures of jaxbuf bench kernels to compare with")
-    parser.add_argument("--json", type=Path, default=None, help="keep the figures here as they come; a plot beside it")
-    parser.add_argument("--profile", type=Path, default=None, help="a folder for the traces, one folder for each")
+    parser.add_argument(
+        "--json", type=output, default=None, help="keep the figures here as they come; a plot beside it"
+    )
+    parser.add_argument("--profile", type=folder, default=None, help="a folder for the traces, one folder for each")
     shape = parser.add_argument_group("the random model")
     for name, default in SIZES.items():
-        shape.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+        shape.add_argument("--" + name.replace("_", "-"), type=whole(1), default=default)
     options = parser.parse_args(arguments)
     options.batches = report.whole_numbers(parser, "--batches", options.batches)
     options.forms = options.forms.split(",")
     if unknown := set(options.forms) - set(FORMS):
         parser.error(f"--forms must name forms among {', '.join(FORMS)}, got {', '.join(sorted(unknown))}")
-    for name, least in (("context", options.limit), ("steps", 1), ("limit", 2)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    if options.context < options.limit:
+        parser.error(f"--context must be at least {options.limit}, got {options.context}")
     report.check_plots(parser, options.json)
     if options.kernels is not None:
         options.kernels = report.read_kernels(parser, "--kernels", options.kernels)["figures"]
@@ -101,8 +106,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if full and jax.default_backend() == "cpu":
         names = " and ".join("--" + name.replace("_", "-") for name in list(SIZES)[:2])
         parser.error(f"a random model of full size needs a GPU, this is a cpu: try --model demo, or {names}")
-    whole = fold_cycle(options.limit)
-    options.steps = whole * -(-options.steps // whole)
+    cycle = fold_cycle(options.limit)
+    options.steps = cycle * -(-options.steps // cycle)
     return options
 
 
@@ -310,6 +315,7 @@ def kernel_figure(figures: list[Row] | None, row: Row) -> float | None:
     return found["us"] if found else None
 
 
+@errors_are_lines
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status."""
     options, console, notes = parse(arguments), Console(highlight=False), Console(stderr=True, highlight=False)
@@ -370,5 +376,5 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
     show(console, figures, record)
     if options.json:
         plot(figures, options.json.with_suffix(".png"))
-        console.print(f"wrote {options.json} and its plot", soft_wrap=True)
+        report.tell_written(console, options.json, plot=True)
     return 0

@@ -45,9 +45,16 @@ def text_record(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def read_documents(lm: LanguageModel, files: Sequence[Path]) -> list[list[int]]:
-    """The tokens of every document of the files, in order."""
-    texts = [text for path in files for text in path.read_text(encoding="utf-8").split(DOCUMENT_BREAK)]
+    """The tokens of every document of the files, in order; ValueError names a file that is not UTF-8."""
+    texts = [text for path in files for text in _read(path).split(DOCUMENT_BREAK)]
     return [lm.encode(text.removeprefix("\n")) for text in texts if text.strip()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text must name files in UTF-8, got {path}: {error}") from error
 
 
 def documents_of(

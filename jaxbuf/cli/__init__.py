@@ -12,6 +12,7 @@ import typer
 
 from jaxbuf.cli import bench
 from jaxbuf.cli.chat import chat
+from jaxbuf.cli.errors import Command, Commands
 from jaxbuf.cli.generate import generate
 from jaxbuf.cli.plan import plan
 from jaxbuf.cli.profile import profile
@@ -20,6 +21,7 @@ from jaxbuf.version import __version__
 
 app = typer.Typer(
     name="jaxbuf",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -37,7 +39,7 @@ def _print_version(asked: bool) -> None:
 def _set_log_level(name: str) -> str:
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
-        raise typer.BadParameter(f"{name!r} is none of debug, info, warning, error")
+        raise typer.BadParameter(f"must be debug, info, warning or error, got {name!r}")
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("jaxbuf").setLevel(level)
     return name
@@ -50,7 +52,7 @@ def _cache_compilations(directory: Path | None) -> Path | None:
         try:
             cache_compilations(directory)
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(str(error).removeprefix("directory ")) from error
     return directory
 
 
@@ -77,5 +79,5 @@ def main(
 
 
 for command in (generate, chat, score, plan, profile):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(bench.app, name="bench")

@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxbuf.bench import PROGRAMS
+from jaxbuf.cli.errors import Command
+from jaxbuf.terminal import print_table
 
 app = typer.Typer(
     help="Run a benchmark; without a name, list them.",
@@ -19,13 +21,16 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def bench(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        table = Table("name", "measures", "recorded figures")
+        table = Table()
+        table.add_column("name", no_wrap=True)
+        table.add_column("measures")
+        table.add_column("recorded figures", no_wrap=True)
         for program in PROGRAMS:
             table.add_row(
                 program.name, program.measures, f"benchmarks/{program.figures}" if program.figures else "none yet"
             )
         console = Console(highlight=False)
-        console.print(table)
+        print_table(table, console)
         console.print(
             "jaxbuf bench NAME runs one, jaxbuf bench NAME --help explains it. Recorded figures are in the repository.",
             soft_wrap=True,
@@ -36,7 +41,7 @@ def _add(name: str, measures: str) -> None:
     # The program has its own --help and options, which all words are left to.
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
 
-    @app.command(name, help=f"Measures {measures}.", add_help_option=False, context_settings=settings)
+    @app.command(name, cls=Command, help=f"Measures {measures}.", add_help_option=False, context_settings=settings)
     def run(context: typer.Context) -> None:
         raise typer.Exit(importlib.import_module(f"jaxbuf.bench.{name}").main(context.args))
 

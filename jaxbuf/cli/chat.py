@@ -1,20 +1,19 @@
 """`jaxbuf chat`."""
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from jaxbuf.cli import options
+from jaxbuf.cli.errors import error_console, print_error
 from jaxbuf.cli.session import (
     check_arguments,
-    error_console,
-    errors_exit,
     interrupt,
     load_drafter,
     load_model,
-    print_error,
     sampling_params,
     write_stream,
 )
@@ -31,7 +30,9 @@ HINT = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an
 @options.with_settings
 def chat(
     model: options.Model,
-    system: Annotated[str | None, typer.Option(help="An instruction that the conversation starts with.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="An instruction that the conversation starts with.", **options.text())
+    ] = None,
     max_new_tokens: options.MaxNewTokens = 512,
     limit: options.Limit = 16,
     form: options.Form = "auto",
@@ -56,15 +57,20 @@ def chat(
       jaxbuf chat --model ./checkpoint --drafter mtp --adaptive-drafts
     """
     err = error_console()
-    with errors_exit(err):
-        shared = {"limit": limit, "form": form}
-        check_arguments(sampling, drafting, max_new_tokens=max_new_tokens, **shared)
-        lm = load_model(err, model, dtype)
-        params = sampling_params(lm, sampling, stop_token_ids=_end_of_turn(lm))
-        settings = shared | {"sampling": params} | load_drafter(err, drafting, dtype)
-        conversation = Conversation(lm, system, max_new_tokens, settings)
-        conversation.check()
-        _converse(err, conversation)
+    shared = {"limit": limit, "form": form}
+    check_arguments(sampling, drafting, max_new_tokens=max_new_tokens, **shared)
+    lm = load_model(err, model, dtype)
+    if lm.chat_template is not None and lm.tokenizer is None:
+        raise ValueError(
+            f"the model {lm.name!r} has no tokenizer.json, which a conversation needs; `jaxbuf generate --token-ids` "
+            "continues token ids"
+        )
+    stops = (*sampling.pop("stop_token_ids", ()), *_end_of_turn(lm))
+    params = sampling_params(lm, sampling, stop_token_ids=stops)
+    settings = shared | {"sampling": params} | load_drafter(err, drafting, dtype)
+    conversation = Conversation(lm, system, max_new_tokens, settings)
+    conversation.check()
+    _converse(err, conversation)
 
 
 @dataclasses.dataclass
@@ -121,8 +127,9 @@ class Conversation:
 
 
 def _converse(err: Console, conversation: Conversation) -> None:
-    stdin = typer.get_text_stream("stdin")
+    stdin = typer.get_binary_stream("stdin")
     terminal = stdin.isatty()
+    encoding = (terminal and getattr(sys.stdin, "encoding", None)) or "utf-8"
     if terminal:
         err.print(HINT, style="dim")
     while True:
@@ -133,7 +140,11 @@ def _converse(err: Console, conversation: Conversation) -> None:
         except KeyboardInterrupt:
             err.print(f"\n{HINT}", style="dim")
             continue
-        text = line.strip()
+        try:
+            text = line.decode(encoding).strip()
+        except UnicodeDecodeError as error:
+            print_error(err, f"this line is not UTF-8 text, and is left out: {error}")
+            continue
         if not line or text == "/exit":
             return
         if text == "/reset":
@@ -142,7 +153,7 @@ def _converse(err: Console, conversation: Conversation) -> None:
             try:
                 conversation.answer(err, text)
             except ValueError as error:
-                print_error(err, error)
+                print_error(err, str(error))
 
 
 def _end_of_turn(lm: "LanguageModel") -> tuple[int, ...]:

@@ -10,15 +10,18 @@ import typer
 from rich.console import Console
 
 from jaxbuf.cli import options
+from jaxbuf.cli.errors import error_console
 from jaxbuf.cli.session import (
     check_arguments,
     end_at_interrupt,
-    error_console,
-    errors_exit,
+    ids_text,
     interrupt,
     load_drafter,
     load_model,
+    need_tokenizer,
     option_names,
+    parse_ids,
+    read_text,
     sampling_params,
     write_stream,
     write_texts,
@@ -27,20 +30,30 @@ from jaxbuf.cli.session import (
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from jaxbuf.serving import Event, GenerationResult, Stats
+    from jaxbuf.models.language_model import LanguageModel
+    from jaxbuf.serving import Beam, Event, GenerationResult, Stats
 
+SEARCHED = ("ignore_eos", "stop_token_ids")  # what of sampling a search takes
 COMPILING = "compiling prefill and decode, once per shape ..."
 
 
 @options.with_settings
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; [bold]-[/bold] reads it from standard input.")],
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            help="The text to continue; [bold]-[/bold] reads it from standard input.",
+            metavar="PROMPT",
+            **options.text(),
+        ),
+    ],
     model: options.Model = "demo",
     max_new_tokens: options.MaxNewTokens = 64,
     limit: options.Limit = 16,
     form: options.Form = "auto",
     dtype: options.Dtype = None,
     profile: options.Profile = None,
+    token_ids: options.TokenIds = False,
     samples: options.Samples = 1,
     beams: options.Beams = None,
     length_penalty: options.LengthPenalty = None,
@@ -71,75 +84,98 @@ def generate(
       jaxbuf generate "To install it" --beams 4 --max-new-tokens 20
 
       jaxbuf generate - --model ./checkpoint --dtype bfloat16 < prompt.txt
+
+      jaxbuf generate "12 7 305" --token-ids --stop-token-id 2
     """
     err = error_console()
     settings = {"max_new_tokens": max_new_tokens, "limit": limit, "form": form}
-    with errors_exit(err):
-        from jaxbuf.serving.sampling import MOST_SAMPLES
+    from jaxbuf.serving.sampling import MOST_SAMPLES
 
-        if not 1 <= samples <= MOST_SAMPLES:
-            raise ValueError(f"samples must be a whole number from 1 to {MOST_SAMPLES}, got {samples}")
-        search = {"beams": beams, "length_penalty": length_penalty}
-        search = {name: value for name, value in search.items() if value is not None}
-        if beams is None and search:
-            raise ValueError(f"{option_names(search)} must come with --beams: it ranks them")
-        if beams is not None:
-            others = {"samples": samples > 1, "profile": profile is not None}
-            others |= {name: name != "ignore_eos" for name in (*drafting, *sampling)}
-            _check_search(search, [name for name, there in others.items() if there])
-        check_arguments(sampling, drafting, **settings)
-        text = typer.get_binary_stream("stdin").read().decode() if prompt == "-" else prompt
+    if not 1 <= samples <= MOST_SAMPLES:
+        raise ValueError(f"--samples must be a whole number from 1 to {MOST_SAMPLES}, got {samples}")
+    search = {"beams": beams, "length_penalty": length_penalty}
+    search = {name: value for name, value in search.items() if value is not None}
+    if beams is None and search:
+        raise ValueError(f"{option_names(search)} must come with --beams: it ranks them")
     if beams is not None:
-        with errors_exit(err), end_at_interrupt():
-            _search(err, prompt=text, model=model, dtype=dtype, settings=settings | search | sampling)
+        others = {"samples": samples > 1, "profile": profile is not None}
+        others |= {name: name not in SEARCHED for name in (*drafting, *sampling)}
+        _check_search(search, [name for name, there in others.items() if there])
+    check_arguments(sampling, drafting, **settings, profile=profile)
+    if token_ids and "stop" in sampling:
+        raise ValueError("--stop must be left out with --token-ids, which has no text: give --stop-token-id")
+    text = read_text("-") if prompt == "-" else prompt
+    if prompt == "-" and not text:
+        raise ValueError("standard input is empty: there is no prompt")
+    asked = Asked(parse_ids(text, "standard input" if prompt == "-" else "PROMPT") if token_ids else text, model, dtype)
+    if beams is not None:
+        with end_at_interrupt():
+            _search(err, asked, settings | search | sampling)
         return
-    with errors_exit(err), interrupt() as interrupted:
+    with interrupt() as interrupted:
+        sampling["n"] = samples
         _generate(
-            err,
-            interrupted,
-            prompt=text,
-            model=model,
-            dtype=dtype,
-            sampling=sampling | {"n": samples},
-            drafting=drafting,
-            settings=settings | {"profile": profile},
+            err, interrupted, asked, sampling=sampling, drafting=drafting, settings=settings | {"profile": profile}
         )
     if interrupted.is_set():
         raise typer.Exit(130)
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What to continue, a text or token ids, and the model and dtype to do it with."""
+
+    prompt: str | list[int]
+    model: str
+    dtype: str | None
+
+    @property
+    def token_ids(self) -> bool:
+        """Whether token ids go in and come out."""
+        return not isinstance(self.prompt, str)
+
+    def load(self, err: Console) -> "LanguageModel":
+        """The model; ValueError if there is text and no tokenizer."""
+        lm = load_model(err, self.model, self.dtype)
+        if not self.token_ids:
+            need_tokenizer(lm)
+        return lm
+
+    def output(self, found: "GenerationResult | Beam") -> str:
+        """A continuation as it is written."""
+        return ids_text(found.tokens) if self.token_ids else found.text
+
+
 def _generate(
     err: Console,
     interrupted: threading.Event,
+    asked: Asked,
     *,
-    prompt: str,
-    model: str,
-    dtype: str | None,
     sampling: dict[str, Any],
     drafting: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
     import jaxbuf
 
-    lm = load_model(err, model, dtype)
-    settings = settings | load_drafter(err, drafting, dtype) | {"sampling": sampling_params(lm, sampling)}
+    lm = asked.load(err)
+    settings = settings | load_drafter(err, drafting, asked.dtype) | {"sampling": sampling_params(lm, sampling)}
     if interrupted.is_set():
         return
     params = settings["sampling"]
     if params.n > 1 and params.temperature == 0:
         err.print("the samples are all the same, as the temperature is 0: give a --temperature", style="dim")
-    events = jaxbuf.generate(lm, [prompt], stream=True, **settings)
+    events = jaxbuf.generate(lm, [asked.prompt], stream=True, **settings)
     err.print(COMPILING, style="dim")
     started = time.perf_counter()
     if params.n > 1:
         results = _collect(events, interrupted, params.n)
         seconds = time.perf_counter() - started
         headings = [f"sample {i} of {params.n}, {result.finish_reason}:" for i, result in enumerate(results, 1)]
-        write_texts(err, headings, [result.text for result in results])
+        write_texts(err, headings, [asked.output(result) for result in results])
         _print_statistics(err, [(seconds, _sum(result.stats for result in results))], _steps_of(results))
         return
     marks = []
-    for event in write_stream(events, interrupted):
+    for event in write_stream(events, interrupted, token_ids=asked.token_ids):
         marks.append((time.perf_counter() - started, event.result.stats))
     _print_statistics(err, marks)
 
@@ -179,18 +215,18 @@ def _check_search(search: dict[str, Any], others: list[str]) -> None:
         raise ValueError(f"--beams does not take {option_names(others)}")
 
 
-def _search(err: Console, *, prompt: str, model: str, dtype: str | None, settings: dict[str, Any]) -> None:
+def _search(err: Console, asked: Asked, settings: dict[str, Any]) -> None:
     import jaxbuf
 
-    lm = load_model(err, model, dtype)
+    lm = asked.load(err)
     err.print(COMPILING, style="dim")
     started = time.perf_counter()
-    (found,) = jaxbuf.beam_search(lm, [prompt], **settings)
+    (found,) = jaxbuf.beam_search(lm, [asked.prompt], **settings)
     seconds, headings = time.perf_counter() - started, []
     for number, beam in enumerate(found, 1):
         score = f"log-probability {beam.score:.3f}, ranked by {beam.ranking_score:.4g}"
         headings.append(f"beam {number} of {len(found)}, {beam.finish_reason}, {score}:")
-    write_texts(err, headings, [beam.text for beam in found])
+    write_texts(err, headings, [asked.output(beam) for beam in found])
     err.print(f"{seconds:.2f} s, compilation included", style="dim")
 
 

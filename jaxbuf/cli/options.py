@@ -2,21 +2,78 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from jaxbuf.terminal import parse_number, parse_whole
+
+
+def _typed(parse: Callable[..., Any], *limits: Any) -> Callable[[Any], Any]:
+    """A parser of an option: what it says is wrong gets the option's name."""
+
+    def parser(text: Any) -> Any:
+        if not isinstance(text, str):  # a default
+            return text
+        try:
+            return parse(text, *limits)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return parser
+
+
+def whole(*limits: int) -> dict[str, Any]:
+    """Settings of an option that takes a whole number, with its least and its most."""
+    return {"parser": _typed(parse_whole, *limits), "metavar": "INTEGER"}
+
+
+def number() -> dict[str, Any]:
+    """Settings of an option that takes a finite number."""
+    return {"parser": _typed(parse_number), "metavar": "NUMBER"}
+
+
+def check_text(text: str) -> str:
+    """The text, if it was UTF-8 on the command line.
+
+    Raises:
+      ValueError: It holds other bytes, which Python has as lone surrogates.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"must be UTF-8 text, got {text!r}") from None
+    return text
+
+
+def text() -> dict[str, Any]:
+    """Settings of an option that takes text; a file's name may hold other bytes."""
+    return {"parser": _typed(check_text)}
+
+
 Model = Annotated[
     str, typer.Option(help="[bold]demo[/bold], the embedded model, or a checkpoint's directory or Hugging Face id.")
 ]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 Dtype = Annotated[
-    str | None,
+    DtypeName | None,
     typer.Option(help="float32, bfloat16 or float16; by default what suits the device and the checkpoint."),
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="How many tokens to generate at most.")]
-Limit = Annotated[int, typer.Option(help="How many entries the recurrent state's buffer holds before a fold.")]
+MaxNewTokens = Annotated[int, typer.Option(help="How many tokens to generate at most.", **whole(1))]
+Limit = Annotated[
+    int, typer.Option(help="How many entries the recurrent state's buffer holds before a fold.", **whole(1))
+]
+TokenIds = Annotated[
+    bool,
+    typer.Option(
+        "--token-ids",
+        help="Read and write token ids in place of text, as a model without a tokenizer needs it: whole numbers, "
+        "separated by spaces, line breaks or commas.",
+    ),
+]
 Form = Annotated[
     Literal["auto", "recurrent", "buffered"],
     typer.Option(help="auto, recurrent (the state is written every step) or buffered (only when the buffer fills)."),
@@ -25,7 +82,8 @@ Samples = Annotated[
     int,
     typer.Option(
         help="How many samples of the continuation to draw, from as many seeds in a row. The prompt is read once and "
-        "they share its memory; they differ with a --temperature above 0. They are printed when all are done."
+        "they share its memory; they differ with a --temperature above 0. They are printed when all are done.",
+        **whole(),
     ),
 ]
 Beams = Annotated[
@@ -34,6 +92,7 @@ Beams = Annotated[
         help="Search the most probable continuations with this many beams, in place of sampling, and print as many, "
         "best first. More beams usually find more probable texts, which need not be better ones.",
         show_default=False,
+        **whole(),
     ),
 ]
 LengthPenalty = Annotated[
@@ -41,6 +100,7 @@ LengthPenalty = Annotated[
     typer.Option(
         help="With --beams: ranks them by log-probability / length ^ this; 0 favours short ones, 1 ranks by the mean.",
         show_default="1.0",
+        **number(),
     ),
 ]
 Profile = Annotated[
@@ -55,39 +115,50 @@ def _sampling_option(help: str, *names: str, **settings):
 
 SAMPLING = {
     "temperature": Annotated[
-        float | None, _sampling_option("Divides the logits; 0 takes the most likely token each time (greedy).")
+        float | None,
+        _sampling_option("Divides the logits; 0 takes the most likely token each time (greedy).", **number()),
     ],
-    "top_k": Annotated[int | None, _sampling_option("Sample among the k most likely tokens; 0 does not restrict.")],
-    "top_p": Annotated[float | None, _sampling_option("Sample among the likeliest tokens of this total probability.")],
+    "top_k": Annotated[
+        int | None, _sampling_option("Sample among the k most likely tokens; 0 does not restrict.", **whole())
+    ],
+    "top_p": Annotated[
+        float | None, _sampling_option("Sample among the likeliest tokens of this total probability.", **number())
+    ],
     "min_p": Annotated[
-        float | None, _sampling_option("Leave out tokens less than this times as likely as the likeliest.")
+        float | None, _sampling_option("Leave out tokens less than this times as likely as the likeliest.", **number())
     ],
     "seed": Annotated[
-        int | None, _sampling_option("The same seed, shapes and device give the same tokens; 0 if unset.")
+        int | None, _sampling_option("The same seed, shapes and device give the same tokens; 0 if unset.", **whole())
     ],
     "repetition_penalty": Annotated[
-        float | None, _sampling_option("Above 1 makes every token that occurred, in the prompt too, less likely.")
+        float | None,
+        _sampling_option("Above 1 makes every token that occurred, in the prompt too, less likely.", **number()),
     ],
     "presence_penalty": Annotated[
-        float | None, _sampling_option("Subtracted from the logit of every token generated before.")
+        float | None, _sampling_option("Subtracted from the logit of every token generated before.", **number())
     ],
     "frequency_penalty": Annotated[
-        float | None, _sampling_option("Subtracted from a token's logit for each time it was generated.")
+        float | None, _sampling_option("Subtracted from a token's logit for each time it was generated.", **number())
     ],
     "logit_bias": Annotated[
         list[str] | None,
         _sampling_option("Added to the logit of a token id, -inf forbids it; may be repeated.", metavar="ID=BIAS"),
     ],
-    "min_tokens": Annotated[int | None, _sampling_option("Stop at no stop token before this many tokens.")],
+    "min_tokens": Annotated[int | None, _sampling_option("Stop at no stop token before this many tokens.", **whole())],
     "ignore_eos": Annotated[bool | None, _sampling_option("Go on past the model's own end tokens.", "--ignore-eos")],
     "stop": Annotated[
-        list[str] | None, _sampling_option("Stop at this text, which is not printed; may be repeated.", metavar="TEXT")
+        list[str] | None,
+        _sampling_option("Stop at this text, which is not printed; may be repeated.", metavar="TEXT", **text()),
+    ],
+    "stop_token_id": Annotated[
+        list[int] | None,
+        _sampling_option("Stop at this token, beside the model's own end tokens; may be repeated.", **whole(0)),
     ],
 }
 
 
-def _drafting_option(help: str, *names: str, default: str | None = None):
-    return typer.Option(*names, help=help, rich_help_panel="Drafts", show_default=default or False)
+def _drafting_option(help: str, *names: str, default: str | None = None, **settings):
+    return typer.Option(*names, help=help, rich_help_panel="Drafts", show_default=default or False, **settings)
 
 
 DRAFTING = {
@@ -99,7 +170,8 @@ DRAFTING = {
         ),
     ],
     "draft_tokens": Annotated[
-        int | None, _drafting_option("How many tokens are drafted at most at a time, from 1 to 15.", default="4")
+        int | None,
+        _drafting_option("How many tokens are drafted at most at a time, from 1 to 15.", default="4", **whole()),
     ],
     "branches": Annotated[
         int | None,
@@ -107,6 +179,7 @@ DRAFTING = {
             "With ngram or mtp, draft a tree: ngram follows this many earlier places at once, mtp takes this many "
             "candidates for the next tokens. All of them count as --draft-tokens.",
             default="1",
+            **whole(),
         ),
     ],
     "adaptive_drafts": Annotated[
@@ -128,10 +201,12 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     def wrapped(**arguments: Any) -> None:
         for group, options in groups.items():
             values = {name: arguments.pop(name) for name in options}
-            arguments[group] = {name: value for name, value in values.items() if value not in (None, [])}
+            arguments[group] = {name: value for name, value in values.items() if value not in (None, [], ())}
         sampling = arguments["sampling"]
         if "logit_bias" in sampling:
             sampling["logit_bias"] = _parse_biases(sampling["logit_bias"])
+        if "stop_token_id" in sampling:
+            sampling["stop_token_ids"] = tuple(sampling.pop("stop_token_id"))
         command(**arguments)
 
     own = inspect.signature(command).parameters.values()
@@ -147,9 +222,15 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parse_biases(texts: list[str]) -> dict[int, float]:
-    try:
-        pairs = [text.split("=") for text in texts]
-        return {int(token): float(bias) for token, bias in pairs}
-    except ValueError:
-        message = f"expected ID=BIAS, a token id and a number, got {', '.join(texts)}"
-        raise typer.BadParameter(message, param_hint="--logit-bias") from None
+    biases = {}
+    for given in texts:
+        token, equals, bias = given.partition("=")
+        try:
+            if not equals:
+                raise ValueError("must be ID=BIAS, a token id and a number")
+            biases[parse_whole(token)] = -math.inf if bias.strip().lower() == "-inf" else parse_number(bias)
+        except ValueError as error:
+            expected = str(error).partition(", got ")[0].removeprefix("must be ")
+            expected = expected if not equals else f"ID=BIAS, a token id and a number: {expected}"
+            raise typer.BadParameter(f"must be {expected}, got {given!r}", param_hint="--logit-bias") from None
+    return biases

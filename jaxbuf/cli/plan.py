@@ -8,12 +8,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jaxbuf.cli.session import error_console, errors_exit
+from jaxbuf.cli import options
+from jaxbuf.terminal import print_table
 
 if TYPE_CHECKING:
     from jaxbuf.serving.plan import FormCost, Plan
 
 UNITS = {"": 1, "B": 1} | {f"{unit}B": 1000**i for i, unit in enumerate("kMGT", 1)}
+MOST_BYTES = 2**63 - 1
 UNITS |= {f"{unit}iB": 1024**i for i, unit in enumerate("KMGT", 1)}
 
 
@@ -29,20 +31,27 @@ def parse_size(text: str | int) -> int:
         number = float(found[1]) if found else -1.0
     except ValueError:
         number = -1.0
-    if unit is None or number < 0 or (found and not found[2] and 0 < number < 1e6):
-        raise typer.BadParameter(f"{text!r} is no size such as 80GB, 80GiB or 80e9")
+    if unit is None or not number >= 0 or (found and not found[2] and 0 < number < 1e6):
+        raise typer.BadParameter(f"must be a size such as 80GB, 80GiB or 80e9, got {text!r}")
+    if number * unit > MOST_BYTES:
+        raise typer.BadParameter(f"must be a size of at most 9.2e18 bytes, got {text!r}")
     return round(number * unit)
 
 
 def plan(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL",
+            show_default="demo",
             help="[bold]demo[/bold], a checkpoint's directory or Hugging Face id (config.json is all it takes), or a "
             "known shape such as Qwen3-Next-80B-A3B.",
         ),
-    ] = "demo",
+    ] = None,
+    named: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", show_default=False, help="The same, as other commands take it."),
+    ] = None,
     memory: Annotated[
         int,
         typer.Option(
@@ -52,22 +61,31 @@ def plan(
             help="What there is, of all devices together: 80GB, 1.1TB, 80GiB.",
         ),
     ] = 80_000_000_000,
-    draft_tokens: Annotated[int, typer.Option(help="Draft tokens that a step verifies.")] = 0,
+    draft_tokens: Annotated[int, typer.Option(help="Draft tokens that a step verifies.", **options.whole(0))] = 0,
     accepted: Annotated[
-        float | None, typer.Option(help="Tokens that a step keeps on average; by default all, 1 + drafts.")
+        float | None,
+        typer.Option(help="Tokens that a step keeps on average; by default all, 1 + drafts.", **options.number()),
     ] = None,
     context: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of a request; may be repeated. By default 1024 and 8192.", show_default=False),
+        typer.Option(
+            help="Tokens of a request; may be repeated. By default 1024 and 8192.",
+            show_default=False,
+            **options.whole(1),
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Entries that the buffered form holds before a fold.")] = 16,
-    block_size: Annotated[int, typer.Option(help="Entries of a block of the ring.")] = 8,
+    limit: Annotated[
+        int, typer.Option(help="Entries that the buffered form holds before a fold.", **options.whole(1))
+    ] = 16,
+    block_size: Annotated[int, typer.Option(help="Entries of a block of the ring.", **options.whole(1))] = 8,
     dtype: Annotated[
-        str | None,
+        options.DtypeName | None,
         typer.Option(help="Of parameters, keys and values: float32, bfloat16, float16; by default the checkpoint's."),
     ] = None,
-    state_dtype: Annotated[str, typer.Option(help="Of the recurrent states.")] = "float32",
-    entry_dtype: Annotated[str | None, typer.Option(help="Of the ring's entries; by default as --dtype.")] = None,
+    state_dtype: Annotated[options.DtypeName, typer.Option(help="Of the recurrent states.")] = "float32",
+    entry_dtype: Annotated[
+        options.DtypeName | None, typer.Option(help="Of the ring's entries; by default as --dtype.")
+    ] = None,
     workspace: Annotated[
         int | None,
         typer.Option(
@@ -111,26 +129,28 @@ def plan(
 
       jaxbuf plan ./checkpoint --memory 24GB --context 4096 --json
     """
-    with errors_exit(error_console()):
-        from jaxbuf.serving.plan import plan as make_plan
+    from jaxbuf.serving.plan import plan as make_plan
 
-        plans = [
-            make_plan(
-                model,
-                memory,
-                draft_tokens,
-                tokens,
-                accepted=accepted,
-                limit=limit,
-                block_size=block_size,
-                dtype=dtype,
-                state_dtype=state_dtype,
-                entry_dtype=entry_dtype,
-                workspace_bytes=workspace,
-                parameter_bytes=parameters,
-            )
-            for tokens in context or (1024, 8192)
-        ]
+    if model is not None and named is not None and model != named:
+        raise ValueError(f"--model must be left out or the same as MODEL ({model!r}), got {named!r}")
+    source = "demo" if model is None and named is None else named if model is None else model
+    plans = [
+        make_plan(
+            source or "",
+            memory,
+            draft_tokens,
+            tokens,
+            accepted=accepted,
+            limit=limit,
+            block_size=block_size,
+            dtype=dtype,
+            state_dtype=state_dtype,
+            entry_dtype=entry_dtype,
+            workspace_bytes=workspace,
+            parameter_bytes=parameters,
+        )
+        for tokens in context or (1024, 8192)
+    ]
     if json:
         typer.echo(json_module.dumps([found.to_dict() for found in plans], indent=2))
         return
@@ -143,7 +163,8 @@ def plan(
 def _print_model(console: Console, found: "Plan") -> None:
     nominal = ", the number in its name" if found.nominal_parameters else ""
     room = max(0, found.request_memory_bytes)
-    console.print(f"{found.model}: {found.recurrent_layers} recurrent and {found.attention_layers} softmax layers")
+    layers = f"{found.recurrent_layers} recurrent and {found.attention_layers} softmax layers"
+    console.print(f"{found.model}: {layers}", markup=False)
     console.print(
         f"{size(found.memory_bytes)} of memory: {size(found.parameter_bytes)} parameters ({found.dtype}{nominal}), "
         f"{size(found.workspace_bytes)} workspace, {size(room)} for requests"
@@ -158,7 +179,8 @@ def _print_model(console: Console, found: "Plan") -> None:
 
 
 def _print_forms(console: Console, found: "Plan") -> None:
-    table = Table("a request")
+    table = Table()
+    table.add_column("a request", no_wrap=True)
     for cost in found.forms:
         table.add_column(cost.form, justify="right", no_wrap=True)
 
@@ -177,7 +199,7 @@ def _print_forms(console: Console, found: "Plan") -> None:
     add("moved a step", lambda cost: size(cost.step_bytes))
     add("moved a token", lambda cost: size(cost.token_bytes))
     console.print()
-    console.print(table)
+    print_table(table, console)
     if found.draft_tokens:
         console.print(
             f"A state for each draft position takes {found.recurrent_ratio:.2f} times the recurrent memory of the "

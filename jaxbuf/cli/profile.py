@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jaxbuf.cli.session import error_console, errors_exit
+from jaxbuf.terminal import print_table
 
 
 def profile(
@@ -28,14 +28,18 @@ def profile(
 
       jaxbuf profile trace
     """
-    with errors_exit(error_console()):
-        from jaxbuf.serving.profiling import OTHER, time_by_scope
+    from jaxbuf.serving.profiling import OTHER, time_by_scope
 
+    try:
         rows = time_by_scope(directory)
+    except (RuntimeError, LookupError, TypeError) as error:  # of JAX's reader, and of ours, for what is no trace
+        raise ValueError(f"the newest trace in {str(directory)!r} cannot be read: {error}") from error
     totals = {}
     for row in rows:
         totals[row.program] = totals.get(row.program, 0.0) + row.seconds
-    table = Table("program", "part")
+    table = Table()
+    for heading in ("program", "part"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("ms", "share", "operations"):
         table.add_column(heading, justify="right", no_wrap=True)
     for program, total in sorted(totals.items(), key=lambda item: -item[1]):
@@ -45,7 +49,7 @@ def profile(
                 table.add_row(program, row.scope, f"{1e3 * row.seconds:.3f}", share, str(row.operations))
         table.add_row(program, "all", f"{1e3 * total:.3f}", "100.0%", "", end_section=True)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
+    print_table(table, console)
     for row in rows:
         if row.scope == OTHER:
             longest = ", ".join(f"{name} {1e3 * seconds:.3f} ms" for name, seconds in row.longest)

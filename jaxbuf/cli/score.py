@@ -3,7 +3,6 @@
 import functools
 import operator
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,9 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxbuf.cli import options
-from jaxbuf.cli.session import error_console, errors_exit, interrupt, load_model, progress_bar
+from jaxbuf.cli.errors import error_console
+from jaxbuf.cli.session import interrupt, load_model, need_tokenizer, parse_ids, progress_bar, read_text
+from jaxbuf.terminal import print_table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jaxbuf.models.language_model import LanguageModel
     from jaxbuf.models.scoring import TextScore
 
 
@@ -25,9 +29,20 @@ def score(
     model: options.Model = "demo",
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens of a window, for texts that are longer; by default the most that the model takes."),
+        typer.Option(
+            help="Tokens of a window, for texts that are longer; by default the most that the model takes.",
+            **options.whole(2),
+        ),
     ] = None,
     dtype: options.Dtype = None,
+    token_ids: Annotated[
+        bool,
+        typer.Option(
+            "--token-ids",
+            help="The files hold token ids in place of text, as a model without a tokenizer needs it: whole numbers, "
+            "separated by spaces, line breaks or commas. Bytes are not told.",
+        ),
+    ] = False,
 ) -> None:
     """Tell how probable a model finds files: perplexity per token and bits per byte.
 
@@ -44,28 +59,31 @@ def score(
     """
     err = error_console()
     scores: list[tuple[str, TextScore]] = []
-    with errors_exit(err):
-        texts = [(name, _read(name)) for name in files]
-        try:
-            with interrupt() as interrupted:
-                _score(err, interrupted, texts, scores, model=model, context=context, dtype=dtype)
-        finally:  # a Ctrl-C or an error leaves what was scored by then
-            if scores:
-                _print_table(scores)
+    texts = [(name, _read(name, token_ids=token_ids)) for name in files]
+    try:
+        with interrupt() as interrupted:
+            _score(err, interrupted, texts, scores, model=model, context=context, dtype=dtype)
+    finally:  # a Ctrl-C or an error leaves what was scored by then
+        if scores:
+            _print_table(scores)
 
 
 def _score(
     err: Console,
     interrupted: threading.Event,
-    texts: list[tuple[str, str]],
+    texts: list[tuple[str, str | list[int]]],
     scores: "list[tuple[str, TextScore]]",
     *,
     model: str,
     context: int | None,
     dtype: str | None,
 ) -> None:
-    """Appends the score of each named text to `scores`, behind a bar."""
+    """Appends the score of each named text, or list of token ids, to `scores`, behind a bar."""
     lm = load_model(err, model, dtype)
+    if any(isinstance(text, str) for _, text in texts):
+        need_tokenizer(lm)
+    if context is not None and context > lm.max_length:
+        raise ValueError(f"context must be in [2, {lm.max_length}], up to the model's max_length, got {context}")
 
     from jaxbuf.models.scoring import score_text
 
@@ -78,38 +96,74 @@ def _score(
                     raise typer.Exit(130)
                 bar.update(task, completed=done, total=total)
 
-            scores.append((name, score_text(lm, text, context=context, progress=show)))
+            try:
+                if isinstance(text, str):
+                    found = score_text(lm, text, context=context, progress=show)
+                else:
+                    found = _score_ids(lm, text, context=context, progress=show)
+            except ValueError as error:
+                raise ValueError(f"{_label(name)}: {error}") from error
+            scores.append((name, found))
 
 
-def _read(name: str) -> str:
-    """The text of a file.
+def _score_ids(
+    lm: "LanguageModel", ids: list[int], *, context: int | None, progress: "Callable[[int, int], None]"
+) -> "TextScore":
+    """`score_text` of token ids, whose bytes nobody knows: 0."""
+    import numpy as np
+
+    from jaxbuf.models.scoring import TextScore, score_tokens, windows
+
+    if not lm.config.eos_token_ids:
+        raise ValueError(f"the model {lm.name!r} has no eos_token_id in its config.json, which a text would follow")
+    outside = [token for token in ids if token >= lm.vocab_size]
+    if outside:
+        raise ValueError(f"token ids must be in [0, {lm.vocab_size}), got {outside[0]}")
+    tokens = np.asarray([lm.config.eos_token_ids[0], *ids], np.int32)
+    found = windows(tokens, lm.max_length if context is None else context)
+    total, done, likelihood = sum(window.tokens.size for window in found), 0, 0.0
+
+    def advance(read: int) -> None:
+        nonlocal done
+        done += read
+        progress(done, total)
+
+    progress(0, total)
+    for window in found:
+        scores = score_tokens(lm.model, window.tokens[None], progress=advance)
+        likelihood += float(np.sum(scores[0, window.first :], dtype=np.float64))
+    return TextScore(len(ids), 0, likelihood)
+
+
+def _label(name: str) -> str:
+    return "standard input" if name == "-" else name
+
+
+def _read(name: str, *, token_ids: bool) -> str | list[int]:
+    """The text of a file, or its token ids.
 
     Raises:
-      ValueError: It is empty or not UTF-8.
+      ValueError: It is empty, not UTF-8, or holds something else than token ids.
       OSError: It cannot be read.
     """
-    data = typer.get_binary_stream("stdin").read() if name == "-" else Path(name).read_bytes()
-    label = "standard input" if name == "-" else name
-    if not data:
-        raise ValueError(f"{label} is empty: there is nothing to score")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{label} is not UTF-8 text: {error}") from error
+    text = read_text(name, "" if name == "-" else "FILE")
+    if not text:
+        raise ValueError(f"{_label(name)} is empty: there is nothing to score")
+    return parse_ids(text, _label(name)) if token_ids else text
 
 
 def _print_table(scores: "list[tuple[str, TextScore]]") -> None:
-    table = Table("file")
-    table.columns[0].overflow = "fold"
+    table = Table()
+    table.add_column("file", no_wrap=True)
     for heading in ("tokens", "bytes", "log-likelihood", "perplexity", "bits/byte"):
         table.add_column(heading, justify="right", no_wrap=True)
 
     def add(label: Text, found: "TextScore") -> None:
-        numbers = (found.tokens, found.bytes, f"{found.log_likelihood:.2f}")
-        table.add_row(label, *map(str, numbers), f"{found.perplexity:.2f}", f"{found.bits_per_byte:.4f}")
+        size, rate = (str(found.bytes), f"{found.bits_per_byte:.4f}") if found.bytes else ("-", "-")
+        table.add_row(label, str(found.tokens), size, f"{found.log_likelihood:.2f}", f"{found.perplexity:.2f}", rate)
 
     for name, found in scores:
         add(Text(name), found)
     table.add_section()
     add(Text("total"), functools.reduce(operator.add, (found for _, found in scores)))
-    Console(highlight=False).print(table)
+    print_table(table)

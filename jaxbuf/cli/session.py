@@ -1,7 +1,6 @@
-"""What the commands share: the start with a model, the stream of text, errors of one line, a quiet Ctrl-C."""
+"""What the commands share: the start with a model, what is read and written, a quiet Ctrl-C."""
 
 import contextlib
-import logging
 import os
 import signal
 import threading
@@ -13,35 +12,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from jaxbuf.terminal import MOST, check_writable, parse_whole
+
 if TYPE_CHECKING:
     from jaxbuf.models.language_model import LanguageModel
     from jaxbuf.serving import Event, SamplingParams
-
-logger = logging.getLogger("jaxbuf")
-
-
-def error_console() -> Console:
-    """Standard error, for everything but text."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
-
-
-def print_error(err: Console, error: Exception) -> None:
-    """One line; the traceback is in the debug log."""
-    logger.debug("", exc_info=error)
-    err.print("error:", style="bold red", end=" ")
-    err.print(str(error), markup=False)
-
-
-@contextlib.contextmanager
-def errors_exit(err: Console) -> Iterator[None]:
-    """What a user can cause ends the program with exit code 2 and one line."""
-    import jaxbuf
-
-    try:
-        yield
-    except (ValueError, OSError, jaxbuf.CheckpointError) as error:
-        print_error(err, error)
-        raise typer.Exit(2) from error
 
 
 @contextlib.contextmanager
@@ -78,12 +53,19 @@ def end_at_interrupt() -> Iterator[None]:
 
 
 def check_arguments(
-    sampling: dict[str, Any], drafting: dict[str, Any], *, max_new_tokens: int, limit: int, form: Any
+    sampling: dict[str, Any],
+    drafting: dict[str, Any],
+    *,
+    max_new_tokens: int,
+    limit: int,
+    form: Any,
+    profile: Path | None = None,
 ) -> None:
     """Checks what no model makes right or wrong, before JAX starts and one is loaded.
 
     Raises:
-      ValueError: As `jaxbuf.SamplingParams` and `jaxbuf.generate`, or options of drafts without who drafts.
+      ValueError: As `jaxbuf.SamplingParams` and `jaxbuf.generate`, options of drafts without who drafts, or a profile
+        that cannot be written.
     """
     import jaxbuf
     from jaxbuf.serving.drafters import DRAFT_TOKENS, check_branches
@@ -100,12 +82,17 @@ def check_arguments(
         check_branches(drafting["branches"], draft_tokens)
         if drafter not in ("ngram", "mtp"):
             raise ValueError(f"--branches must come with --drafter ngram or mtp, got {drafter}: it drafts no trees")
+    if profile is not None:
+        try:
+            check_writable(profile, folder=True)
+        except ValueError as error:
+            raise ValueError(f"--profile {error}") from error
 
 
 def _check_drafter(name: str) -> None:
     from jaxbuf.models.hub import parse_id
 
-    if name not in ("ngram", "mtp", "demo") and not (name and Path(name).is_dir()) and parse_id(name) is None:
+    if name not in ("ngram", "mtp", "demo") and not (name and os.path.isdir(name)) and parse_id(name) is None:
         raise ValueError(f'--drafter must be "ngram", "mtp" or a model (a directory or an id), got {name!r}')
 
 
@@ -138,11 +125,11 @@ def load_model(err: Console, model: str, dtype: str | None) -> "LanguageModel":
 
         from jaxbuf.models.checkpoint import compute_dtype
 
-        compute_dtype(dtype)
         try:
             device = jax.devices()[0]
         except RuntimeError as error:  # JAX_PLATFORMS names a platform that is not there
             raise ValueError(str(error)) from error
+        compute_dtype(dtype)
     err.print(f"device: {device.platform} ({device.device_kind})", style="dim")
     return _load(err, model, dtype, "loading")
 
@@ -179,6 +166,49 @@ def _load(err: Console, model: str, dtype: str | None, task_name: str) -> "Langu
         bar.stop()
 
 
+def need_tokenizer(lm: "LanguageModel") -> None:
+    """Raises ValueError that says what to do about a model without a tokenizer."""
+    if lm.tokenizer is None:
+        raise ValueError(
+            f"the model {lm.name!r} has no tokenizer.json, which text needs: give token ids, with --token-ids"
+        )
+
+
+def read_text(name: str, argument: str = "") -> str:
+    """The text of a file, or of standard input, which is called "-".
+
+    Args:
+      name: Of the file.
+      argument: What errors call the file before its name.
+
+    Raises:
+      ValueError: It is not UTF-8.
+      OSError: It cannot be read.
+    """
+    label = "standard input" if name == "-" else f"{argument} {name}".strip()
+    try:
+        return (typer.get_binary_stream("stdin").read() if name == "-" else Path(name).read_bytes()).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{label} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise OSError(f"{label} cannot be read: {error.strerror or error}") from error
+
+
+def parse_ids(text: str, label: str) -> list[int]:
+    """Token ids that spaces, line breaks or commas separate.
+
+    Raises:
+      ValueError: There are none, or one is no whole number of at least 0.
+    """
+    words = text.replace(",", " ").split()
+    if not words:
+        raise ValueError(f"{label} must hold at least one token id, got none")
+    try:
+        return [parse_whole(word, 0, MOST) for word in words]
+    except ValueError as error:
+        raise ValueError(f"{label} must hold token ids, each of which {error}") from None
+
+
 def write_texts(err: Console, headings: Sequence[str], texts: Sequence[str]) -> None:
     """Texts that are there as a whole, on standard output, each under its heading; one alone leaves it to standard
     error."""
@@ -192,12 +222,24 @@ def write_texts(err: Console, headings: Sequence[str], texts: Sequence[str]) -> 
     stdout.flush()
 
 
-def write_stream(events: "Generator[Event, None, None]", interrupted: threading.Event) -> "Iterator[Event]":
-    """Writes text as it comes, to its end or to a Ctrl-C, and a newline after it; yields each event once written."""
-    stdout = typer.get_text_stream("stdout", errors="replace")
+def ids_text(tokens: Iterable[int]) -> str:
+    """Token ids as they are read and written, separated by spaces."""
+    return " ".join(map(str, tokens))
+
+
+def write_stream(
+    events: "Generator[Event, None, None]", interrupted: threading.Event, *, token_ids: bool = False
+) -> "Iterator[Event]":
+    """Writes text, or token ids, as they come, to the end or to a Ctrl-C, and a newline after it; yields each event
+    once written."""
+    stdout, first = typer.get_text_stream("stdout", errors="replace"), True
     with contextlib.closing(events):
         for event in events:
-            stdout.write(event.text)
+            if not token_ids:
+                stdout.write(event.text)
+            elif event.tokens:
+                stdout.write(ids_text(event.tokens) if first else f" {ids_text(event.tokens)}")
+                first = False
             stdout.flush()
             yield event
             if interrupted.is_set():

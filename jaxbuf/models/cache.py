@@ -83,6 +83,7 @@ def init_cache(
     """An empty cache. Requests have the physical slots 1 to `slots`; slot 0 is null.
 
     Args:
+      config: The model's.
       slots: Requests at once.
       capacity: Tokens that a softmax layer holds for each, rounded up to whole pages (with trees, after adding the
         max_pending - 1 places that a tree may leave open).

@@ -177,7 +177,7 @@ def last_hidden(hidden: Array, lengths: Array) -> Array:
 
 
 def logits(model: Qwen3_5, hidden: Array) -> Array:
-    """f32 [..., V] of hidden states [..., D]: the head of its own if there is one, else the embedding."""
+    """f32 [..., V] of hidden states [..., D]: by the model's own head if it has one, else by its embedding."""
     with jax.named_scope("head"):
         head = model.embed_tokens if model.lm_head is None else model.lm_head
         return linear_float32(hidden, head)

@@ -21,7 +21,8 @@ def init_ring(*, slots: int, channels: int, width: int, max_pending: int, dtype:
     """Returns an empty ring [slots + 1, width - 1 + max_pending, channels]; row 0 is the null slot.
 
     It has room for the pending inputs and the width - 1 inputs before them. So a pending input never overwrites one
-    that the next step may read, however many of the pending ones are accepted.
+    that the next step may read, however many of the pending ones are accepted. The dtype is that of the
+    inputs.
 
     Raises:
       ValueError: A size below 1 (width below 2), or not a whole number.

@@ -17,14 +17,15 @@ MOST_LIMIT = 2**20  # of a slot's entries: its ring is made for them, and has th
 
 
 def checkpoint_bytes(spec: RecurrenceSpec, state_dtype=jnp.float32) -> int:
-    """Bytes of one state: heads · value_dim · key_dim numbers."""
+    """Bytes of one state: heads · value_dim · key_dim numbers of the `state_dtype`."""
     return math.prod(spec.state_shape) * jnp.dtype(state_dtype).itemsize
 
 
 def entry_bytes(spec: RecurrenceSpec, entry_dtype=jnp.bfloat16) -> int:
     """Bytes of one ring entry: its key, its update, and its float32 gates (log_decay, and beta without the delta rule).
 
-    A key is stored once for all the heads that share it. KVBuffer, table 2, has one head of each.
+    A key is stored once for all the heads that share it. KVBuffer, table 2, has one head of each. Keys and updates have
+    the `entry_dtype`.
     """
     numbers = spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
     gates = spec.heads * (spec.decay_width + (0 if spec.delta else 1))
@@ -135,7 +136,10 @@ def buffered_step_bytes(
 
 
 def kv_only_step_bytes(spec: RecurrenceSpec, entries: float, *, tokens: int = 1, entry_dtype=jnp.bfloat16) -> float:
-    """Bytes of a step of `tokens` tokens over `entries` committed ones, without a checkpoint. KVBuffer, section 3.4."""
+    """Bytes of a step of `tokens` tokens over `entries` committed ones of the `entry_dtype`, without a checkpoint.
+
+    Source: KVBuffer, section 3.4.
+    """
     return state_traffic(
         spec, checkpoint_reads=0, folds=0, live_entries=entries, appended=tokens, entry_dtype=entry_dtype
     )
@@ -144,7 +148,9 @@ def kv_only_step_bytes(spec: RecurrenceSpec, entries: float, *, tokens: int = 1,
 def snapshot_step_bytes(spec: RecurrenceSpec, tokens: int = 1, *, state_dtype=jnp.float32) -> int:
     """Bytes of a step of the design that this replaces: one state is read, and one written for every token's position.
 
-    With one token it is the plain recurrence, in place. Source: KVBuffer, section 3.3 (the denominator of eq. 9).
+    The states have the `state_dtype`. With one token it is the plain recurrence, in place.
+
+    Source: KVBuffer, section 3.3 (the denominator of eq. 9).
     """
     return checkpoint_bytes(spec, state_dtype) * (1 + tokens)
 

@@ -253,6 +253,10 @@ class DraftModel:
     """Drafts with another model of the same vocabulary; its state is a cache of its own.
 
     It reads the newest token and every draft, one at a time, and commits as many of them as the model that verifies.
+
+    Attributes:
+      model: The parameters of the model that drafts, `model` of a `LanguageModel`.
+      draft_tokens: The most drafts of a step (static).
     """
 
     model: qwen3_5.Qwen3_5

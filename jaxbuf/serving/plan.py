@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxbuf.models.checkpoint import compute_dtype
 from jaxbuf.models.language_model import LanguageModel
@@ -18,6 +19,8 @@ from jaxbuf.recurrence.cursor import init_cursor
 type FormName = Literal["recurrent", "buffered", "kv-only", "snapshots"]
 
 INDEX = 4  # bytes of an int32
+MOST_BYTES, MOST_TOKENS = 2**63 - 1, 2**31 - 1
+MOST_ENTRIES = 2**20  # of a ring, which is made to be counted
 WORKSPACE = 10  # a tenth of the memory, unless told
 
 
@@ -165,11 +168,11 @@ def plan(
     Args:
       model: "demo", a directory with a config.json, a Hugging Face id (its config.json alone is fetched), the name of a
         known shape ("Qwen3-Next-80B-A3B", whether jaxbuf serves it or not), or a loaded model or a configuration.
-      memory_bytes: What there is, of all devices together.
+      memory_bytes: What there is, of all devices together; a whole number, which may be written as 80e9.
       draft_tokens: Verified in a step beside the token that the model itself gives.
       context: Tokens of a request that the softmax layers hold, the drafts among them; rounded up to pages.
       accepted: Tokens that a step keeps on average, in [1, 1 + draft_tokens]; None: all.
-      limit: Entries of the buffered form.
+      limit: Entries of the buffered form, at most 2**20.
       block_size: Entries of a block of the ring.
       page_size: Tokens of a page of keys and values.
       dtype: Of the parameters, keys and values: "float32", "bfloat16" or "float16". None: the loaded model's, or what
@@ -187,23 +190,21 @@ def plan(
 
     Source: KVBuffer, sections 2.2, 3.2 to 3.4.
     """
-    workspace_bytes = memory_bytes // WORKSPACE if workspace_bytes is None else workspace_bytes
-    for name, value, least in (
-        ("memory_bytes", memory_bytes, 1),
-        ("draft_tokens", draft_tokens, 0),
-        ("context", context, 1),
-        ("limit", limit, 1),
-        ("block_size", block_size, 1),
-        ("page_size", page_size, 1),
-        ("workspace_bytes", workspace_bytes, 0),
-        ("parameter_bytes", parameter_bytes or 0, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+    memory_bytes = _whole("memory_bytes", memory_bytes, 1, MOST_BYTES)
+    draft_tokens = _whole("draft_tokens", draft_tokens, 0, MOST_ENTRIES)
+    context = _whole("context", context, 1, MOST_TOKENS)
+    limit = _whole("limit", limit, 1, MOST_ENTRIES)
+    block_size = _whole("block_size", block_size, 1, MOST_ENTRIES)
+    page_size = _whole("page_size", page_size, 1, MOST_TOKENS)
+    if parameter_bytes is not None:
+        parameter_bytes = _whole("parameter_bytes", parameter_bytes, 0, MOST_BYTES)
+    if workspace_bytes is None:
+        workspace_bytes = memory_bytes // WORKSPACE
+    workspace_bytes = _whole("workspace_bytes", workspace_bytes, 0, MOST_BYTES)
     tokens = 1 + draft_tokens
     accepted = tokens if accepted is None else accepted
-    if not 1 <= accepted <= tokens:
-        raise ValueError(f"accepted must be in [1, 1 + draft_tokens ({tokens})], got {accepted}")
+    if not _is_number(accepted) or not 1 <= accepted <= tokens:
+        raise ValueError(f"accepted must be a number in [1, 1 + draft_tokens ({tokens})], got {accepted!r}")
     shape = _shape(model)
     if not shape.recurrent_layers:
         raise ValueError(f"{shape.name} has no recurrent layers: its memory has one form, keys and values")
@@ -348,6 +349,18 @@ def _cursor_bytes(slots: int, limit: int, max_pending: int, block_size: int) -> 
         lambda: init_cursor(slots=slots, limit=limit, max_pending=max_pending, block_size=block_size)
     )
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cursor))
+
+
+def _whole(name: str, value: object, least: int, most: int) -> int:
+    """The value, which may be a float such as 80e9, as an int; ValueError unless it is whole and in [least, most]."""
+    if not _is_number(value) or value != value or not least <= value <= most or int(value) != value:
+        raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
+    return int(value)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number, of Python or numpy, and no boolean."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _shape(model: str | Path | LanguageModel | Config | MemoryShape) -> MemoryShape:

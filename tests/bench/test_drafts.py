@@ -158,9 +158,9 @@ def test_a_run_keeps_its_figures(lm, tmp_path, monkeypatch, capsys):
     [
         ("--drafters mtp,oracle", "--drafters must name drafters among mtp, ngram, got oracle"),
         ("--kinds code,poems", "--kinds must name kinds among text, code, logs, got poems"),
-        ("--draft-tokens 16", "--draft-tokens must be at most 15, got 16"),
-        ("--temperature 0", "--temperature must be above 0"),
-        ("--prompts 0", "--prompts must be at least 1, got 0"),
+        ("--draft-tokens 16", "--draft-tokens must be a whole number of at most 15, got '16'"),
+        ("--temperature 0", "--temperature must be a number above 0, got '0'"),
+        ("--prompts 0", "--prompts must be a whole number of at least 1, got '0'"),
         ("--text nowhere.txt", "there is no nowhere.txt"),
         ("--kinds code,logs --text README.md", "--text is read as the kind text, which --kinds leaves out"),
     ],
@@ -173,12 +173,12 @@ def test_a_setting_out_of_range_is_an_error_that_names_it(words, said, capsys):
 
 def test_what_the_model_or_the_text_cannot_serve_is_said(lm, tmp_path, monkeypatch, capsys):
     assert drafts.main(["--model", "nope"]) == 2
-    assert capsys.readouterr().out.startswith("no model 'nope': expected ")
+    assert capsys.readouterr().err.startswith("jaxbuf bench drafts: error: no model 'nope': expected ")
     text = tmp_path / "text.txt"
     text.write_text("too short")
     monkeypatch.setattr(drafts, "load", lambda name, dtype: lm)
     assert drafts.main(["--text", str(text)]) == 2
-    assert "--prompt-tokens must be at most the longest document's (9), got 64" in capsys.readouterr().out
+    assert "--prompt-tokens must be at most the longest document's (9), got 64" in capsys.readouterr().err
     monkeypatch.setattr(drafts.report, "ROOT", tmp_path)
     with pytest.raises(SystemExit):
         drafts.parse([])

@@ -72,7 +72,8 @@ def test_a_likelihood_that_is_no_number_is_no_pass(rng, tmp_path, monkeypatch, c
     assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8"]) == 1
     assert "DOES NOT HOLD" in capsys.readouterr().out
     assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8193"]) == 2
-    assert capsys.readouterr().out == "--tokens must be at most 8192 for demo, got 8193\n"
+    expected = "jaxbuf bench likelihood: error: --tokens must be at most 8192 for demo, got 8193\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_the_default_text_is_long_enough_for_the_default_rows(tmp_path, monkeypatch, capsys):
@@ -86,18 +87,18 @@ def test_the_default_text_is_long_enough_for_the_default_rows(tmp_path, monkeypa
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
     assert likelihood.main(["--model", "nope"]) == 2
-    assert capsys.readouterr().out.startswith("no model 'nope': expected ")
+    assert capsys.readouterr().err.startswith("jaxbuf bench likelihood: error: no model 'nope': expected ")
     (tmp_path / "config.json").write_text("{")
     assert likelihood.main(["--model", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert "config.json" in line
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--tokens 3", "--tokens must be at least 4, got 3"),
-        ("--limit 1", "--limit must be at least 2, got 1"),
+        ("--tokens 3", "--tokens must be a whole number of at least 4, got '3'"),
+        ("--limit 1", "--limit must be a whole number of at least 2, got '1'"),
         ("--text nowhere.txt", "there is no nowhere.txt"),
     ],
 )

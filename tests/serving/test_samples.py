@@ -310,4 +310,4 @@ def test_the_command_line_prints_each_text_under_its_heading(lm, prompts, result
     for samples in ("0", "1025"):
         done = CliRunner().invoke(app, ["generate", "A", "--samples", samples, "--model", "no-such-model"])
         assert (done.exit_code, done.stdout) == (2, "")
-        assert done.stderr == f"error: samples must be a whole number from 1 to 1024, got {samples}\n"
+        assert done.stderr == f"error: --samples must be a whole number from 1 to 1024, got {samples}\n"
