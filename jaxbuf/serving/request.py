@@ -156,14 +156,11 @@ def list_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts must be a list of texts or token lists, got one text: [{prompts[:20]!r}...]")
-    array = hasattr(prompts, "dtype")
-    if (
-        isinstance(prompts, bytes | Mapping | Set)
-        or not isinstance(prompts, Iterable)
-        or (array and not np.ndim(prompts))
-    ):
+    if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim:
+        return list(np.asarray(prompts))
+    if isinstance(prompts, bytes | Mapping | Set | np.generic | jax.Array) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts must be a list of texts or token lists, got {_shown(prompts)}")
-    return list(np.asarray(prompts) if array else prompts)
+    return list(prompts)
 
 
 def encode_prompts(lm: LanguageModel, prompts: Iterable[Prompt], max_new_tokens: int) -> list[list[int]]:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxbuf.models import qwen3_5
 from jaxbuf.recurrence.tree import ancestors, check_parents
@@ -182,8 +183,9 @@ def _check_arrays(proposal: object, drafter: Drafter, carry: Carry) -> None:
         found = getattr(proposal, field)
         if found is None and field in ("log_q", "parents"):
             continue
-        if getattr(found, "shape", None) != shape or found.dtype != dtype:
-            got = f"{found.dtype} {found.shape}" if hasattr(found, "dtype") else f"a {type(found).__name__}"
+        if getattr(found, "shape", None) != shape or getattr(found, "dtype", None) != dtype:
+            known = isinstance(found, np.ndarray | jax.Array)
+            got = f"{found.dtype} {found.shape}" if known else f"a {type(found).__name__}"
             raise ValueError(
                 f"{field} in a proposal of the drafter {name} must be {jnp.dtype(dtype).name} {shape} (draft_tokens is "
                 f"{length}), got {got}"
