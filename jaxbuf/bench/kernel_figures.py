@@ -71,7 +71,8 @@ def judge(figures: Sequence[Row]) -> list[Row]:
 
 
 def crossover(figures: Sequence[Row], name: str) -> float | None:
-    """Entries from which a KV-only slot costs as much `name` ("us" or "bytes") as a buffered one; None: never did."""
+    """The number of entries at which a step of a KV-only slot costs as much, in `name` ("us" or "bytes"), as one of a
+    buffered slot; None if it cost less at every size that was measured."""
     rows = sorted((row for row in figures if row["part"] == "kv" and "us" in row), key=lambda row: row["kv_length"])
     if not rows or rows[0]["kv_length"]:
         return None

@@ -1,4 +1,4 @@
-"""What of a model decides how much memory serving takes: its layers' sizes, from a configuration or by name.
+"""The sizes of a model that decide how much memory serving takes, from its configuration or by the model's name.
 
 No weights are read: the parameters are counted from the configuration, or are the nominal number in a model's name.
 """

@@ -9,7 +9,9 @@ from jaxbuf.serving.sampling import Sampling, narrow, noise
 type Array = jax.Array
 
 UNNORMALISED = 1e-3  # of the logarithm of a sum of probabilities: rounding stays below, at any vocabulary
-COINS = 2**32 - 1  # folded into a key whose noise draws a token too: past every token, as those of drafts are
+# Folded into a row's key, it gives the random numbers that decide whether drafts are kept. The key itself draws the
+# token, and `draft_keys` folds in the numbers below this one: so none of the three shares random numbers with another.
+COINS = 2**32 - 1
 
 
 def log_distribution(logits: Array, sampling: Sampling) -> Array:
@@ -156,7 +158,7 @@ def _walk_chosen(target: Array, drafts: Array, parents: Array, coin: Array) -> t
     weight = jnp.where(again, 0.0, jnp.exp(target[row, jnp.minimum(parents, nodes - 1) + 1, drafts]))
 
     def visit(state, i):
-        at, mass = state  # mass: what p's rejected children leave of it
+        at, mass = state  # mass: the probability that p has left once those of the rejected children are taken away
         child = parents[:, i] == at
         kept = child & (coin[:, i] * mass < weight[:, i])
         mass = jnp.where(kept, 1.0, jnp.where(child, jnp.maximum(mass - weight[:, i], 0.0), mass))

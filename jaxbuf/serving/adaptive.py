@@ -13,10 +13,10 @@ from jaxbuf.serving.speculation import Drafter, drafts_trees, usable
 
 type Array = jax.Array
 
-COST = 0.1
-FORGETTING = 0.9  # of what was counted, at each step that had drafts
-PRIOR = 0.7  # of a draft's being kept, which weighs as much as one draft
-PROBE = 8
+COST = 0.1  # of one more draft, as a fraction of a step without drafts; see `Adaptive`
+DISCOUNT = 0.9  # what was counted before is multiplied by this at each step that had drafts
+PRIOR = 0.7  # the probability of a draft to be kept that is assumed at first; it counts as one draft that was judged
+PROBE = 8  # where no draft pays, every so many steps of a row draft one token all the same
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +112,7 @@ class Adaptive:
         judged = jnp.minimum(kept + 1, state.depth)
 
         def count(old, new):
-            return jnp.where(drafted, FORGETTING * old + new.astype(jnp.float32), old)
+            return jnp.where(drafted, DISCOUNT * old + new.astype(jnp.float32), old)
 
         return AdaptiveState(inner, count(state.kept, kept), count(state.judged, judged), state.depth)
 

@@ -61,7 +61,7 @@ class Carry:
       allowed: bool [vocab], the tokens that may be sampled: ids that the tokenizer lacks may not.
       logprobs: [rows, room] of the generated tokens, in the distribution that each row's settings ask for; [rows, 0] if
         nobody asked.
-      prompt_logprobs: [prompts, bucket] of the prompts' tokens likewise; the token at i + 1 has its own at i.
+      prompt_logprobs: [prompts, bucket], the same for the prompts' tokens: entry i is of token i + 1 of the prompt.
       counters: What was done so far.
       speculation: None without a drafter.
       samples: Which rows continue which prompt; None: each row has a prompt of its own.

@@ -7,7 +7,8 @@ from jaxbuf.serving.sampling import History
 
 type Array = jax.Array
 
-REMAINDERS, MOST_VOTES = 4096, 255  # of the counts of tokens that followed
+REMAINDERS = 4096  # counters of the tokens that followed: ids that are equal modulo this share one
+MOST_VOTES = 255  # the most that a counter tells
 
 
 def propose_ngram(history: History, draft_tokens: int, longest: int = 3) -> tuple[Array, Array]:

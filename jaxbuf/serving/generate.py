@@ -104,7 +104,8 @@ def generate(
         without, but a seed gives others. "ngram" copies what followed the last tokens where they occurred before, "mtp"
         is the model's own MTP layer, another model drafts with a memory of its own, and a `Drafter` is one that you
         wrote, or one of `jaxbuf.serving.drafters`, whose own draft_tokens counts: `NGram(8, branches=2)` and
-        `MTP(6, branches=2)` draft trees. None: nobody.
+        `MTP(6, branches=2)` draft trees. None: no
+        drafts, each step reads one token.
       draft_tokens: The most drafts of a step, at most 15.
       adaptive_drafts: Let each prompt draft as many tokens as pay by what was kept of its drafts so far, and none where
         none do (see `Adaptive`). What holds of the tokens does not change.

@@ -62,13 +62,14 @@ def start(
     Args:
       model: The parameters; their dtype is the compute dtype.
       prompts: int32 [prompts, bucket], right-padded.
-      lengths: int32 [prompts]; 0 for one that is only there to fill the batch.
-      limit: int32 [rows], entries from which the row folds, at most ring_limit: 1 is the recurrent form.
+      lengths: int32 [prompts], the prompts' tokens; 0 for a padding prompt, which rounds the batch up.
+      limit: int32 [rows], at most ring_limit. A row folds when its committed entries and the new tokens together would
+        be more than this: 1 is the recurrent form.
       max_new_tokens, sampling, allowed: As in `Carry`.
       stop_ids: int32 [rows, n], padded with -1.
       capacity: Tokens the softmax layers hold for each row (static, as the following).
       room: Tokens that can be generated.
-      ring_limit: What the rings are made for.
+      ring_limit: The largest limit that the rings have room for.
       entry_dtype: Of the ring's keys and updates.
       report: Whether log-probabilities of the generated tokens are reported (static): each row's settings say which.
       report_prompt: Whether those of the prompts' tokens are (static).
@@ -160,8 +161,8 @@ def generate_tokens(model: qwen3_5.Qwen3_5, carry: Carry, steps: Array | int, dr
 def _step(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter | None) -> Carry:
     """One step: the newest token of each running row is read, with drafts of what may follow it.
 
-    The last token that a row gets is not read, so as many tokens are committed as it gets: that alone takes back what
-    was read of the other drafts.
+    The last token that a row gets is not read yet. So as many of the tokens that were read are committed as the row
+    gets new ones; the drafts beyond them stay uncommitted, which is all that rejecting them takes.
     """
     active = (carry.state == RUNNING).astype(jnp.int32)
     if drafter is None:

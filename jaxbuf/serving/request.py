@@ -24,7 +24,9 @@ type Prompt = str | Sequence[int] | np.ndarray | jax.Array
 type Form = Literal["auto", "recurrent", "buffered"]
 
 GREEDY = SamplingParams(temperature=0.0)
-PROMPT_BUCKET = 64  # the smallest shapes that are compiled; larger ones are powers of two
+# The smallest sizes that programs are compiled for: of prompts, of generated tokens, of stop tokens. Larger sizes are
+# powers of two.
+PROMPT_BUCKET = 64
 ROOM = 16
 STOP_IDS = 4
 
@@ -178,9 +180,11 @@ def pack_prompts(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarr
 
 
 def choose_ring(form: forms.Chosen, limit: int, capacity: int, *, drafts: bool = False) -> int:
-    """What the rings are made for: both forms run the same program, but where a kernel serves shorter rings.
+    """The largest limit that the rings have room for.
 
-    A ring need hold no more entries than a row has tokens (`capacity`), however large the limit is.
+    It is `limit` for both forms, so that they share one compiled program, but 1 for the recurrent form without drafts
+    on a Hopper GPU, where a kernel serves rings of one entry. A ring need hold no more entries than a row has tokens
+    (`capacity`), however large the limit is.
     """
     return 1 if form == "recurrent" and not drafts and has_hopper() else min(limit, capacity)
 

@@ -120,9 +120,9 @@ def most_drafts(carry: Carry, draft_tokens: int) -> Array:
 
 
 def within_depth(parents: Array, count: Array, most: Array) -> Array:
-    """int32 [rows]: how many of a tree's drafts precede the first that more than `most` - 1 (int32 [rows]) precede.
+    """int32 [rows]: how many of a tree's drafts come before the first one that lies deeper than `most` (int32 [rows]).
 
-    A tree in the order of depth is so cut to what `most` drafts in a chain can keep.
+    The drafts of a tree are in the order of their depth, so these are the ones that `most` new tokens can keep.
 
     Args:
       parents, count: As in `Proposal`.

@@ -17,6 +17,10 @@ class TextStream:
     it is the tokenizer's decoding of all of them. Each call decodes its own tokens and those of the call before (the
     first token of a text may be decoded differently), so the work does not grow with the text.
 
+    Of the tokens, those before `_begin` are never decoded again. Those in [_begin, _read) are decoded again as context:
+    they give the first `_known` characters of every decoding. Those in [_read, _end) may have text that is not in
+    `_decoded` yet.
+
     Attributes:
       tokens: What came so far; after a stop string, nothing behind the token that completed it.
       text: What is certain of their text.
@@ -33,8 +37,8 @@ class TextStream:
         self._longest_stop = max(map(len, stops), default=0)
         self._decoded = ""  # the text of tokens[:self._read], whole characters
         self._read = 0
-        self._end = 0  # tokens[self._read : self._end] may have text that is not in _decoded
-        self._begin = 0  # where decoding starts: tokens[self._begin : self._read] give `_known` characters again
+        self._end = 0
+        self._begin = 0
         self._known = 0
         self._searched = 0  # characters in which no stop string ends
 
