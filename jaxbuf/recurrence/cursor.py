@@ -385,8 +385,8 @@ def _reserve(
     After the fold, the launch's entries go to the logical places [first, end), and all entries before `end` are alive.
 
     Returns:
-      The cursor with what was taken, which rows fold, and each row's number of tokens. Where too little was free, no row
-      folds and all have 0 tokens.
+      The cursor with what was taken, which rows fold, and each row's number of tokens. Where too little was free, no
+      row folds and all have 0 tokens.
     """
     if cursor.sharing is None:
         return cursor, folds, lengths

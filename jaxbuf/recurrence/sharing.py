@@ -67,8 +67,8 @@ def reserve(
         launch. A row that folds gives back its other blocks.
 
     Returns:
-      served: bool scalar. False where too few are free, or an earlier launch found too few: then nothing has changed but
-        the note of what is missing.
+      served: bool scalar. False where too few are free, or an earlier launch found too few: then nothing has changed
+        but the note of what is missing.
       target: int32 [rows], the checkpoint row that each folding row writes; its own, if nobody else has it.
       table: As it is now.
       pools: As they are now, flagged if there were too few.
