@@ -122,6 +122,21 @@ def test_no_call_changes_the_shape_of_a_cache():
             assert jax.tree.leaves(each) == jax.tree.leaves(cache)
 
 
+@pytest.mark.slow
+def test_a_launch_serves_the_first_row_of_a_slot(model, rng):
+    """Compiled; every other row of it, and one of a slot that does not exist, is as a row of the null slot."""
+    cache = new_cache(trees=True, states=3, blocks=9, pages=16)
+    tokens, lengths = rng.integers(0, CONFIG.vocab_size, (SLOTS, PENDING), dtype=np.int32), np.int32([3, 5, 99])
+    for launch in (prefill, extend):
+        first = launch(model, cache, tokens, slots=np.int32([2, 0, 0]), lengths=lengths)
+        for slots in ([2, 2, 99], [2, -1, 2]):
+            found = launch(model, cache, tokens, slots=np.int32(slots), lengths=lengths)
+            for x, y in zip(*(jax.tree.leaves(after) for _, after in (found, first)), strict=True):
+                np.testing.assert_array_equal(x, y)
+            np.testing.assert_array_equal(found[0][0, :3], first[0][0, :3])
+        cache = first[1]
+
+
 def test_a_limit_beyond_the_capacity_makes_no_larger_ring():
     """A limit of 10**9 took 16 GB; a request that is not longer than the capacity folds as little with a small ring."""
     sizes = {"slots": 2, "capacity": 40, "max_pending": 4}
