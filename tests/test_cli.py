@@ -102,7 +102,7 @@ def test_token_ids_go_in_and_come_out():
     assert done.stdout == " ".join(map(str, expected.tokens[: expected.tokens.index(stop) + 1])) + "\n", done.stderr
 
 
-def test_a_model_without_a_tokenizer_is_served_by_token_ids(lm, tmp_path):
+def test_a_model_without_a_tokenizer_says_that_it_needs_token_ids(lm, tmp_path):
     dataclasses.replace(lm, tokenizer=None).save(tmp_path / "bare")
     model = ("--model", str(tmp_path / "bare"))
     for words in (("generate", "text"), ("score", __file__)):
@@ -110,7 +110,12 @@ def test_a_model_without_a_tokenizer_is_served_by_token_ids(lm, tmp_path):
         assert (done.exit_code, done.stdout) == (2, "")
         assert done.stderr.splitlines()[-1].startswith("error: the model 'bare' has no tokenizer.json")
         assert done.stderr.rstrip().endswith("give token ids, with --token-ids")
-    done = invoke("generate", "65 66", "--token-ids", "--max-new-tokens", "4", *model)
+
+
+@pytest.mark.slow
+def test_a_model_without_a_tokenizer_is_served_by_token_ids(lm, tmp_path):
+    dataclasses.replace(lm, tokenizer=None).save(tmp_path)
+    done = invoke("generate", "65 66", "--token-ids", "--max-new-tokens", "4", "--model", str(tmp_path))
     (expected,) = jaxbuf.generate(lm, [[65, 66]], max_new_tokens=4)
     assert done.stdout == " ".join(map(str, expected.tokens)) + "\n", done.stderr
 

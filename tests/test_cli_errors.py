@@ -286,17 +286,15 @@ def run(words: str, **settings) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_streams_that_are_closed_or_full_end_quietly():
-    done = run("jaxbuf plan --json | head -c 1")
-    assert (done.stdout, done.stderr) == (b"[", b"")
     done = run("jaxbuf bench | head -c 0; echo ${PIPESTATUS[0]}")
     assert done.stdout in (b"0\n", b"1\n") and done.stderr == b""
-    done = run("jaxbuf plan >&-")
+    done = run("jaxbuf bench >&-")
     assert (done.returncode, done.stderr) == (0, b"")
     done = run("jaxbuf generate - <&-")
     assert (done.returncode, done.stderr) == (2, b"error: standard input is empty: there is no prompt\n")
-    done = run("jaxbuf plan > /dev/full; jaxbuf --version > /dev/full")
+    done = run("jaxbuf bench > /dev/full; jaxbuf --version > /dev/full")
     assert done.returncode == 2
-    assert done.stderr == b"error: No space left on device\nerror: standard output: No space left on device\n"
+    assert done.stderr == 2 * b"error: standard output: No space left on device\n"
     done = run("jaxbuf generate 'The configuration file' --max-new-tokens 200 | head -c 1")
     assert len(done.stdout) == 1 and b"Traceback" not in done.stderr and b"error" not in done.stderr.lower()
 
@@ -309,7 +307,7 @@ def test_names_that_are_not_utf_8_and_platforms_that_are_not_there(tmp_path):
     with open(directory + b"/config.json", "wb") as file:
         file.write(config)
     done = subprocess.run([*COMMAND, "plan", directory, "--context", "9"], capture_output=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.startswith(b"\\udce9: 6 recurrent"), done.stderr
+    assert done.returncode == 0 and b"/\\udce9: 6 recurrent and 2" in done.stdout, done.stderr
     for words in ("generate x", "bench kernels"):
         done = run(f"jaxbuf {words}", JAX_PLATFORMS="bogus")
         assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"'bogus'" in done.stderr, done.stderr
