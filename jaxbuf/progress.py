@@ -2,14 +2,23 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 DELAY = 0.5  # seconds before a bar appears: what is done by then needs none
 
-type Report = Callable[[str, int], None]
+
+class Report(Protocol):
+    """Moves a bar: what is being done, how much of it is done, and of how much, where that was not known before."""
+
+    def __call__(self, doing: str, done: int, total: int | None = None) -> None: ...
+
+
+def say_nothing(doing: str, done: int, total: int | None = None) -> None:
+    """The report of work that shows no bar."""
 
 
 def check_progress(progress: object) -> None:
@@ -19,11 +28,11 @@ def check_progress(progress: object) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, show: bool | None = None, *, console: Console | None = None) -> Iterator[Report]:
-    """Yields a function (what is being done, how much of `total` is done) that moves a bar, which is gone at the end.
+def progress_bar(total: int | None, show: bool | None = None, *, console: Console | None = None) -> Iterator[Report]:
+    """Yields a `Report` that moves a bar, which is gone at the end.
 
     Args:
-      total: How much there is to do.
+      total: How much there is to do; None: a report will tell.
       show: Whether there is a bar; None: on a terminal and in a notebook. True shows one wherever standard error goes.
       console: Where to; None: standard error.
 
@@ -35,7 +44,7 @@ def progress_bar(total: int, show: bool | None = None, *, console: Console | Non
     if show is None:
         show = console.is_terminal or console.is_jupyter
     if not show:
-        yield lambda doing, done: None
+        yield say_nothing
         return
     columns = (
         SpinnerColumn(),
@@ -53,8 +62,8 @@ def progress_bar(total: int, show: bool | None = None, *, console: Console | Non
             if not ended:
                 bar.start()
 
-    def report(doing: str, done: int) -> None:
-        bar.update(task, description=doing, completed=done)
+    def report(doing: str, done: int, total: int | None = None) -> None:
+        bar.update(task, description=doing, completed=done, total=total)
 
     timer = threading.Timer(DELAY, start)
     timer.daemon = True

@@ -23,7 +23,7 @@ from jaxbuf.models.hub import ACCEPTED, COMPANIONS, DEMO, download, find_directo
 from jaxbuf.models.qwen3_5_config import Config, read_config
 from jaxbuf.models.scoring import score_tokens
 from jaxbuf.models.sharding import check_mesh
-from jaxbuf.progress import progress_bar
+from jaxbuf.progress import check_progress, progress_bar
 
 type Array = jax.Array
 type Tokens = Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
@@ -333,7 +333,7 @@ def load(
     dtype: str | jnp.dtype | None = None,
     mesh: jax.sharding.Mesh | None = None,
     *,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> LanguageModel:
     """Loads a model: "demo", the small one in this package, a directory in Hugging Face's format, or an id there.
 
@@ -348,8 +348,9 @@ def load(
       source: "demo", a directory or a Hugging Face id.
       dtype: "float32", "bfloat16" or "float16"; None: float32 on a CPU, else the checkpoint's own.
       mesh: Spreads the parameters over its axis "tensor"; None: everything on the default device.
-      progress: Called with the bytes of the checkpoint that were read and how many there are, before the first tensor
-        and after each one. (Downloads show huggingface-hub's own progress bar.)
+      progress: Whether to show a bar on standard error; None: on a terminal and in a notebook. Or a function, called
+        with the bytes of the checkpoint that were read and how many there are, before the first tensor and after each
+        one. (Downloads show huggingface-hub's own progress bar.)
 
     Raises:
       FileNotFoundError: None of the three, an id that cannot be had (without access, or offline and not in the cache),
@@ -361,6 +362,8 @@ def load(
     """
     wanted = compute_dtype(dtype)
     check_mesh(mesh)
+    if not callable(progress):
+        check_progress(progress)
     directory, name = _directory(source)
     config = read_config(read_description(directory))
     file = directory / GENERATION_CONFIG
@@ -369,7 +372,8 @@ def load(
     tokenizer = _read_tokenizer(directory / TOKENIZER)
     chat_template = read_chat_template(directory)
     # The tensors come last: a mistake in a small file is told before gigabytes are read.
-    model, config = load_model(directory, config, dtype=wanted, mesh=mesh, progress=progress)
+    with _reporting(progress) as report:
+        model, config = load_model(directory, config, dtype=wanted, mesh=mesh, progress=report)
     return LanguageModel(
         model=model,
         config=config,
@@ -380,6 +384,16 @@ def load(
         chat_template=chat_template,
         directory=directory,
     )
+
+
+@contextlib.contextmanager
+def _reporting(progress: Progress | bool | None) -> Iterator[Progress]:
+    """What `load_model` calls: the function that was given, or one that moves a bar."""
+    if callable(progress):
+        yield progress
+        return
+    with progress_bar(None, progress) as report:
+        yield lambda read, total: report("loading, MB", read // 1_000_000, total // 1_000_000)
 
 
 def _directory(source: str | Path) -> tuple[Path, str]:

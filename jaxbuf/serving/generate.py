@@ -11,7 +11,7 @@ import numpy as np
 from jaxbuf.compilation import without_cache
 from jaxbuf.directory import make_directory
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.progress import Report, check_progress, progress_bar
+from jaxbuf.progress import Report, check_progress, progress_bar, say_nothing
 from jaxbuf.serving import loop
 from jaxbuf.serving.profiling import trace
 from jaxbuf.serving.request import DRAFT_TOKENS, GREEDY, Form, Prompt, Request, check, list_prompts
@@ -143,7 +143,7 @@ def generate(
     if profile is not None:
         make_directory(profile, "profile")
     if stream:
-        return _events(request, segment, profile, _say_nothing)
+        return _events(request, segment, profile, say_nothing)
     with progress_bar(max_new_tokens * len(request.rows), progress) as report:
         report("compiling, reading prompts", 0)
         events = _events(request, segment if request.has_stop_texts else max_new_tokens, profile, report)
@@ -191,7 +191,3 @@ def _run(request: Request, segment: int, report: Report) -> Generator[Event, Non
 def _decode(request: Request, carry: loop.Carry, steps: int) -> loop.Carry:
     drafter = () if request.drafter is None else (request.drafter,)
     return loop.generate_tokens(request.lm.model, carry, np.int32(steps), *drafter)
-
-
-def _say_nothing(doing: str, done: int) -> None:
-    """The report of a stream, whose events say what is being done."""
