@@ -506,7 +506,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
         rng, entry="float32"
     ),
     "rejected_drafts_that_are_not_finite_change_no_bit_behind_many_entries": lambda rng: check_rejected(
-        rng, limit=60, steps=60
+        rng, limit=60, steps=100
     ),
     "rejected_tokens_that_are_not_finite_change_no_bit_of_recurrent_steps": lambda rng: check_rejected(
         rng, time=1, limit=1

@@ -78,7 +78,6 @@ def test_the_other_checks_hold_of_xlas_path(rng):
     checks.check_long_rings(rng, spec=TINY, implementation="xla", most=9)
     checks.check_long_rings(rng, checks.ALONE, max_pending=1, spec=TINY, implementation="xla", most=9)
     checks.check_poison(rng, spec=TINY, implementation="xla")
-    checks.check_rejected(rng, limit=60, steps=60, spec=TINY, implementation="xla")
     checks.check_tokens(checks.two_layers(), tokens=8)
     checks.check_logprobs(checks.two_layers("bfloat16"), tokens=8)
     checks.check_program(checks.two_layers())
