@@ -70,7 +70,7 @@ def clone(tmp_path) -> Clone:
 def test_a_fresh_clone_is_set_up_and_a_second_run_installs_nothing(clone):
     first = clone.test("-k", "fold")
     assert first.returncode == 0, first.stderr
-    assert first.stdout == "python -m pytest -m not slow -k fold\n"
+    assert first.stdout == "python -m pytest -m not slow and not exhaustive -k fold\n"
     assert clone.new_calls() == ["venv --quiet", "pip sync", "pip install"]
     second = clone.test()
     assert second.returncode == 0
@@ -150,6 +150,6 @@ def test_everything_runs_even_if_a_part_fails(clone):
         "ruff check .",
         "ruff format --check .",
         "pyright --pythonpath .venv/bin/python",
-        "python -m pytest -x",
+        "python -m pytest -m not exhaustive -x",
     ]
     assert "failed: .venv/bin/ruff check ." in done.stderr

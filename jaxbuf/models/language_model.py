@@ -278,14 +278,14 @@ class LanguageModel:
         try:
             array = np.asarray(tokens)
             one = array.ndim == 1
-            rows = list(array[None] if one else array)
+            rows = list(array) if array.ndim > 1 else [array]
         except ValueError:  # lists that differ in length
             one, rows = False, [np.asarray(row) for row in tokens]
         for row in rows:
             if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer) or not row.size:
                 raise ValueError(
                     f"tokens must be int32 [batch, time] or [time] and not empty, got {row.dtype} "
-                    f"{row.shape if one else (len(rows), *row.shape)}"
+                    f"{row.shape if one else np.shape(tokens) if len(rows) == 1 else (len(rows), *row.shape)}"
                 )
         if not rows:
             raise ValueError("tokens must be int32 [batch, time] or [time] and not empty, got no rows")

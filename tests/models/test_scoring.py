@@ -109,7 +109,7 @@ def test_a_token_that_is_all_but_impossible_has_a_finite_score(lm, rng):
         ([True, False], r"tokens must be int32 \[batch, time\]"),
         ("text", r"tokens must be int32 \[batch, time\]"),
         (None, r"tokens must be int32 \[batch, time\]"),
-        ([[]], r"tokens must be int32 \[batch, time\] and not empty"),
+        ([[]], r"tokens must be int32 \[batch, time\] or \[time\] and not empty, got float64 \(1, 0\)"),
         ([[0.5, 1.0]], r"tokens must be int32 \[batch, time\]"),
         ([[0, 259]], r"tokens must be in \[0, 259\), got 0 to 259"),
         ([[-1, 0]], r"tokens must be in \[0, 259\), got -1 to 0"),

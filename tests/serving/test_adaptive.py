@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.serving import generate, generate_tokens, request, start
-from jaxbuf.serving.adaptive import COST, FORGETTING, PRIOR, PROBE, Adaptive, best_length
+from jaxbuf.serving.adaptive import COST, DISCOUNT, PRIOR, PROBE, Adaptive, best_length
 from jaxbuf.serving.drafters import MTP
 from tests.serving.goodness import RARE
 from tests.serving.program import check_reused, computations, operation, written_in_loops
@@ -85,7 +85,7 @@ def count_by_hand(right, count, new):
         drafts = min(count[tokens % 2], length, new - tokens - 1)
         good = min(right[tokens % 2], drafts)
         if drafts:
-            kept, judged = FORGETTING * kept + good, FORGETTING * judged + min(good + 1, drafts)
+            kept, judged = DISCOUNT * kept + good, DISCOUNT * judged + min(good + 1, drafts)
         tokens, steps, without = tokens + good + 1, steps + 1, without + (drafts == 0)
         drafted, accepted = drafted + drafts, accepted + good
     return steps, drafted, accepted, without

@@ -291,6 +291,7 @@ def markov_search(tables, stops, penalty, early, new):
         max_new_tokens=jnp.int32(new),
         length_penalty=jnp.float32(penalty),
         early_stopping=jnp.asarray(early),
+        failed=jnp.asarray(False),
     )
     state = choose(state, tables[0, :, -1:])[0]
     while (state.state == 0).any():

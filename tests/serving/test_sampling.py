@@ -151,6 +151,7 @@ WRONG = {
     "ignore_eos": [1, None],
     "logprobs": [21, -1, 2.0, True],
     "prompt_logprobs": [21, -1, 2.0, True],
+    "logprobs_mode": ["sampled", None, True, 0],
     "n": [0, -1, 2.0, True, "3", None, 1025],
 }
 
