@@ -180,19 +180,24 @@ def test_slots_that_are_repeated_or_do_not_exist_harm_no_other_slot():
     run(WithRepeatedSlots, 6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [SHARED, {}], ids=["shared rows", "own rows"])
-def test_slots_that_are_repeated_harm_no_other_slot_in_many_schedules(sizes):
-    run(WithRepeatedSlots, 20 if sizes else 6, sizes=sizes)
+slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
+many = pytest.mark.parametrize("times", [pytest.param(1, marks=slow), pytest.param(6, marks=exhaustive)])
+of_both_sizes = pytest.mark.parametrize("sizes", [SHARED, {}], ids=["shared rows", "own rows"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [SHARED, {}], ids=["shared rows", "own rows"])
-def test_any_of_many_schedules_equals_the_recurrence(sizes):
-    run(FreedSchedule if sizes else Schedule, 150 if sizes else 30, sizes=sizes)
+@many
+@of_both_sizes
+def test_slots_that_are_repeated_harm_no_other_slot_in_many_schedules(sizes, times):
+    run(WithRepeatedSlots, times * (12 if sizes else 6), sizes=sizes)
 
 
-@pytest.mark.slow
+@many
+@of_both_sizes
+def test_any_of_many_schedules_equals_the_recurrence(sizes, times):
+    run(FreedSchedule if sizes else Schedule, times * (30 if sizes else 10), sizes=sizes)
+
+
+@slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != GDN])
 def test_any_schedule_of_any_family_equals_the_recurrence(family):
     run(Schedule, 8, family)
