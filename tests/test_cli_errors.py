@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import types
+from importlib import resources
 
 import pytest
 import typer
@@ -301,7 +302,7 @@ def test_streams_that_are_closed_or_full_end_quietly():
 
 @pytest.mark.slow
 def test_names_that_are_not_utf_8_and_platforms_that_are_not_there(tmp_path):
-    config = (jaxbuf.models.language_model.resources.files("jaxbuf.models") / "demo" / "config.json").read_bytes()
+    config = (resources.files("jaxbuf.models") / "demo" / "config.json").read_bytes()
     directory = os.fsencode(tmp_path) + b"/\xe9"
     os.mkdir(directory)
     with open(directory + b"/config.json", "wb") as file:
