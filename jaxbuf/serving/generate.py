@@ -120,7 +120,7 @@ def generate(
         terminal and in a notebook.
 
     Returns:
-      One result a prompt, in order, that of its first sample, which has all of them in `samples`. With stream, an
+      One result a prompt, in order: that of its first sample, which has all of them in `samples`. With stream, an
       iterator of `Event`: one a sample for its first token, and then one every `segment` steps until the sample is
       done. The pieces of a sample's text together are the text that its result has without stream; they never split a
       character.
