@@ -27,7 +27,7 @@ def check_sizes(*, least: int = 1, most: int = MOST, **sizes: object) -> None:
             raise ValueError(f"{name} must be at most {most}, got {size}")
 
 
-def check_range(name: str, values: object, low: int, high: int | Array) -> None:
+def check_range(name: str, values: object, low: int, high: int | Array | np.ndarray) -> None:
     """Raises a ValueError unless all `values` (integers [rows]) lie in [low, high], where they are known.
 
     Args:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxbuf.arguments import check_range
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.chat import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
 from jaxbuf.models.checkpoint import Progress, compute_dtype, load_model, read_description
@@ -307,10 +308,7 @@ class LanguageModel:
         given = np.asarray(lengths)
         if given.shape != sizes.shape or not np.issubdtype(given.dtype, np.integer):
             raise ValueError(f"lengths must be int32 [{sizes.size}], one a row, got {given.dtype} {given.shape}")
-        wrong = np.flatnonzero((given < 1) | (given > sizes))
-        if wrong.size:
-            row = int(wrong[0])
-            raise ValueError(f"lengths must be in [1, {sizes[row]}], got {given[row]} at row {row}")
+        check_range("lengths", given, 1, sizes)
         return given.astype(np.int32)
 
     def _tokenizer(self) -> Tokenizer:
