@@ -12,6 +12,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from jaxbuf.shown import shown
+
 MOST = 2**31 - 1  # of a whole number: int32 is what the device counts in
 LARGEST = 3.4028234663852886e38  # of a number: the largest float32
 
@@ -32,7 +34,7 @@ def parse_whole(text: str, least: int | None = None, most: int | None = MOST) ->
             expected += f" of at least {least}" if most in (None, MOST) else f" from {least} to {most}"
         if number is not None and most is not None and number > most:
             expected = f"a whole number of at most {most}"
-        raise ValueError(f"must be {expected}, got {_shown(text)}")
+        raise ValueError(f"must be {expected}, got {shown(text)}")
     return number
 
 
@@ -52,14 +54,10 @@ def parse_number(text: str, least: float = -math.inf, *, above: bool = False) ->
     except ValueError:
         number = math.nan
     if not abs(number) <= LARGEST:
-        raise ValueError(f"must be a finite number, at most {LARGEST:.3g}, got {_shown(text)}")
+        raise ValueError(f"must be a finite number, at most {LARGEST:.3g}, got {shown(text)}")
     if number < least or (above and number == least):
-        raise ValueError(f"must be a number {'above' if above else 'of at least'} {least:g}, got {_shown(text)}")
+        raise ValueError(f"must be a number {'above' if above else 'of at least'} {least:g}, got {shown(text)}")
     return number
-
-
-def _shown(text: str) -> str:
-    return repr(text) if len(text) <= 40 else f"{text[:36]!r}..."
 
 
 def check_writable(path: Path, *, folder: bool = False) -> None:

@@ -23,8 +23,8 @@ from jaxbuf.models.cache import MTPCache, init_mtp
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.qwen3_5_mtp import draft_mtp
 from jaxbuf.serving import GenerationResult, SamplingParams, generate
-from jaxbuf.serving.drafters import MOST_DRAFTS
 from jaxbuf.serving.drafting import propose_ngram
+from jaxbuf.serving.own_drafter import MOST_DRAFTS
 from jaxbuf.serving.sampling import History
 
 type Array = jax.Array

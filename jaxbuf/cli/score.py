@@ -16,9 +16,6 @@ from jaxbuf.cli.session import interrupt, load_model, need_tokenizer, parse_ids,
 from jaxbuf.terminal import print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from jaxbuf.models.language_model import LanguageModel
     from jaxbuf.models.scoring import TextScore
 
 
@@ -97,42 +94,9 @@ def _score(
                 bar.update(task, completed=done, total=total)
 
             try:
-                if isinstance(text, str):
-                    found = score_text(lm, text, context=context, progress=show)
-                else:
-                    found = _score_ids(lm, text, context=context, progress=show)
+                scores.append((name, score_text(lm, text, context=context, progress=show)))
             except ValueError as error:
                 raise ValueError(f"{_label(name)}: {error}") from error
-            scores.append((name, found))
-
-
-def _score_ids(
-    lm: "LanguageModel", ids: list[int], *, context: int | None, progress: "Callable[[int, int], None]"
-) -> "TextScore":
-    """`score_text` of token ids, whose bytes nobody knows: 0."""
-    import numpy as np
-
-    from jaxbuf.models.scoring import TextScore, score_tokens, windows
-
-    if not lm.config.eos_token_ids:
-        raise ValueError(f"the model {lm.name!r} has no eos_token_id in its config.json, which a text would follow")
-    outside = [token for token in ids if token >= lm.vocab_size]
-    if outside:
-        raise ValueError(f"token ids must be in [0, {lm.vocab_size}), got {outside[0]}")
-    tokens = np.asarray([lm.config.eos_token_ids[0], *ids], np.int32)
-    found = windows(tokens, lm.max_length if context is None else context)
-    total, done, likelihood = sum(window.tokens.size for window in found), 0, 0.0
-
-    def advance(read: int) -> None:
-        nonlocal done
-        done += read
-        progress(done, total)
-
-    progress(0, total)
-    for window in found:
-        scores = score_tokens(lm.model, window.tokens[None], progress=advance)
-        likelihood += float(np.sum(scores[0, window.first :], dtype=np.float64))
-    return TextScore(len(ids), 0, likelihood)
 
 
 def _label(name: str) -> str:

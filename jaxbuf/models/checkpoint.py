@@ -21,13 +21,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxbuf.models.fields import CheckpointError as CheckpointError
-from jaxbuf.models.fields import Fields, is_there, read_fields, shown
+from jaxbuf.models.fields import Fields, is_there, read_fields
 from jaxbuf.models.hub import COMPANIONS, WEIGHTS
 from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.models.qwen3_5 import Qwen3_5
 from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.models.replacing import replacing
 from jaxbuf.models.sharding import check_mesh, parameter_sharding
+from jaxbuf.shown import shown
 
 logger = logging.getLogger("jaxbuf")
 

@@ -13,7 +13,6 @@ A field that is absent takes the default of its read. One that is null is not ab
 import json
 import math
 import os
-import reprlib
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,8 +20,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from jaxbuf.shown import shown
+
 SIZE = 2**31 - 1  # the most of one dimension: XLA's indices are int32
-SHOWN = reprlib.Repr(maxlevel=3, maxstring=80, maxlong=40, maxother=80, maxdict=4, maxlist=6, maxtuple=6)
 REQUIRED: Any = object()
 
 
@@ -217,14 +217,6 @@ class Fields:
 
     def _within(self, name: str, values: Mapping[str, Any]) -> "Fields":
         return Fields(values, self.file, f"{self.path}{name}.")
-
-
-def shown(value: Any) -> str:
-    """A value in an error: its beginning, however long or deep it is."""
-    try:
-        return SHOWN.repr(value)
-    except ValueError:  # Python refuses to write out thousands of digits
-        return f"a {type(value).__name__} of more than 4,000 digits"
 
 
 def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

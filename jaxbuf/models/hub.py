@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from jaxbuf.models.fields import shown
+from jaxbuf.shown import shown
 
 DEMO = "demo"
 COMPANIONS = ("generation_config.json", "tokenizer*.json", "chat_template.jinja")

@@ -19,12 +19,13 @@ from jaxbuf.models import qwen3_5
 from jaxbuf.models.chat import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
 from jaxbuf.models.checkpoint import Progress, compute_dtype, load_model, read_description
 from jaxbuf.models.checkpoint import save as save_checkpoint
-from jaxbuf.models.fields import CheckpointError, Fields, is_there, read_json, read_text, shown
+from jaxbuf.models.fields import CheckpointError, Fields, is_there, read_json, read_text
 from jaxbuf.models.hub import ACCEPTED, COMPANIONS, DEMO, download, find_directory, parse_id
 from jaxbuf.models.qwen3_5_config import Config, read_config
 from jaxbuf.models.scoring import score_tokens
 from jaxbuf.models.sharding import check_mesh
 from jaxbuf.progress import check_progress, progress_bar
+from jaxbuf.shown import shown
 
 type Array = jax.Array
 type Tokens = Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.models.checkpoint import CONFIG, read_description
-from jaxbuf.models.fields import shown
 from jaxbuf.models.hub import ACCEPTED, download, find_directory, parse_id
 from jaxbuf.models.qwen3_5 import Qwen3_5
 from jaxbuf.models.qwen3_5_config import Config, read_config
 from jaxbuf.recurrence.spec import RecurrenceSpec
+from jaxbuf.shown import shown
 
 
 @dataclasses.dataclass(frozen=True)

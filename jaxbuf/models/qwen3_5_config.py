@@ -5,8 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from jaxbuf.models.fields import SIZE, Fields, shown
+from jaxbuf.models.fields import SIZE, Fields
 from jaxbuf.recurrence.spec import RecurrenceSpec
+from jaxbuf.shown import shown
 
 type LayerType = Literal["linear_attention", "full_attention"]
 

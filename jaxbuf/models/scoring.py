@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -86,30 +86,37 @@ def windows(tokens: np.ndarray, context: int) -> list[Window]:
 
 def score_text(
     lm: "LanguageModel",
-    text: str,
+    text: str | Sequence[int],
     *,
     context: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TextScore:
-    """Scores a text of any length. Its first token follows config.json's end-of-text token, as between documents.
+    """Scores a text of any length, or token ids. The first token follows the end-of-text token of config.json, as it
+    does between documents.
 
     Args:
-      lm: With a tokenizer.
-      text: A text longer than the context is read in windows that overlap by half, see `windows`.
+      lm: With a tokenizer, unless `text` is token ids.
+      text: A text, or token ids, whose bytes nobody knows: the score's `bytes` is 0 then. What is longer than the
+        context is read in windows that overlap by half, see `windows`.
       context: Tokens of a window; None: the model's max_length.
       progress: Called before the first and after each piece with how many tokens were read, and how many will be.
 
     Raises:
-      ValueError: An empty text, a context that does not fit, no tokenizer, or no end-of-text token.
+      ValueError: An empty text, a context that does not fit, no tokenizer, no end-of-text token, or an id outside the
+        vocabulary.
     """
     context = lm.max_length if context is None else context
     if not 2 <= context <= lm.max_length:
         raise ValueError(f"context must be in [2, {lm.max_length}], up to the model's max_length, got {context}")
     if not lm.config.eos_token_ids:
         raise ValueError(f"the model {lm.name!r} has no eos_token_id in its config.json, which a text would follow")
-    tokens = np.asarray([lm.config.eos_token_ids[0], *lm.encode(text)], np.int32)
-    if tokens.size == 1:
+    ids, size = (lm.encode(text), len(text.encode())) if isinstance(text, str) else (text, 0)
+    if not ids:
         raise ValueError(f"text must hold at least one token, got {text!r}")
+    outside = [token for token in ids if not 0 <= token < lm.vocab_size]
+    if outside:
+        raise ValueError(f"token ids must be in [0, {lm.vocab_size}), got {outside[0]}")
+    tokens = np.asarray([lm.config.eos_token_ids[0], *ids], np.int32)
     found = windows(tokens, context)
     total, done = sum(window.tokens.size for window in found), 0
     report = progress or (lambda done, total: None)
@@ -124,7 +131,7 @@ def score_text(
     for window in found:
         scores = score_tokens(lm.model, window.tokens[None], progress=advance)
         likelihood += float(np.sum(scores[0, window.first :], dtype=np.float64))
-    return TextScore(tokens.size - 1, len(text.encode()), likelihood)
+    return TextScore(len(ids), size, likelihood)
 
 
 def score_tokens(

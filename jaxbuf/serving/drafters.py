@@ -14,7 +14,7 @@ from jaxbuf.serving.acceptance import draft_keys, log_distribution
 from jaxbuf.serving.adaptive import Adaptive
 from jaxbuf.serving.carry import RUNNING, Carry, append_token
 from jaxbuf.serving.drafting import propose_ngram, propose_ngram_tree
-from jaxbuf.serving.own_drafter import MOST_DRAFTS, fit_drafter
+from jaxbuf.serving.own_drafter import check_draft_tokens, fit_drafter
 from jaxbuf.serving.samples import fork_rows, init_cache
 from jaxbuf.serving.sampling import History, adjust, keys, noise, whole
 from jaxbuf.serving.speculation import Drafter, Proposal, within_depth
@@ -75,12 +75,6 @@ def _check_draft_model(lm: LanguageModel, model: object) -> None:
             f"drafter must have the model's vocabulary ({lm.model.config.vocab_size} tokens), got a DraftModel with "
             f"{model.config.vocab_size}"
         )
-
-
-def check_draft_tokens(draft_tokens: int) -> None:
-    """Raises ValueError unless it is in [1, MOST_DRAFTS]."""
-    if not whole(draft_tokens) or not 1 <= draft_tokens <= MOST_DRAFTS:
-        raise ValueError(f"draft_tokens must be a whole number in [1, {MOST_DRAFTS}], got {draft_tokens!r}")
 
 
 def check_branches(branches: int, draft_tokens: int) -> None:

@@ -51,6 +51,12 @@ class Unregistered:
         return self.inner.settle(model, state, hidden, tokens, number)
 
 
+def check_draft_tokens(draft_tokens: int, owner: str = "") -> None:
+    """Raises ValueError unless it is in [1, MOST_DRAFTS]; `owner` says in the message whose it is."""
+    if not whole(draft_tokens) or not 1 <= draft_tokens <= MOST_DRAFTS:
+        raise ValueError(f"draft_tokens must be a whole number in [1, {MOST_DRAFTS}], got {draft_tokens!r}{owner}")
+
+
 def fit_drafter(drafter: Drafter) -> Drafter:
     """The drafter as compiled programs take it: itself, or an `Unregistered` around one of a plain class.
 
@@ -59,11 +65,7 @@ def fit_drafter(drafter: Drafter) -> Drafter:
         an object of a plain class can't be hashed. The message names the drafter and says what to add.
     """
     name = drafter_name(drafter)
-    if not whole(drafter.draft_tokens) or not 1 <= drafter.draft_tokens <= MOST_DRAFTS:
-        raise ValueError(
-            f"draft_tokens must be a whole number in [1, {MOST_DRAFTS}], got {drafter.draft_tokens!r} "
-            f"(of the drafter {name})"
-        )
+    check_draft_tokens(drafter.draft_tokens, f" (of the drafter {name})")
     leaves = jax.tree.leaves(drafter)
     if any(leaf is drafter for leaf in leaves):
         try:

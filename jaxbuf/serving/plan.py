@@ -263,13 +263,14 @@ class _Counter:
         """A form of our own; "kv-only" without a checkpoint, and with all of its context in the ring."""
         shape, layers = self.shape, self.shape.recurrent_layers
         state, entry = traffic.checkpoint_bytes(shape.spec, self.state_dtype), self._entry
-        ring = traffic.ring_entries(limit, self.tokens, self.block_size)
+        longest = min(limit, context + self.tokens)  # as `init_cache` takes a limit that is never reached
+        ring = traffic.ring_entries(longest, self.tokens, self.block_size)
         if form == "kv-only":
             step = traffic.kv_only_step_bytes(shape.spec, context, tokens=self.tokens, entry_dtype=self.entry_dtype)
         else:
             dtypes = {"state_dtype": self.state_dtype, "entry_dtype": self.entry_dtype}
             step = traffic.buffered_step_bytes(shape.spec, limit, tokens=self.tokens, accepted=self.accepted, **dtypes)
-        two, one = (_cursor_bytes(slots, limit, self.tokens, self.block_size) for slots in (2, 1))
+        two, one = (_cursor_bytes(slots, longest, self.tokens, self.block_size) for slots in (2, 1))
         table = INDEX * self._pages(context)
         null = layers * (state + entry * self.block_size + self._convolution) + self._kv(1) + table
         return self._cost(

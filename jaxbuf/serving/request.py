@@ -17,6 +17,7 @@ from jaxbuf.serving.drafters import DRAFT_TOKENS, check_draft_tokens, make_draft
 from jaxbuf.serving.samples import group_rows
 from jaxbuf.serving.sampling import SamplingParams, pack, whole
 from jaxbuf.serving.speculation import Drafter
+from jaxbuf.shown import shown
 
 log = logging.getLogger("jaxbuf")
 
@@ -161,7 +162,7 @@ def list_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim:
         return list(np.asarray(prompts))
     if isinstance(prompts, bytes | Mapping | Set | np.generic | jax.Array) or not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts must be a list of texts or token lists, got {_shown(prompts)}")
+        raise ValueError(f"prompts must be a list of texts or token lists, got {shown(prompts)}")
     return list(prompts)
 
 
@@ -204,9 +205,9 @@ def check_token_ids(lm: LanguageModel, name: str, ids: Iterable[int], where: str
 def _encode(lm: LanguageModel, prompt: Prompt, name: str, max_new_tokens: int) -> list[int]:
     tokens = lm.encode(prompt) if isinstance(prompt, str) else _token_list(prompt)
     if tokens is None:
-        raise ValueError(f"{name} must be a text or a list of token ids, got {_shown(prompt)}")
+        raise ValueError(f"{name} must be a text or a list of token ids, got {shown(prompt)}")
     if not tokens:
-        raise ValueError(f"{name} must hold at least one token, got {_shown(prompt)}")
+        raise ValueError(f"{name} must hold at least one token, got {shown(prompt)}")
     outside = [token for token in tokens if not 0 <= token < lm.vocab_size]
     if outside:
         raise ValueError(f"{name} must hold token ids in [0, {lm.vocab_size}), got {outside[0]}")
@@ -227,11 +228,3 @@ def _token_list(prompt: object) -> list[int] | None:
         return None
     tokens = list(prompt)
     return [int(token) for token in tokens] if all(map(whole, tokens)) else None
-
-
-def _shown(value: object) -> str:
-    """What an error says that came: a long list is cut, an array told by its dtype and shape."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"an array {value.dtype} {value.shape}"  # pyright: ignore[reportAttributeAccessIssue]
-    told = repr(value)
-    return told if len(told) <= 100 else f"{told[:97]}..."

@@ -282,7 +282,7 @@ def test_a_limit_beyond_all_tokens_makes_no_longer_rings(lm, prompts, greedy):
         ({"prompts": [1, 2]}, r"prompts\[0\] must be a text or a list of token ids, got 1"),
         ({"prompts": [[True]]}, r"prompts\[0\] must be a text or a list of token ids, got \[True\]"),
         ({"prompts": [b"text"]}, r"prompts\[0\] must be a text or a list of token ids, got b'text'"),
-        ({"prompts": [["a"] * 999]}, r"prompts\[0\] must be a text or a list of token ids, got .{97}\.\.\.$"),
+        ({"prompts": [["a"] * 999]}, r"prompts\[0\] must be a text or a list of token ids, got \['a', .*, \.\.\.\]$"),
         ({"prompts": [np.zeros(0, int)]}, r"prompts\[0\] must hold at least one token, got an array int64 \(0,\)"),
         ({"prompts": [[1]], "progress": 1}, "progress must be None, True or False, got 1"),
         ({"prompts": [[]]}, r"prompts\[0\] must hold at least one token, got \[\]"),

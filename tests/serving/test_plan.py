@@ -90,6 +90,11 @@ def test_qwen3_next_with_4_drafts_takes_4_2_times_less_than_a_state_a_draft(bloc
     assert found[0].nominal_parameters and found[0].parameter_bytes == 160 * 10**9
 
 
+def test_a_ring_is_no_longer_than_the_context_needs():
+    long, short = (plan("demo", 10**9, 2, 100, limit=limit) for limit in (10_000, 103))
+    assert long["buffered"].ring == short["buffered"].ring
+
+
 def test_steps_are_those_of_the_recurrence_in_every_layer():
     shape = NAMED[QWEN_NEXT]
     found = plan(QWEN_NEXT, 10**12, 4, 1000, accepted=3, limit=32)

@@ -17,7 +17,8 @@ from jaxbuf.recurrence.traffic import entry_bytes
 from jaxbuf.serving import SamplingParams, acceptance, generate, generate_tokens, request, speculation, start
 from jaxbuf.serving.adaptive import Adaptive
 from jaxbuf.serving.beams import beam_search
-from jaxbuf.serving.drafters import MOST_DRAFTS, MTP, DraftModel, NGram
+from jaxbuf.serving.drafters import MTP, DraftModel, NGram
+from jaxbuf.serving.own_drafter import MOST_DRAFTS
 from jaxbuf.serving.sampling import noise
 from jaxbuf.serving.stats import checkpoint_bytes
 from tests.serving.goodness import RARE
