@@ -257,8 +257,14 @@ def models_beside(lm, rng):
             yield dataclasses.replace(lm, model=model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["user", "MTP tree", "model"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("user", marks=pytest.mark.slow),
+        pytest.param("MTP tree", marks=pytest.mark.slow),
+        pytest.param("model", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_drafters_take_samples(drafting, rng, name):
     lm, other = drafting
     drafter = {"model": other, "user": Following(), "MTP tree": MTP(5, branches=2)}[name]

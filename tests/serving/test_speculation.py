@@ -41,6 +41,13 @@ from tests.serving.speculating import lm as lm
 from tests.serving.speculating import prompts as prompts
 
 
+def some_slow(*slow, exhaustive):
+    """Parameters `name`, of which the latter run under --exhaustive alone."""
+    marked = [pytest.param(name, marks=pytest.mark.slow) for name in slow]
+    marked += [pytest.param(name, marks=pytest.mark.exhaustive) for name in exhaustive]
+    return pytest.mark.parametrize("name", marked)
+
+
 @pytest.fixture(scope="module")
 def other(architecture):
     return model_named(architecture, 4)
@@ -302,8 +309,7 @@ def hundred():
     return demo, prompts, generate(demo, prompts, NEW, GREEDY)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "mtp", "model", "tree"])
+@some_slow("mtp", "tree", exhaustive=("ngram", "model"))
 def test_the_demo_models_greedy_tokens_are_the_same_with_every_drafter(hundred, name):
     """The draft model is the demo model in bfloat16; on repetitive prompts n-grams save forwards too."""
     demo, prompts, plain = hundred
@@ -315,8 +321,7 @@ def test_the_demo_models_greedy_tokens_are_the_same_with_every_drafter(hundred, 
     assert np.mean(lengths[60:]) > 1.2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "mtp", "model"])
+@some_slow("ngram", "mtp", exhaustive=("model",))
 def test_sampled_tokens_are_distributed_as_by_exact_enumeration(architecture, rng, monkeypatch, name):
     lm, other = tiny_models(architecture)
     p = p_value(lm, drafter_named(name, lm, other), rng, monkeypatch)
