@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,30 @@ from jaxbuf.bench import report
 from jaxbuf.bench.arguments import Parser, errors_are_lines, folder, output, whole
 from jaxbuf.compilation import without_cache
 from jaxbuf.recurrence import RecurrenceSpec, buffered, recurrent
+from jaxbuf.recurrence.state_format import SPLIT
 from jaxbuf.serving.profiling import trace
 
 DECAYS = (-0.001, -0.05, -0.5)
 KEYS = ("iid", "correlated")
-ENTRIES = ("bfloat16", "float16", "float32")
-CHECKPOINTS = ("float32", "bfloat16")
+# Of each memory the dtype of the entries, and how the checkpoint is stored.
+MEMORIES = (
+    ("bfloat16", "float32"),
+    ("float16", "float32"),
+    ("float32", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("float32", "bfloat16"),
+    ("bfloat16", "split"),
+    ("bfloat16", "split8"),
+)
+# The recurrences: their decay, and whether they have the delta rule.
+FAMILIES: dict[str, tuple[Literal["head", "channel"], bool]] = {
+    "gdn": ("head", True),
+    "mamba2": ("head", False),
+    "kda": ("channel", True),
+}
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 BOUND, GROWTH, WINDOW = 4e-3, 1.15, 512
+SPLIT_MEAN, SPLIT_WORST = 3.5e-3, 8e-3  # what a split checkpoint may be off: its steps read bfloat16 numbers
 IMPLEMENTATIONS = {"auto": ("auto",), "xla": ("xla",), "gpu": ("gpu",), "both": ("xla", "gpu")}
 MORE = 1.1  # at most how many times XLA's drift the kernel's may be
 
@@ -36,12 +53,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         epilog="The error of a step is |out - reference| / |reference| over all heads, where the reference is the fp32 "
         "recurrence on the same inputs, rounded to bfloat16 beforehand. An error that grows is an error that "
-        "accumulates: with an fp32 checkpoint it must not, with a bfloat16 one and weak decay it does. The exit status "
-        f"is 1 if what must hold does not; fewer than {2 * WINDOW} steps are not judged. With --implementation both "
-        "the GPU kernel decodes the same inputs as XLA's compilation of the jnp path, and with bf16 entries its error "
-        f"must be at most {MORE} times XLA's, in the first and in the last {WINDOW} steps.",
+        "accumulates: with an fp32 or a split checkpoint it must not, with a bfloat16 one and weak decay it does. "
+        "--family gdn is Gated DeltaNet, mamba2 has its decay and no delta rule, kda a decay for each key channel. "
+        f"The exit status is 1 if what must hold does not; fewer than {2 * WINDOW} steps are not judged. With "
+        "--implementation both the GPU kernel decodes the same inputs as XLA's compilation of the jnp path, and with "
+        f"bf16 entries its error must be at most {MORE} times XLA's, in the first and in the last {WINDOW} steps.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.add_argument("--family", choices=FAMILIES, default="gdn", help="of the recurrence")
     parser.add_argument("--steps", type=whole(1), default=4096, help="tokens decoded, one at a time")
     parser.add_argument("--limit", type=whole(1), default=16, help="entries from which the ring folds")
     parser.add_argument("--heads", type=whole(1), default=32, help="value heads; Qwen3.5-4B has 32")
@@ -82,7 +101,8 @@ def inputs(spec: RecurrenceSpec, steps: int, mean_log_decay: float, keys: str, s
             k[t] = 0.95 * k[t - 1] + np.sqrt(1 - 0.95**2) * k[t]
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = rng.standard_normal((steps, spec.heads, spec.value_dim))
-    log_decay = mean_log_decay * rng.exponential(size=(steps, spec.heads))
+    channels = (spec.key_dim,) if spec.decay == "channel" else ()
+    log_decay = mean_log_decay * rng.exponential(size=(steps, spec.heads, *channels))
     beta = 1 / (1 + np.exp(-rng.standard_normal((steps, spec.heads))))
     rounded = [jnp.asarray(x[None], jnp.bfloat16).astype(jnp.float32) for x in (q, k, v)]
     return (*rounded, *(jnp.asarray(x[None], jnp.float32) for x in (log_decay, beta)))
@@ -94,9 +114,7 @@ def decode(
 ):
     """The outputs [steps, heads, value_dim] of the buffered form, one token at a time, folds included."""
     slot, one = jnp.ones(1, jnp.int32), jnp.ones(1, jnp.int32)
-    cache = buffered.init(
-        spec, slots=1, limit=limit, max_pending=1, entry_dtype=entry_dtype, state_dtype=jnp.dtype(state_dtype)
-    )
+    cache = buffered.init(spec, slots=1, limit=limit, max_pending=1, entry_dtype=entry_dtype, state_dtype=state_dtype)
 
     def step(cache, token):
         token = (x[None, None] for x in token)
@@ -110,7 +128,8 @@ def decode(
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status, 1 if what must hold does not."""
     options, console = parse(arguments), Console()
-    spec = RecurrenceSpec(options.heads, options.key_heads, options.dim, options.dim)
+    decay, delta = FAMILIES[options.family]
+    spec = RecurrenceSpec(options.heads, options.key_heads, options.dim, options.dim, decay, delta)
     window = min(WINDOW, max(1, options.steps // 2))
     rows, curves = [], {}
     implementations = IMPLEMENTATIONS[options.implementation]
@@ -120,13 +139,14 @@ def main(arguments: Sequence[str]) -> int:
             tokens = inputs(spec, options.steps, decay, keys, options.seed)
             reference = np.asarray(jax.jit(recurrent, static_argnums=0)(spec, None, *tokens)[0][0], np.float64)
             norm = np.linalg.norm(reference, axis=(1, 2))
-            for entry, checkpoint, implementation in itertools.product(ENTRIES, CHECKPOINTS, implementations):
+            for (entry, checkpoint), implementation in itertools.product(MEMORIES, implementations):
                 out = decode(spec, options.limit, entry, checkpoint, tokens, implementation=implementation)
                 error = np.linalg.norm(np.asarray(out, np.float64) - reference, axis=(1, 2)) / norm
                 first, last = float(error[:window].mean()), float(error[-window:].mean())
                 named = {"mean_log_decay": decay, "keys": keys, "entries": entry, "checkpoint": checkpoint}
                 named["implementation"] = implementation
-                rows.append(named | {"worst": float(error.max()), "first": first, "last": last, "growth": last / first})
+                found = {"worst": float(error.max()), "mean": float(error.mean()), "first": first, "last": last}
+                rows.append(named | found | {"growth": last / first})
                 curves[decay, keys, entry, checkpoint] = error  # of both, the kernel's is drawn
     show(console, rows, window)
     if options.steps < 2 * WINDOW:
@@ -139,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, held in verdicts.items():
         console.print(f"{'holds' if held else 'DOES NOT HOLD'}: {name}", highlight=False)
     if options.json:
-        names = ("steps", "limit", "heads", "key_heads", "dim", "seed", "implementation")
+        names = ("family", "steps", "limit", "heads", "key_heads", "dim", "seed", "implementation")
         settings = {name: getattr(options, name) for name in names}
         source = report.provenance("scripts/bench_drift", arguments, report.ROOT)
         report.write(options.json, source | settings | {"figures": rows} | verdicts)
@@ -157,10 +177,17 @@ def judge(rows: list[dict]) -> dict[str, bool]:
         if (row["entries"], row["checkpoint"], row["mean_log_decay"], row["keys"])
         == ("bfloat16", "bfloat16", -0.001, "correlated")
     )
+    split = [row for row in rows if row["checkpoint"] in SPLIT]
     return {
         f"fp32 checkpoint, bf16 entries: every step at most {BOUND}": all(row["worst"] <= BOUND for row in sound),
         f"... and no growth: last {WINDOW} steps at most {GROWTH} of the first": all(
             r["growth"] <= GROWTH for r in sound
+        ),
+        f"split checkpoints, bf16 entries: mean at most {SPLIT_MEAN}, every step at most {SPLIT_WORST}": all(
+            row["mean"] <= SPLIT_MEAN and row["worst"] <= SPLIT_WORST for row in split
+        ),
+        f"... and no growth: last {WINDOW} steps at most {GROWTH} of the first (split)": all(
+            row["growth"] <= GROWTH for row in split
         ),
         "the control (bf16 checkpoint, weak decay, correlated keys) exceeds one of them": control["worst"] > BOUND
         or control["growth"] > GROWTH,
@@ -179,12 +206,23 @@ def compare(rows: list[dict]) -> dict[str, bool]:
 
 
 def show(console: Console, rows: list[dict], window: int) -> None:
-    headings = ("decay", "keys", "entries", "state", "by", "worst", f"first {window}", f"last {window}", "growth")
+    headings = (
+        "decay",
+        "keys",
+        "entries",
+        "state",
+        "by",
+        "worst",
+        "mean",
+        f"first {window}",
+        f"last {window}",
+        "growth",
+    )
     caption = "decay: mean log_decay; state: the checkpoint; by: the implementation; errors relative to fp32"
     table = Table(*headings, caption=caption, collapse_padding=True, pad_edge=False)
     for row in rows:
-        numbers = (f"{row[name]:.1e}" for name in ("worst", "first", "last"))
-        dtypes = SHORT[row["entries"]], SHORT[row["checkpoint"]]
+        numbers = (f"{row[name]:.1e}" for name in ("worst", "mean", "first", "last"))
+        dtypes = SHORT[row["entries"]], SHORT.get(row["checkpoint"], row["checkpoint"])
         words = str(row["mean_log_decay"]), row["keys"], *dtypes, row["implementation"]
         table.add_row(*words, *numbers, f"{row['growth']:.2f}")
     console.print(table)
@@ -200,12 +238,12 @@ def plot(curves: dict, path: Path) -> None:
     for (decay, keys, entry, checkpoint), error in curves.items():
         axis = axes[KEYS.index(keys), DECAYS.index(decay)]
         smooth = np.convolve(error, np.full(64, 1 / 64), "valid")
-        style = "-" if checkpoint == "float32" else "--"
+        style = {"float32": "-", "bfloat16": "--"}.get(checkpoint, ":")
         axis.plot(
             smooth,
             style,
-            color=f"C{ENTRIES.index(entry)}",
-            label=f"{SHORT[entry]} entries, {SHORT[checkpoint]} checkpoint",
+            color=f"C{MEMORIES.index((entry, checkpoint))}",
+            label=f"{SHORT[entry]} entries, {SHORT.get(checkpoint, checkpoint)} checkpoint",
         )
         axis.set(title=f"mean log_decay {decay}, {keys} keys", yscale="log")
         axis.axhline(BOUND, color="grey", linewidth=0.8)

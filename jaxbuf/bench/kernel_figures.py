@@ -18,6 +18,10 @@ TARGETS = (  # what, at least or at most, and how much at each of BATCHES
     ("verify 9, 9 accepted, limit 32: times decode", "<=", (2.0, 1.8, 1.8)),
 )
 
+SPLIT_TARGETS = (  # us of a split checkpoint's step on an H200, at most, at each of BATCHES
+    ("decode, limit 16: us", {"time": 1}, (13.5, 45.0, 88.0)),
+    ("verify 5, 3 accepted, limit 32: us", {"time": 5}, (21.0, 62.0, 112.0)),
+)
 LABELS = ("part", "operation", "implementation", "batch", "time", "accepted", "limit", "phase", "kv_length")
 LABELS += ("state_dtype", "state_v_first")
 
@@ -60,6 +64,7 @@ def judge(figures: Sequence[Row]) -> list[Row]:
     rows.append(
         {"target": "bfloat16 checkpoint over float32", "batch": 256, "sense": ">=", "wanted": 1.7, "measured": narrow}
     )
+    rows += _judge_split(figures)
     time, by_bytes = (crossover(figures, name) for name in ("us", "bytes"))
     away = abs(time / by_bytes - 1) if time and by_bytes else None
     name = "KV-only crossover: how far from the byte count's"
@@ -67,6 +72,22 @@ def judge(figures: Sequence[Row]) -> list[Row]:
     for row in rows:
         value, wanted = row["measured"], row["wanted"]
         row["hit"] = None if value is None else value >= wanted if row["sense"] == ">=" else value <= wanted
+    return rows
+
+
+def _judge_split(figures: Sequence[Row]) -> list[Row]:
+    """The targets of split checkpoints, of each kind that was measured."""
+    rows = []
+    for kind in sorted({row["state_dtype"] for row in figures if row["part"] == "split" and "us" in row}):
+        for name, wanted, bounds in SPLIT_TARGETS:
+            for batch, bound in zip(BATCHES, bounds, strict=True):
+                row = find(figures, "split", batch=batch, state_dtype=kind, **wanted)
+                about = {"target": f"{kind}, {name}", "batch": batch, "sense": "<=", "wanted": bound}
+                rows.append(about | {"measured": row and row["us"]})
+        for batch in (1, 2, 4, 8):
+            decode, exact = find(figures, "split", batch=batch, state_dtype=kind), find(figures, "decode", batch=batch)
+            about = {"target": f"{kind}, decode: times float32", "batch": batch, "sense": "<=", "wanted": 1.03}
+            rows.append(about | {"measured": ratio(decode, exact)})
     return rows
 
 
@@ -98,7 +119,8 @@ def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> No
         words = [row.get(name, "") for name in ("batch", "time", "accepted", "limit")]
         words[-1] = row.get("kv_length", words[-1])
         phase = row.get("phase", "[V, K]" if row.get("state_v_first") else "[K, V]")
-        table.add_row(row["part"], *map(str, words), phase, *numbers)
+        part = row["state_dtype"] if row["part"] in ("split", "state") else row["part"]
+        table.add_row(part, *map(str, words), phase, *numbers)
     if figures and all(row["part"] == "companions" for row in figures):
         show_companions(console, figures)
         return

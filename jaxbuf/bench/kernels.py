@@ -24,6 +24,7 @@ from jaxbuf.bench.arguments import Parser, errors_are_lines, folder, number, out
 from jaxbuf.bench.kernel_figures import BATCHES, Row, crossover, describe, judge, plot, show
 from jaxbuf.bench.measure import bandwidths, bare_passes, device_time, timed, worst_errors
 from jaxbuf.recurrence import RecurrenceSpec, buffered, traffic
+from jaxbuf.recurrence.state_format import SPLIT
 
 PARTS = {
     "decode": "one token a step, limit 16, over batch sizes",
@@ -31,6 +32,7 @@ PARTS = {
     "fla": "flash-linear-attention's fused_recurrent_gated_delta_rule (torch and triton), if it is installed",
     "verify": "2, 3, 5 and 9 tokens a step at limit 32, of which 2, 2, 3, and 5 or 9 are accepted",
     "state": "a bfloat16 checkpoint",
+    "split": "split checkpoints: one token at limit 16, and 5 of which 3 are accepted at limit 32",
     "kv": "KV-only slots of 16 to 256 entries, half and half with buffered ones in a launch",
     "limits": "one token a step, limits 4 to 32",
     "companions": "prepare and gated_norm beside XLA's compilation of them, at 1 and 5 tokens a step",
@@ -43,6 +45,7 @@ LIMITS = (4, 8, 24, 32)
 KV_LENGTHS = (16, 64, 112, 144, 176, 200, 224, 256)
 LONG = 4096  # tokens in the checkpoint of a slot that has one; any number above 0 measures the same
 FOOTPRINT, MOST_LAYERS = 160e6, 80  # the layers' states together exceed twice the H200's L2, 60 MB
+SERVED = ("split",)  # split checkpoints that the kernel serves
 COMPILERS = 6  # programs compiled at once
 BOUNDS = {"bfloat16": 4e-3, "float32": 1e-3}  # a bfloat16's own rounding is up to 3.9e-3
 
@@ -149,6 +152,10 @@ def plan(options: argparse.Namespace) -> list[AnyCase]:
     verify = [make("verify", batch, time, accepted, 32) for time, accepted in VERIFY.items() for batch in large]
     cases += [case for case in verify if case.time in JUDGED]
     cases += [make("state", most, state_dtype="bfloat16")]
+    for name in SPLIT if options.implementation != "gpu" else SERVED:
+        cases += [make("split", batch, state_dtype=name) for batch in large]
+        cases += [make("split", batch, 5, (3,), 32, state_dtype=name) for batch in large]
+        cases += [make("split", batch, state_dtype=name) for batch in small]
     cases += [make("kv", middle, longest=KV_LENGTHS[-1])]
     cases += [make(part, batch, limit=limit) for batch in small for part, limit in (("decode", 16), ("recurrent", 1))]
     cases += [case for case in verify if case.time not in JUDGED]
@@ -210,7 +217,7 @@ def _host():
         return jax.devices()[0]
 
 
-def count_bytes(spec: RecurrenceSpec, steps: buffered.Step, state_dtype: jnp.dtype) -> Row:
+def count_bytes(spec: RecurrenceSpec, steps: buffered.Step, state_dtype: str) -> Row:
     """What one layer moves in a step, on average over the stacked steps, for bfloat16 entries, inputs and outputs.
 
     Returns:
@@ -236,7 +243,7 @@ def layers_for(spec: RecurrenceSpec, batch: int) -> int:
 
 def pool_shapes(spec: RecurrenceSpec, case: Case) -> buffered.Pool:
     cursor = buffered.init_cursor(slots=case.batch, limit=case.capacity, max_pending=case.time)
-    return jax.eval_shape(lambda: buffered.init_pool(spec, cursor, state_dtype=jnp.dtype(case.state_dtype)))
+    return jax.eval_shape(lambda: buffered.init_pool(spec, cursor, state_dtype=case.state_dtype))
 
 
 def make_pools(spec: RecurrenceSpec, case: Case, layers: int, rng: np.random.Generator) -> tuple[buffered.Pool, ...]:
@@ -248,12 +255,17 @@ def make_pools(spec: RecurrenceSpec, case: Case, layers: int, rng: np.random.Gen
         def some(key, shape):
             return jax.random.normal(key, shape.shape, jnp.bfloat16).astype(shape.dtype)
 
-        keys = jax.random.split(key, 4)
+        keys = jax.random.split(key, 5)
+        low = None
+        if shapes.low is not None:  # as large as what rounding to the high half leaves
+            low = (some(keys[4], shapes.low).astype(jnp.float32) * 2.0**-10).astype(shapes.low.dtype)
         return buffered.Pool(
             checkpoints=some(keys[0], shapes.checkpoints),
             keys=some(keys[1], shapes.keys) / math.sqrt(spec.key_dim),
             updates=some(keys[2], shapes.updates),
             gates=-abs(some(keys[3], shapes.gates)) / 20,
+            low=low,
+            low_scales=None if shapes.low_scales is None else jnp.full(shapes.low_scales.shape, 2.0**-16, jnp.float32),
         )
 
     return tuple(make(jax.random.key(int(seed))) for seed in rng.integers(2**31, size=layers))
@@ -314,7 +326,7 @@ def measure(spec: RecurrenceSpec, case: Case, options: argparse.Namespace, progr
         row = dataclasses.asdict(case) | load.labels | {"layers": layers, "steps": steps}
         row |= {"device_us": None, "wall_us": 1e6 * walls / calls} | device
         row["us"] = row["device_us"] or row["wall_us"]
-        row |= count_bytes(spec, integers, jnp.dtype(case.state_dtype))
+        row |= count_bytes(spec, integers, case.state_dtype)
         row["floor_us"] = 1e6 * row["bytes"] / read
         rows.append(row | {"achieved": row["floor_us"] / row["us"]})
     return rows
@@ -333,7 +345,9 @@ def check(spec: RecurrenceSpec, batch: int, rng: np.random.Generator) -> dict[st
 
     errors = jax.jit(worst_errors)
     found = dict.fromkeys(BOUNDS, 0.0)
-    for case in (Case("decode", batch), Case("verify", batch, 5, (3,), 32)):
+    cases = [Case("decode", batch), Case("verify", batch, 5, (3,), 32)]
+    cases += [Case("split", batch, state_dtype=name) for name in SERVED]
+    for case in cases:
         (pool,), steps = make_pools(spec, case, 1, rng), schedule(case, loads(case)[0], case.steps(1))
         for i in range(steps.lengths.shape[0]):
             step, tokens = jax.tree.map(lambda x, i=i: x[i], steps), make_tokens(spec, case, rng)

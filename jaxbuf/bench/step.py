@@ -29,11 +29,14 @@ from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.layers import named_parameters
 from jaxbuf.models.qwen3_5 import RecurrentCache
 from jaxbuf.pallas.platform import without_kernels
-from jaxbuf.recurrence.traffic import checkpoint_bytes, entry_bytes, fold_cycle
+from jaxbuf.recurrence.state_format import StateFormat, state_format
+from jaxbuf.recurrence.traffic import entry_bytes, fold_cycle
 from jaxbuf.serving import SamplingParams, generate_tokens, loop, request
 from jaxbuf.serving.profiling import Operation, operations, trace
 
-FORMS = ("recurrent", "buffered")
+# What is measured, and how it keeps its checkpoints: the last two are the buffered form as well.
+FORMS = {"recurrent": "float32", "buffered": "float32", "split": "split", "split8": "split8"}
+USUAL = ("recurrent", "buffered")
 DTYPES = ("float32", "bfloat16", "float16")
 SIZES: dict[str, int] = configuration.__kwdefaults__ or {}  # of the random model, by option: the full ones
 CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"  # XLA's own choice, spelled out
@@ -72,7 +75,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=whole(1), default=1024, help="tokens before the first timed step")
     parser.add_argument("--steps", type=whole(1), default=64, help="of one run; rounded up to whole fold cycles")
     parser.add_argument("--limit", type=whole(2), default=16, help="entries from which the buffered form folds")
-    parser.add_argument("--forms", default=",".join(FORMS), help="forms of the memory, separated by commas")
+    parser.add_argument(
+        "--forms",
+        default=",".join(USUAL),
+        help=f"forms of the memory, separated by commas: {', '.join(FORMS)}; the split ones are buffered",
+    )
     parser.add_argument(
         "--dtype", choices=DTYPES, default=None, help="of the parameters; default: bfloat16, or as a checkpoint is"
     )
@@ -122,7 +129,8 @@ def make_request(lm: LanguageModel, batch: int, form: str, options: argparse.Nam
     """What `jaxbuf.generate` would start with, for prompts of the context's length; a token more than steps."""
     prompts = [[row % lm.vocab_size] * options.context for row in range(batch)]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-    return request.check(lm, prompts, options.steps + 1, sampling, options.limit, form, None)
+    asked = ("recurrent" if form == "recurrent" else "buffered"), None
+    return request.check(lm, prompts, options.steps + 1, sampling, options.limit, *asked, state_dtype=FORMS[form])
 
 
 def make_carry(lm: LanguageModel, asked: request.Request) -> loop.Carry:
@@ -202,11 +210,12 @@ def compile_steps(lm: LanguageModel, carry: loop.Carry, command_buffers: str) ->
     return compiled, time.perf_counter() - began
 
 
-def measure(program, lm: LanguageModel, carry: loop.Carry, first: loop.Carry, options) -> tuple[Row, loop.Carry]:
+def measure(
+    program, lm: LanguageModel, form: str, carry: loop.Carry, first: loop.Carry, options
+) -> tuple[Row, loop.Carry]:
     """One form at one batch, from its first carry: the figures, and the carry to go on with."""
     walls, whole = [], fold_cycle(options.limit)
     limit = int(first.cache.cursor.limit[1])
-    form = "recurrent" if limit == 1 else "buffered"
 
     def run(carry, steps):
         carry = jax.block_until_ready(restart(carry, first))
@@ -235,12 +244,12 @@ def measure(program, lm: LanguageModel, carry: loop.Carry, first: loop.Carry, op
     return found | {"bytes": count_bytes(lm, memory_dtypes(carry), counters, options)}, carry
 
 
-def memory_dtypes(carry: loop.Carry) -> tuple[jnp.dtype, jnp.dtype, jnp.dtype]:
-    """The dtypes of checkpoints, entries, and keys and values."""
+def memory_dtypes(carry: loop.Carry) -> tuple[StateFormat, jnp.dtype, jnp.dtype]:
+    """How checkpoints are kept, and the dtypes of entries, and of keys and values."""
     pools = [layer.pool for layer in carry.cache.layers if isinstance(layer, RecurrentCache)]
     pages = [layer for layer in carry.cache.layers if not isinstance(layer, RecurrentCache)]
-    state, entry = (pools[0].checkpoints.dtype, pools[0].keys.dtype) if pools else (jnp.float32, jnp.float32)
-    return jnp.dtype(state), jnp.dtype(entry), pages[0].keys.dtype if pages else jnp.dtype(jnp.float32)
+    state, entry = (pools[0].state_format, pools[0].keys.dtype) if pools else (state_format("float32"), jnp.float32)
+    return state, jnp.dtype(entry), pages[0].keys.dtype if pages else jnp.dtype(jnp.float32)
 
 
 def split(traced: Sequence[Operation], steps: int, layers: int) -> Row:
@@ -288,9 +297,11 @@ def count_bytes(lm: LanguageModel, dtypes, counters: loop.Counters, options) -> 
     token = 2 * config.num_key_value_heads * config.head_dim * pages.itemsize
     # Step i reads context + i tokens besides its own, which it appends and reads.
     tokens = total["steps"] * (options.context + (options.steps - 1) / 2 + 2)
+    checkpoints = state.read_bytes(config.spec) * total["checkpoint_reads"]
+    checkpoints += state.fold_bytes(config.spec) * total["folds"]
     moved = {
         "weights": options.steps * float(sum(weight.nbytes for weight in weights)),
-        "checkpoints": recurrent * checkpoint_bytes(config.spec, state) * (total["checkpoint_reads"] + total["folds"]),
+        "checkpoints": recurrent * checkpoints,
         "entries": recurrent * entry_bytes(config.spec, entry) * (total["live_entries"] + total["steps"]),
         "keys and values": softmax * token * tokens,
     }
@@ -310,8 +321,8 @@ def kernel_figure(figures: list[Row] | None, row: Row) -> float | None:
     """Microseconds of the same step of a layer in the figures of `jaxbuf bench kernels`."""
     if figures is None:
         return None
-    part = "recurrent" if row["form"] == "recurrent" else "decode"
-    found = find(figures, part, batch=row["batch"], limit=row["limit"])
+    part = {"recurrent": "recurrent", "buffered": "decode"}.get(row["form"], "split")
+    found = find(figures, part, batch=row["batch"], limit=row["limit"], time=1, state_dtype=FORMS[row["form"]])
     return found["us"] if found else None
 
 
@@ -354,9 +365,10 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
             except ValueError as error:  # a context that the model has no room for
                 console.print(f"--context {options.context}: {error}", soft_wrap=True)
                 return 2
-            by_program: dict[int, list[str]] = {}
+            by_program: dict[tuple[int, str], list[str]] = {}
             for form, its_request in asked.items():
-                by_program.setdefault(its_request.arguments["ring_limit"], []).append(form)
+                sizes = its_request.arguments["ring_limit"], its_request.state_dtype
+                by_program.setdefault(sizes, []).append(form)
             for forms in by_program.values():
                 progress.update(task, description=f"compiling, batch {batch}")
                 carry = make_carry(lm, asked[forms[0]])
@@ -364,7 +376,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
                 program, seconds = compile_steps(lm, carry, options.command_buffers)
                 for form in forms:
                     progress.update(task, description=f"{form}, batch {batch}")
-                    row, carry = measure(program, lm, carry, first_carry(small, form, options), options)
+                    row, carry = measure(program, lm, form, carry, first_carry(small, form, options), options)
                     row |= memory(program) | {"compile_s": seconds, "kernel_us": kernel_figure(options.kernels, row)}
                     row["floor_ms"] = 1e3 * sum(row["bytes"].values()) / record["read_bytes_per_s"]
                     row["achieved"] = row["floor_ms"] / row["ms"]

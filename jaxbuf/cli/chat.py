@@ -36,6 +36,7 @@ def chat(
     max_new_tokens: options.MaxNewTokens = 512,
     limit: options.Limit = 16,
     form: options.Form = "auto",
+    state_dtype: options.StateDtype = None,
     dtype: options.Dtype = None,
     *,
     sampling: dict[str, Any],
@@ -57,7 +58,7 @@ def chat(
       jaxbuf chat --model ./checkpoint --drafter mtp --adaptive-drafts
     """
     err = error_console()
-    shared = {"limit": limit, "form": form}
+    shared = {"limit": limit, "form": form, "state_dtype": state_dtype}
     check_arguments(sampling, drafting, max_new_tokens=max_new_tokens, **shared)
     lm = load_model(err, model, dtype)
     if lm.chat_template is not None and lm.tokenizer is None:

@@ -51,6 +51,7 @@ def generate(
     max_new_tokens: options.MaxNewTokens = 64,
     limit: options.Limit = 16,
     form: options.Form = "auto",
+    state_dtype: options.StateDtype = None,
     dtype: options.Dtype = None,
     profile: options.Profile = None,
     token_ids: options.TokenIds = False,
@@ -88,7 +89,7 @@ def generate(
       jaxbuf generate "12 7 305" --token-ids --stop-token-id 2
     """
     err = error_console()
-    settings = {"max_new_tokens": max_new_tokens, "limit": limit, "form": form}
+    settings = {"max_new_tokens": max_new_tokens, "limit": limit, "form": form, "state_dtype": state_dtype}
     from jaxbuf.serving.sampling import MOST_SAMPLES
 
     if not 1 <= samples <= MOST_SAMPLES:

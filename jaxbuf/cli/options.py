@@ -74,6 +74,14 @@ TokenIds = Annotated[
         "separated by spaces, line breaks or commas.",
     ),
 ]
+StateDtypeName = Literal["float32", "bfloat16", "split", "split8"]
+StateDtype = Annotated[
+    StateDtypeName | None,
+    typer.Option(
+        help="How recurrent states are kept between folds: float32, bfloat16 (drifts), split or split8 (steps read "
+        "half the bytes of float32, and nothing drifts); by default float32."
+    ),
+]
 Form = Annotated[
     Literal["auto", "recurrent", "buffered"],
     typer.Option(help="auto, recurrent (the state is written every step) or buffered (only when the buffer fills)."),

@@ -2,7 +2,7 @@
 
 import json as json_module
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -82,7 +82,10 @@ def plan(
         options.DtypeName | None,
         typer.Option(help="Of parameters, keys and values: float32, bfloat16, float16; by default the checkpoint's."),
     ] = None,
-    state_dtype: Annotated[options.DtypeName, typer.Option(help="Of the recurrent states.")] = "float32",
+    state_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "split", "split8"],
+        typer.Option(help="Of the recurrent states: float32, bfloat16, float16, split or split8."),
+    ] = "float32",
     entry_dtype: Annotated[
         options.DtypeName | None, typer.Option(help="Of the ring's entries; by default as --dtype.")
     ] = None,

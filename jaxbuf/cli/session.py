@@ -59,6 +59,7 @@ def check_arguments(
     max_new_tokens: int,
     limit: int,
     form: Any,
+    state_dtype: str | None = None,
     profile: Path | None = None,
 ) -> None:
     """Checks what no model makes right or wrong, before JAX starts and one is loaded.
@@ -73,7 +74,7 @@ def check_arguments(
 
     jaxbuf.SamplingParams(**sampling)
     draft_tokens, drafter = drafting.get("draft_tokens", DRAFT_TOKENS), drafting.get("drafter")
-    check_settings(max_new_tokens, limit, form, draft_tokens=draft_tokens)
+    check_settings(max_new_tokens, limit, form, draft_tokens=draft_tokens, state_dtype=state_dtype)
     if drafting and drafter is None:
         raise ValueError(f"{option_names(drafting)} must come with a --drafter: ngram, mtp or a model")
     if drafter is not None:

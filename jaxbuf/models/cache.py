@@ -78,7 +78,7 @@ def init_cache(
     pages: int | None = None,
     dtype: jnp.dtype = jnp.float32,
     entry_dtype: jnp.dtype | None = None,
-    state_dtype: jnp.dtype = jnp.float32,
+    state_dtype: object = jnp.float32,
 ) -> Cache:
     """An empty cache. Requests have the physical slots 1 to `slots`; slot 0 is null.
 
@@ -98,7 +98,7 @@ def init_cache(
         use at once. None for all: every slot has its own for good, nothing can run out, and a fork copies.
       dtype: Of keys and values and of the convolution's inputs: the compute dtype.
       entry_dtype: Of the recurrence's buffered entries; None: dtype.
-      state_dtype: Of the recurrent state.
+      state_dtype: Of the recurrent states: a dtype, "split" or "split8", see `init_pool`.
 
     Raises:
       ValueError: A size below 1 or not a whole number, or as in `buffered.init`.

@@ -43,7 +43,7 @@ from jaxbuf.recurrence.cursor import (
     init_cursor,
 )
 from jaxbuf.recurrence.launch import extend_pool, fold_pool
-from jaxbuf.recurrence.pool import Pool, fork_pool, init_pool, prefill_pool, read_pool
+from jaxbuf.recurrence.pool import Pool, fork_pool, init_pool, prefill_pool, read_pool, store_states
 from jaxbuf.recurrence.sharing import raise_missing_rows
 from jaxbuf.recurrence.slots import Copies, fork_cursor, load_cursor, reset_cursor
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs, check_rows, check_state
@@ -332,7 +332,7 @@ def load(cache: BufferedState, state: Array, tokens: Array, slots: Array) -> Buf
     """Gives each slot a state computed elsewhere, in place of what it held.
 
     Args:
-      state: [rows, heads, value_dim, key_dim], stored in the checkpoints' dtype.
+      state: [rows, heads, value_dim, key_dim], stored as the checkpoints are (see `init_pool`).
       tokens: int32 [rows], how many tokens the state holds, at least 1 (0 leaves the slot empty).
       slots: int32 [rows], no slot but 0 twice (under jit its first row counts).
 
@@ -343,9 +343,7 @@ def load(cache: BufferedState, state: Array, tokens: Array, slots: Array) -> Buf
     """
     write, cursor = load_cursor(cache.cursor, tokens, slots)
     check_state(state, write.shape[0], cache.pool.checkpoints.shape[1:])
-    stored = jnp.asarray(state).astype(cache.pool.checkpoints.dtype)
-    checkpoints = cache.pool.checkpoints.at[write].set(stored, mode="drop")
-    return BufferedState(cursor, dataclasses.replace(cache.pool, checkpoints=checkpoints))
+    return BufferedState(cursor, store_states(cache.pool, jnp.asarray(state), write))
 
 
 def _all(lengths: Array | None, v: Array) -> Array:

@@ -11,6 +11,7 @@ from jaxbuf.recurrence import pool as xla
 from jaxbuf.recurrence.cursor import NOWHERE, Held, Step
 from jaxbuf.recurrence.pool import Pool
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, asks_kernel, check_inputs, takes_call
+from jaxbuf.recurrence.state_format import rounded
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
@@ -52,7 +53,7 @@ def extend_pool(
         if step.ancestors is not None:
             reason = "it needs each token to follow the one before, trees are not served yet"
         if takes_call("extend", implementation, reason):
-            inputs = q, xla.rounded(k, pool.keys.dtype), v, log_decay, beta
+            inputs = q, rounded(k, pool.keys.dtype), v, log_decay, beta
             return _extend_on_gpu(spec, pool, step.before, step.lengths, step.write, step.append, inputs, interpret)
     return xla.extend_with_xla(spec, pool, step, q, k, v, log_decay, beta)
 
@@ -86,7 +87,7 @@ def fold_pool(
             gate = jnp.zeros(v.shape[:3], jnp.float32)
             append, lengths = jnp.full((rows, 1), NOWHERE), (write < NOWHERE).astype(jnp.int32)
             return _extend_on_gpu(spec, pool, before, lengths, write, append, (q, q, v, gate, gate), interpret)[1]
-    return dataclasses.replace(pool, checkpoints=xla.fold_with_xla(spec, pool, before, write))
+    return xla.fold_with_xla(spec, pool, before, write)
 
 
 def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array):
@@ -103,6 +104,7 @@ def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array
         ring=before.entries.shape[1],
         max_pending=before.max_pending,
         state=pool.checkpoints.dtype,
+        low=None if pool.low is None else pool.low.dtype,
         entry=pool.keys.dtype,
         probe=jnp.dtype(jnp.bfloat16 if q.dtype == pool.keys.dtype == jnp.bfloat16 else jnp.float32),
         out=v.dtype,
@@ -134,10 +136,11 @@ def _extend_on_gpu(
     beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
     spacing = gpu.row_spacing(call)
     integers = Integers(*_integers(before, lengths, fold_to, append, pool.keys.shape[1], spacing))
-    arrays = pool.checkpoints, pool.keys, pool.updates, pool.gates
+    arrays = pool.checkpoints, pool.keys, pool.updates, pool.gates, *(() if pool.low is None else (pool.low,))
     tokens = q.astype(call.probe), k.astype(call.probe), v, log_decay, beta
     out, arrays = gpu.extend(call, integers, arrays, *tokens, interpret=interpret)
-    return out, Pool(*arrays)
+    names = ("checkpoints", "keys", "updates", "gates", "low")
+    return out, dataclasses.replace(pool, **dict(zip(names, arrays, strict=False)))
 
 
 def _integers(

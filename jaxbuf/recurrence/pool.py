@@ -14,6 +14,7 @@ from jaxbuf.recurrence.cursor import NOWHERE, Cursor, Held, PrefillStep, Step
 from jaxbuf.recurrence.recurrent import HIGHEST
 from jaxbuf.recurrence.slots import Copies
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs
+from jaxbuf.recurrence.state_format import StateFormat, decode, encode, format_of, rounded, state_format
 
 
 @jax.tree_util.register_dataclass
@@ -22,16 +23,26 @@ class Pool:
     """One layer's memory, shared by all slots. Row 0 of checkpoints and block 0 are null: never read nor written.
 
     Attributes:
-      checkpoints: f32 or bf16 [states, heads, value_dim, key_dim].
+      checkpoints: f32 or bf16 [states, heads, value_dim, key_dim]: the states, or the high halves of split ones.
       keys: [blocks, block_size, key_heads, key_dim], in the entry dtype.
       updates: [blocks, block_size, heads, value_dim], in the entry dtype: u with the delta rule, v without.
       gates: f32 [blocks, block_size, heads, decay width (+ 1 without delta)]: log_decay, then without delta beta.
+      low: bf16 or int8, as `checkpoints`: the low halves of split states, which only folds and prefill read and write.
+        None if states are not split.
+      low_scales: f32 [states, heads, value_dim]: what an int8 `low` is multiplied with; None without one.
     """
 
     checkpoints: Array
     keys: Array
     updates: Array
     gates: Array
+    low: Array | None = None
+    low_scales: Array | None = None
+
+    @property
+    def state_format(self) -> StateFormat:
+        """How the states are stored."""
+        return format_of(self.checkpoints, self.low)
 
 
 def init_pool(spec: RecurrenceSpec, cursor: Cursor, *, state_dtype=jnp.float32, entry_dtype=jnp.bfloat16) -> Pool:
@@ -40,15 +51,16 @@ def init_pool(spec: RecurrenceSpec, cursor: Cursor, *, state_dtype=jnp.float32, 
     Args:
       spec: The layer's family and sizes.
       cursor: From `init_cursor`.
-      state_dtype: Of the checkpoints: float32, or bfloat16 (which drifts where the decay is weak).
+      state_dtype: Of the checkpoints: float32, bfloat16 (which drifts where the decay is weak), or "split" or "split8",
+        of which a step reads half as many bytes and which do not drift (see `state_format`).
       entry_dtype: Of keys and updates. bfloat16 entries do not accumulate error under an fp32 checkpoint.
 
     Raises:
-      ValueError: A dtype is not one of floating-point numbers.
+      ValueError: A dtype is not one of floating-point numbers, and not "split" or "split8" either.
     """
-    for name, dtype in (("state_dtype", state_dtype), ("entry_dtype", entry_dtype)):
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"{name} must be a dtype of floating-point numbers, got {jnp.dtype(dtype).name}")
+    form = state_format(state_dtype)
+    if not jnp.issubdtype(entry_dtype, jnp.floating):
+        raise ValueError(f"entry_dtype must be a dtype of floating-point numbers, got {jnp.dtype(entry_dtype).name}")
     slots, max_blocks = cursor.block_table.shape
     states, blocks = slots, 1 + (slots - 1) * max_blocks
     if cursor.sharing is not None:
@@ -56,10 +68,12 @@ def init_pool(spec: RecurrenceSpec, cursor: Cursor, *, state_dtype=jnp.float32, 
     entries = blocks, cursor.ring // max_blocks
     shapes = _row_shapes(spec)
     return Pool(
-        checkpoints=jnp.zeros((states, *shapes["checkpoints"]), state_dtype),
+        checkpoints=jnp.zeros((states, *shapes["checkpoints"]), form.high),
         keys=jnp.zeros((*entries, *shapes["keys"]), entry_dtype),
         updates=jnp.zeros((*entries, *shapes["updates"]), entry_dtype),
         gates=jnp.zeros((*entries, *shapes["gates"]), jnp.float32),
+        low=None if form.low is None else jnp.zeros((states, *shapes["checkpoints"]), form.low),
+        low_scales=jnp.zeros((states, *shapes["checkpoints"][:-1]), jnp.float32) if form.scaled else None,
     )
 
 
@@ -95,14 +109,14 @@ def extend_with_xla(
     """`launch.extend_pool`, which has checked the arguments, as XLA compiles it."""
     rows, time = v.shape[:2]
     # The fold comes first, so that the step depends on the pool after it and the pool can change in place.
-    checkpoints = jax.lax.cond(
+    states = jax.lax.cond(
         step.any_fold,
-        lambda pool: fold_with_xla(spec, pool, step.before, step.write),
-        lambda pool: pool.checkpoints,
+        lambda pool: _states(fold_with_xla(spec, pool, step.before, step.write)),
+        lambda pool: _states(pool),
         pool,
     )
     # Entries are appended after the fold has read them; without the barrier XLA keeps a copy of them for the fold.
-    pool = jax.lax.optimization_barrier(dataclasses.replace(pool, checkpoints=checkpoints))
+    pool = jax.lax.optimization_barrier(_with_states(pool, states))
     checkpoints = pool.checkpoints
     beta = jnp.ones((rows, time, spec.heads), jnp.float32) if beta is None else beta
     new_gates = _pack_gates(spec, log_decay, beta)
@@ -173,7 +187,7 @@ def extend_with_xla(
     updates = _append(pool.updates, entries, step.append)
     real = jnp.arange(time, dtype=jnp.int32)[None] < step.lengths[:, None]
     out = jnp.where(real[..., None, None], out, 0.0).astype(v.dtype)
-    return out, Pool(checkpoints, keys, updates, gates)
+    return out, dataclasses.replace(pool, keys=keys, updates=updates, gates=gates)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="chunk_size")
@@ -215,26 +229,51 @@ def prefill_pool(
         keys = _append(keys, tail(k), step.append)
         stored = _append(stored, tail(updates if spec.delta else v), step.append)
         gates = _append(gates, tail(_pack_gates(spec, log_decay, beta)), step.append)
-    checkpoints = pool.checkpoints.at[step.write].set(state.astype(pool.checkpoints.dtype), mode="drop")
-    return out, Pool(checkpoints, keys, stored, gates)
+    pool = dataclasses.replace(pool, keys=keys, updates=stored, gates=gates)
+    return out, store_states(pool, state, step.write)
 
 
 @jax.named_scope("recurrence")
-def fold_with_xla(spec: RecurrenceSpec, pool: Pool, before: Held, write: Array) -> Array:
-    """The checkpoints after the state that `before` describes is written to the rows `write` (int32 [rows]); rows past
-    the pool are not written."""
-    state = read_pool(spec, pool, before)
-    return pool.checkpoints.at[write].set(state.astype(pool.checkpoints.dtype), mode="drop")
+def fold_with_xla(spec: RecurrenceSpec, pool: Pool, before: Held, write: Array) -> Pool:
+    """The pool after the state that `before` describes is written to the rows `write` (int32 [rows]); rows past the
+    pool are not written."""
+    return store_states(pool, read_pool(spec, pool, before), write)
+
+
+def store_states(pool: Pool, state: Array, write: Array) -> Pool:
+    """Writes states [rows, heads, value_dim, key_dim] to the rows `write` (int32 [rows]); rows past the pool are not
+    written."""
+    high, low, low_scales = encode(state, pool.state_format)
+
+    def put(old, new):
+        return None if old is None else old.at[write].set(new, mode="drop")
+
+    return dataclasses.replace(
+        pool,
+        checkpoints=pool.checkpoints.at[write].set(high, mode="drop"),
+        low=put(pool.low, low),
+        low_scales=put(pool.low_scales, low_scales),
+    )
+
+
+def _states(pool: Pool) -> tuple[Array, Array | None, Array | None]:
+    return pool.checkpoints, pool.low, pool.low_scales
+
+
+def _with_states(pool: Pool, states: tuple[Array, Array | None, Array | None]) -> Pool:
+    checkpoints, low, low_scales = states
+    return dataclasses.replace(pool, checkpoints=checkpoints, low=low, low_scales=low_scales)
 
 
 def fork_pool(pool: Pool, copies: Copies) -> Pool:
     """One layer's part of a fork: what `copies` says, all read before anything is written."""
-    states = pool.checkpoints
+    states = _states(pool)
     if copies.states is not None:
-        states = states.at[copies.states[1]].set(states[copies.states[0]], mode="drop")
+        read, written = copies.states
+        states = jax.tree.map(lambda x: x.at[written].set(x[read], mode="drop"), states)
     read, written = copies.blocks
-    entries = (x.at[written].set(x[read], mode="drop") for x in (pool.keys, pool.updates, pool.gates))
-    return Pool(states, *entries)
+    keys, updates, gates = (x.at[written].set(x[read], mode="drop") for x in (pool.keys, pool.updates, pool.gates))
+    return _with_states(dataclasses.replace(pool, keys=keys, updates=updates, gates=gates), states)
 
 
 def read_pool(spec: RecurrenceSpec, pool: Pool, held: Held) -> Array:
@@ -248,7 +287,7 @@ def read_pool(spec: RecurrenceSpec, pool: Pool, held: Held) -> Array:
     after = jnp.concatenate([to_now[:, 1:], jnp.zeros_like(to_now[:, :1])], axis=1)
     updates = updates if spec.delta else beta[..., None] * updates
     added = jnp.einsum("nrhv,nrhd->nhvd", updates, jnp.exp(after) * keys, precision=HIGHEST)
-    checkpoint = pool.checkpoints[held.checkpoint].astype(jnp.float32)
+    checkpoint = decode(*jax.tree.map(lambda x: x[held.checkpoint], _states(pool)))
     checkpoint = jnp.where(held.has_checkpoint[:, None, None, None], checkpoint, 0.0)
     return jnp.exp(to_now[:, 0])[:, :, None] * checkpoint + added
 
@@ -263,12 +302,6 @@ def _read(checkpoints: Array, rows: Array, holds: Array, key: Array, query: Arra
     state = jnp.where(holds[:, None, None, None], state, 0.0)
     products = state * key[:, :, None], state * query[:, :, None]
     return jax.lax.reduce(products, (jnp.float32(0), jnp.float32(0)), lambda a, b: (a[0] + b[0], a[1] + b[1]), (3,))
-
-
-def rounded(x: Array, dtype: jnp.dtype) -> Array:
-    """f32 array of x as `dtype` stores it. XLA may drop a conversion there and back (xla_allow_excess_precision)."""
-    limits = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x.astype(jnp.float32), limits.nexp, limits.nmant)
 
 
 def _append(array: Array, new: Array, positions: Array) -> Array:

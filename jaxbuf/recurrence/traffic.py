@@ -1,8 +1,9 @@
 """How many bytes the recurrence's memory takes, and how many a step moves, in each form: one layer, one request.
 
-The counts are what the algorithm needs, as the arrays of `pool.py` hold it: a fold reads nothing that its step does not
-read anyway, so it adds the write of a state alone. What a step computes with (q, k, v, gates, outputs) is the same in
-every form and counted apart, in `token_bytes`. `kvbuffer_model.py` has the same counts as the paper makes them.
+The counts are what the algorithm needs, as the arrays of `pool.py` hold it: a fold adds to its step the write of a
+state; of a split one, of which a step reads the high half alone, also the read of the low half. What a step computes
+with (q, k, v, gates, outputs) is the same in every form and counted apart, in `token_bytes`. `kvbuffer_model.py` has
+the same counts as the paper makes them.
 """
 
 import math
@@ -11,14 +12,18 @@ import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
 from jaxbuf.recurrence.spec import RecurrenceSpec
+from jaxbuf.recurrence.state_format import state_format
 
 GATE = 4  # bytes of a gate: they are float32 always
 MOST_LIMIT = 2**20  # of a slot's entries: its ring is made for them, and has their bytes
 
 
 def checkpoint_bytes(spec: RecurrenceSpec, state_dtype=jnp.float32) -> int:
-    """Bytes of one state: heads · value_dim · key_dim numbers of the `state_dtype`."""
-    return math.prod(spec.state_shape) * jnp.dtype(state_dtype).itemsize
+    """Bytes that one checkpoint takes: heads · value_dim · key_dim numbers of the `state_dtype`.
+
+    A number takes 4 bytes with "split"; with "split8" 3, and the scales of its rows' low halves 4 / key_dim more.
+    """
+    return state_format(state_dtype).stored_bytes(spec)
 
 
 def entry_bytes(spec: RecurrenceSpec, entry_dtype=jnp.bfloat16) -> int:
@@ -78,15 +83,18 @@ def state_traffic(
     state_dtype=jnp.float32,
     entry_dtype=jnp.bfloat16,
 ) -> float:
-    """Bytes of counted work: checkpoints read and written by folds, entries read and appended.
+    """Bytes of counted work: checkpoints read, and written by folds; entries read and appended.
+
+    Of a split checkpoint a step reads the high half. A fold also reads the low half, and writes both.
 
     Args:
       spec: The family and its sizes.
       checkpoint_reads, folds, live_entries, appended: How many; sums over steps, or means of one. Whole numbers give a
         whole number.
-      state_dtype, entry_dtype: Of the checkpoint, and of keys and updates.
+      state_dtype, entry_dtype: Of the checkpoint (a dtype, "split" or "split8"), and of keys and updates.
     """
-    checkpoints = checkpoint_bytes(spec, state_dtype) * (checkpoint_reads + folds)
+    form = state_format(state_dtype)
+    checkpoints = form.read_bytes(spec) * checkpoint_reads + form.fold_bytes(spec) * folds
     return checkpoints + entry_bytes(spec, entry_dtype) * (live_entries + appended)
 
 
@@ -148,7 +156,8 @@ def kv_only_step_bytes(spec: RecurrenceSpec, entries: float, *, tokens: int = 1,
 def snapshot_step_bytes(spec: RecurrenceSpec, tokens: int = 1, *, state_dtype=jnp.float32) -> int:
     """Bytes of a step of the design that this replaces: one state is read, and one written for every token's position.
 
-    The states have the `state_dtype`. With one token it is the plain recurrence, in place.
+    The states have the `state_dtype`; of split ones both halves are read and written. With one token it is the plain
+    recurrence, in place.
 
     Source: KVBuffer, section 3.3 (the denominator of eq. 9).
     """
@@ -165,12 +174,13 @@ def best_limit(
 ) -> int:
     """The limit of the fewest `buffered_step_bytes`; of equal ones the smallest. Arguments as in `fold_cycle`.
 
-    A cycle of n steps costs checkpoint / n for its fold and entry · accepted · n / 2 for the entries it finds, least at
-    n = sqrt(2 · checkpoint / (entry · accepted)). KVBuffer's eq. 6 has its best at sqrt(2) times that, for its fold is
+    A cycle of n steps costs fold / n for its fold (the bytes of a checkpoint; of a split one also those of its low
+    half) and entry · accepted · n / 2 for the entries it finds, least at n = sqrt(2 · fold / (entry · accepted)).
+    KVBuffer's eq. 6 has its best at sqrt(2) times that, for its fold is
     a kernel of its own, which reads the state once more.
     """
     entry = entry_bytes(spec, entry_dtype) * accepted
-    around = math.ceil(math.sqrt(2 * checkpoint_bytes(spec, state_dtype) / entry))
+    around = math.ceil(math.sqrt(2 * state_format(state_dtype).fold_bytes(spec) / entry))
     # The smallest limit of each number of steps; one in between has as many as the one below it.
     limits = [1, *(math.ceil(tokens + accepted * (cycle - 1)) for cycle in range(2, around + 2))]
 
@@ -192,7 +202,7 @@ def crossover(spec: RecurrenceSpec, state_dtype=jnp.float32, entry_dtype=jnp.bfl
 
     Args:
       spec: The family and its sizes.
-      state_dtype: Of the checkpoint; a bfloat16 one is crossed at about half as many entries.
+      state_dtype: Of the checkpoint; a bfloat16 or split one is crossed at about half as many entries.
       entry_dtype: Of keys and updates.
       limit: Of the buffered form that the slot would turn to.
 

@@ -25,6 +25,7 @@ from jaxbuf.serving.request import (
     check_token_ids,
     choose_form,
     choose_ring,
+    choose_state_dtype,
     encode_prompts,
     pack_prompts,
 )
@@ -130,6 +131,7 @@ def beam_search(
     limit: int = 16,
     form: Form = "auto",
     entry_dtype: str | None = None,
+    state_dtype: str | None = None,
     progress: bool | None = None,
 ) -> list[list[Beam]]:
     """Searches the continuations of highest probability of every prompt, all of them in one batch and one loop.
@@ -161,7 +163,7 @@ def beam_search(
       early_stopping: Whether to end when `beams` hypotheses have ended, though a longer one might rank above them.
       stop_token_ids: Tokens that end a hypothesis, beside the model's own.
       ignore_eos: Do not end at the model's own end tokens.
-      limit, form, entry_dtype, progress: As in `generate`.
+      limit, form, entry_dtype, state_dtype, progress: As in `generate`.
 
     Returns:
       For each prompt, in order, its beams, best ranking score first: `beams` of them, fewer only where the vocabulary
@@ -172,7 +174,7 @@ def beam_search(
       ValueError: A setting out of range, or a prompt that `generate` would not take.
     """
     check_model(lm)
-    check_settings(max_new_tokens, limit, form, entry_dtype)
+    check_settings(max_new_tokens, limit, form, entry_dtype, state_dtype=state_dtype)
     check_beams(beams, length_penalty)
     if not isinstance(early_stopping, bool):
         raise ValueError(f"early_stopping must be True or False, got {early_stopping!r}")
@@ -203,6 +205,7 @@ def beam_search(
             room=room,
             ring_limit=choose_ring(form, limit, capacity),
             entry_dtype=jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype),
+            state_dtype=choose_state_dtype(state_dtype),
         )
 
         def look(search: Search) -> bool:
@@ -228,7 +231,7 @@ def check_beams(beams: int, length_penalty: float = 1.0) -> None:
         raise ValueError(f"length_penalty must be a number in [-{STEEPEST}, {STEEPEST}], got {length_penalty!r}")
 
 
-@partial(jax.jit, static_argnames=("beams", "capacity", "room", "ring_limit", "entry_dtype"))
+@partial(jax.jit, static_argnames=("beams", "capacity", "room", "ring_limit", "entry_dtype", "state_dtype"))
 def start_beams(
     model: qwen3_5.Qwen3_5,
     prompts: Array,
@@ -245,6 +248,7 @@ def start_beams(
     room: int,
     ring_limit: int,
     entry_dtype: jnp.dtype,
+    state_dtype: str = "float32",
 ) -> Search:
     """Reads the prompts, each into the slot of its first beam, and chooses the first token of every beam.
 
@@ -254,7 +258,7 @@ def start_beams(
       limit: int32 scalar, entries from which slots fold.
       stop_ids, allowed, max_new_tokens, length_penalty, early_stopping: As in `Search`.
       beams: Of each prompt (static, as the following).
-      capacity, room, ring_limit, entry_dtype: As in `loop.start`.
+      capacity, room, ring_limit, entry_dtype, state_dtype: As in `loop.start`.
     """
     number, bucket = prompts.shape
     rows = number * beams
@@ -262,7 +266,7 @@ def start_beams(
     readers = jnp.where(lengths > 0, 1 + beams * jnp.arange(number, dtype=jnp.int32), 0)
     samples = Samples(prompt, readers[prompt], readers) if beams > 1 else None
     sizes: dict[str, Any] = {"rows": rows, "bucket": bucket, "capacity": capacity, "limit": ring_limit}
-    dtypes = {"dtype": model.embed_tokens[...].dtype, "entry_dtype": entry_dtype}
+    dtypes = {"dtype": model.embed_tokens[...].dtype, "entry_dtype": entry_dtype, "state_dtype": state_dtype}
     cache = init_cache(model.config, samples, **sizes, max_pending=1, **dtypes, again=True)
     hidden, cache = qwen3_5.prefill(model, with_limits(cache, limit), prompts, lengths=lengths, slots=readers)
     logits = qwen3_5.logits(model, qwen3_5.last_hidden(hidden, lengths))

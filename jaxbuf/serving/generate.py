@@ -35,6 +35,7 @@ def generate(
     limit: int = 16,
     form: Form = "auto",
     entry_dtype: str | None = None,
+    state_dtype: str | None = None,
     drafter: Speculator | None = None,
     draft_tokens: int = DRAFT_TOKENS,
     adaptive_drafts: bool = False,
@@ -53,6 +54,7 @@ def generate(
     limit: int = 16,
     form: Form = "auto",
     entry_dtype: str | None = None,
+    state_dtype: str | None = None,
     drafter: Speculator | None = None,
     draft_tokens: int = DRAFT_TOKENS,
     adaptive_drafts: bool = False,
@@ -70,6 +72,7 @@ def generate(
     limit: int = 16,
     form: Form = "auto",
     entry_dtype: str | None = None,
+    state_dtype: str | None = None,
     drafter: Speculator | None = None,
     draft_tokens: int = DRAFT_TOKENS,
     adaptive_drafts: bool = False,
@@ -99,6 +102,10 @@ def generate(
         rounding. "auto" is the form that was measured to be the faster one for so many prompts, on this kind of device
         (`jaxbuf.serving.forms` has the table), and "buffered" where nothing was measured. `stats.form` says which ran.
       entry_dtype: "bfloat16", "float16" or "float32" for the ring's keys and updates; None: the compute dtype.
+      state_dtype: How the recurrent states are kept between folds: "float32", "bfloat16" (which drifts where the decay
+        is weak), or "split" or "split8", of which a step reads two bytes a number and which do not drift. Steps see
+        bfloat16 numbers then, so that greedy tokens may depend on form, limit and drafter where two are nearly equal.
+        None: "float32".
       drafter: Who drafts tokens, which the model reads all at once to keep those that it would have chosen itself.
         Greedy tokens are those without a drafter (up to rounding, as with `form`); sampled ones are distributed as
         without, but a seed gives others. "ngram" copies what followed the last tokens where they occurred before, "mtp"
@@ -139,7 +146,8 @@ def generate(
     if not prompts:
         return (event for event in ()) if stream else []
     speculation = drafter, draft_tokens, adaptive_drafts
-    request = check(lm, prompts, max_new_tokens, sampling, limit, form, entry_dtype, *speculation)
+    settings = max_new_tokens, sampling, limit, form, entry_dtype
+    request = check(lm, prompts, *settings, *speculation, state_dtype=state_dtype)
     if profile is not None:
         make_directory(profile, "profile")
     if stream:

@@ -36,7 +36,9 @@ from jaxbuf.serving.speculation import (
 type Array = jax.Array
 
 
-@partial(jax.jit, static_argnames=("capacity", "room", "ring_limit", "entry_dtype", "report", "report_prompt"))
+@partial(
+    jax.jit, static_argnames=("capacity", "room", "ring_limit", "entry_dtype", "state_dtype", "report", "report_prompt")
+)
 def start(
     model: qwen3_5.Qwen3_5,
     prompts: Array,
@@ -51,6 +53,7 @@ def start(
     room: int,
     ring_limit: int,
     entry_dtype,
+    state_dtype: str = "float32",
     report: bool = False,
     report_prompt: bool = False,
     prompt_top: Array | int = 0,
@@ -71,6 +74,7 @@ def start(
       room: Tokens that can be generated.
       ring_limit: The largest limit that the rings have room for.
       entry_dtype: Of the ring's keys and updates.
+      state_dtype: Of the checkpoints, see `init_pool`.
       report: Whether log-probabilities of the generated tokens are reported (static): each row's settings say which.
       report_prompt: Whether those of the prompts' tokens are (static).
       prompt_top: int32 scalar, of how many of the most probable tokens at most beside each; data.
@@ -91,6 +95,7 @@ def start(
         trees=drafts_trees(drafter),
         dtype=dtype,
         entry_dtype=entry_dtype,
+        state_dtype=state_dtype,
     )
     slots = None if samples is None else samples.readers
     hidden, cache = qwen3_5.prefill(model, cache, prompts, lengths=lengths, slots=slots)

@@ -15,6 +15,7 @@ from jaxbuf.models.memory_shape import MemoryShape, find_shape, from_config
 from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.recurrence import traffic
 from jaxbuf.recurrence.cursor import init_cursor
+from jaxbuf.recurrence.state_format import SPLIT, StateFormat, state_format
 
 type FormName = Literal["recurrent", "buffered", "kv-only", "snapshots"]
 
@@ -177,7 +178,8 @@ def plan(
       page_size: Tokens of a page of keys and values.
       dtype: Of the parameters, keys and values: "float32", "bfloat16" or "float16". None: the loaded model's, or what
         its configuration says, or bfloat16.
-      state_dtype: Of the checkpoints.
+      state_dtype: Of the checkpoints: a dtype, "split" or "split8", see `jaxbuf.recurrence.buffered.init_pool`. The
+        forms that write a state in every step, "recurrent" and "snapshots", have float32 in place of a split one.
       entry_dtype: Of the rings' entries; None: dtype.
       workspace_bytes: Left for activations, compiled programs and the allocator; None: a tenth of the memory. It is an
         allowance, not a measurement.
@@ -209,7 +211,7 @@ def plan(
     if not shape.recurrent_layers:
         raise ValueError(f"{shape.name} has no recurrent layers: its memory has one form, keys and values")
     chosen = _dtype("dtype", shape.dtype if dtype is None else dtype)
-    state = _dtype("state_dtype", state_dtype)
+    state = _state_format(state_dtype)
     entry = _dtype("entry_dtype", chosen if entry_dtype is None else entry_dtype)
 
     parameters = shape.parameter_bytes(chosen) if parameter_bytes is None else parameter_bytes
@@ -218,10 +220,10 @@ def plan(
     spec, dtypes = shape.spec, {"state_dtype": state, "entry_dtype": entry}
     crossover = traffic.crossover(spec, **dtypes, limit=limit)
     costs = (
-        counter.ring_form("recurrent", context, 1),
+        dataclasses.replace(counter, state=state.written_each_step).ring_form("recurrent", context, 1),
         counter.ring_form("buffered", context, limit),
         counter.ring_form("kv-only", min(context, crossover), min(context, crossover)),
-        counter.snapshots(context),
+        dataclasses.replace(counter, state=state.written_each_step).snapshots(context),
     )
     return Plan(
         model=shape.name,
@@ -256,19 +258,19 @@ class _Counter:
     block_size: int
     page_size: int
     dtype: jnp.dtype
-    state_dtype: jnp.dtype
+    state: StateFormat
     entry_dtype: jnp.dtype
 
     def ring_form(self, form: FormName, context: int, limit: int) -> FormCost:
         """A form of our own; "kv-only" without a checkpoint, and with all of its context in the ring."""
         shape, layers = self.shape, self.shape.recurrent_layers
-        state, entry = traffic.checkpoint_bytes(shape.spec, self.state_dtype), self._entry
+        state, entry = self.state.stored_bytes(shape.spec), self._entry
         longest = min(limit, context + self.tokens)  # as `init_cache` takes a limit that is never reached
         ring = traffic.ring_entries(longest, self.tokens, self.block_size)
         if form == "kv-only":
             step = traffic.kv_only_step_bytes(shape.spec, context, tokens=self.tokens, entry_dtype=self.entry_dtype)
         else:
-            dtypes = {"state_dtype": self.state_dtype, "entry_dtype": self.entry_dtype}
+            dtypes = {"state_dtype": self.state, "entry_dtype": self.entry_dtype}
             step = traffic.buffered_step_bytes(shape.spec, limit, tokens=self.tokens, accepted=self.accepted, **dtypes)
         two, one = (_cursor_bytes(slots, longest, self.tokens, self.block_size) for slots in (2, 1))
         table = INDEX * self._pages(context)
@@ -287,7 +289,7 @@ class _Counter:
 
     def snapshots(self, context: int) -> FormCost:
         """A state for the request and one for every draft position; of a ring, only the convolution's."""
-        step = traffic.snapshot_step_bytes(self.shape.spec, self.tokens, state_dtype=self.state_dtype)
+        step = traffic.snapshot_step_bytes(self.shape.spec, self.tokens, state_dtype=self.state)
         checkpoints, index = self.tokens * self.shape.recurrent_layers, INDEX * (self._pages(context) + self.tokens)
         return self._cost(
             "snapshots",
@@ -312,7 +314,7 @@ class _Counter:
             form=form,
             context=context,
             checkpoints=checkpoints,
-            checkpoint_bytes=checkpoints * traffic.checkpoint_bytes(shape.spec, self.state_dtype),
+            checkpoint_bytes=checkpoints * self.state.stored_bytes(shape.spec),
             convolution_bytes=layers * self._convolution,
             kv_bytes=self._kv(self._pages(context)),
             requests=0,
@@ -372,6 +374,15 @@ def _shape(model: str | Path | LanguageModel | Config | MemoryShape) -> MemorySh
     if isinstance(model, LanguageModel):
         return from_config(model.config, model.name, jnp.dtype(model.dtype).name)
     return find_shape(model)
+
+
+def _state_format(dtype: str | jnp.dtype) -> StateFormat:
+    if isinstance(dtype, str) and dtype in SPLIT:
+        return state_format(dtype)
+    try:
+        return state_format(_dtype("state_dtype", dtype))
+    except ValueError as error:
+        raise ValueError(str(error).replace(", got ", ", split, split8, got ", 1)) from error
 
 
 def _dtype(name: str, dtype: str | jnp.dtype) -> jnp.dtype:

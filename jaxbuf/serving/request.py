@@ -25,6 +25,7 @@ type Prompt = str | Sequence[int] | np.ndarray | jax.Array
 type Form = Literal["auto", "recurrent", "buffered"]
 
 GREEDY = SamplingParams(temperature=0.0)
+STATE_DTYPES = ("float32", "bfloat16", "split", "split8")
 # The smallest sizes that programs are compiled for: of prompts, of generated tokens, of stop tokens. Larger sizes are
 # powers of two.
 PROMPT_BUCKET = 64
@@ -46,6 +47,7 @@ class Request:
     settings: list[SamplingParams]
     form: forms.Chosen
     entry_dtype: jnp.dtype
+    state_dtype: str
     arguments: dict[str, Any]
 
     @property
@@ -65,7 +67,13 @@ class Request:
 
 
 def check_settings(
-    max_new_tokens: int, limit: int, form: Form, entry_dtype: str | None = None, draft_tokens: int = DRAFT_TOKENS
+    max_new_tokens: int,
+    limit: int,
+    form: Form,
+    entry_dtype: str | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
+    *,
+    state_dtype: str | None = None,
 ) -> None:
     """Checks what of `generate`'s arguments does not depend on the model or the prompts; errors as there."""
     for name, value in (("max_new_tokens", max_new_tokens), ("limit", limit)):
@@ -75,6 +83,10 @@ def check_settings(
         raise ValueError(f'form must be "auto", "recurrent" or "buffered", got {form!r}')
     if entry_dtype not in (None, "bfloat16", "float16", "float32"):
         raise ValueError(f'entry_dtype must be None, "bfloat16", "float16" or "float32", got {entry_dtype!r}')
+    if state_dtype is not None and state_dtype not in STATE_DTYPES:
+        raise ValueError(
+            f'state_dtype must be None, "float32", "bfloat16", "split" or "split8", got {shown(state_dtype)}'
+        )
     check_draft_tokens(draft_tokens)
 
 
@@ -96,10 +108,12 @@ def check(
     drafter=None,
     draft_tokens=DRAFT_TOKENS,
     adaptive_drafts=False,
+    *,
+    state_dtype=None,
 ) -> Request:
     """Checks and packs the arguments of `generate`; errors as there."""
     check_model(lm)
-    check_settings(max_new_tokens, limit, form, entry_dtype, draft_tokens)
+    check_settings(max_new_tokens, limit, form, entry_dtype, draft_tokens, state_dtype=state_dtype)
     drafter = make_drafter(lm, drafter, draft_tokens, adaptive_drafts)
     encoded = encode_prompts(lm, prompts, max_new_tokens)
     settings = [sampling] * len(encoded) if isinstance(sampling, SamplingParams) else sampling
@@ -125,6 +139,7 @@ def check(
         stop_ids[row, : len(ids)] = ids
     dtype = jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype)
     form = choose_form(lm, form, len(each))
+    state_dtype = choose_state_dtype(state_dtype)
     capacity = bucket + room
     ring = choose_ring(form, limit, capacity, drafts=drafter is not None)
     prompt_tops = [s.prompt_logprobs for s in settings if s.prompt_logprobs is not None]
@@ -142,13 +157,14 @@ def check(
         "room": room,
         "ring_limit": ring,
         "entry_dtype": dtype,
+        "state_dtype": state_dtype,
         "report": any(s.logprobs is not None for s in settings),
         "report_prompt": bool(prompt_tops),
         "prompt_top": np.int32(max(prompt_tops, default=0)),
         "drafter": drafter,
         "samples": None if len(each) == len(encoded) else group_rows([s.n for s in settings], prompts=batch, rows=rows),
     }
-    return Request(lm, encoded, settings, form, dtype, arguments)
+    return Request(lm, encoded, settings, form, dtype, state_dtype, arguments)
 
 
 def list_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
@@ -193,6 +209,11 @@ def choose_ring(form: forms.Chosen, limit: int, capacity: int, *, drafts: bool =
 def choose_form(lm: LanguageModel, form: Form, rows: int) -> forms.Chosen:
     """The form that runs for so many rows."""
     return forms.choose(lm.config.spec, rows, forms.device_kind(lm.model.norm[...])) if form == "auto" else form
+
+
+def choose_state_dtype(state_dtype: str | None) -> str:
+    """The `state_dtype` that runs."""
+    return "float32" if state_dtype is None else state_dtype
 
 
 def check_token_ids(lm: LanguageModel, name: str, ids: Iterable[int], where: str = "") -> None:

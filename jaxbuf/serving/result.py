@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.models.scoring import Logprobs
+from jaxbuf.recurrence.state_format import state_format
 from jaxbuf.serving import loop
 from jaxbuf.serving.request import Request
 from jaxbuf.serving.samples import raise_where_memory_ran_out
@@ -151,10 +152,11 @@ class Row:
         config, request = self._request.lm.config, self._request
         layers = config.layer_types.count("linear_attention")
         work = {name: number for name, number in counted.items() if name != "accepted"}
-        dtypes = {"state_dtype": jnp.float32, "entry_dtype": request.entry_dtype}
+        dtypes = {"state_dtype": request.state_dtype, "entry_dtype": request.entry_dtype}
         moved = state_traffic(config.spec, layers, **work, **dtypes)
         work = {name: counted[name] for name in ("steps", "drafted")}
-        snapshots = snapshot_traffic(config.spec, layers, **work, state_dtype=jnp.float32)
+        state_dtype = state_format(request.state_dtype).written_each_step
+        snapshots = snapshot_traffic(config.spec, layers, **work, state_dtype=state_dtype)
         prompt_tokens = len(request.prompts[self._index])
         return Stats(prompt_tokens, new_tokens, **counted, form=request.form, bytes=moved, snapshot_bytes=snapshots)
 

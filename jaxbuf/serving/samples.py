@@ -55,6 +55,7 @@ def init_cache(
     trees: bool = False,
     dtype: jnp.dtype,
     entry_dtype: jnp.dtype | None = None,
+    state_dtype: str = "float32",
     again: bool = False,
 ) -> qwen3_5.Cache:
     """A memory of `rows` slots for prompts of at most `bucket` tokens, and `capacity` with what follows them.
@@ -66,7 +67,8 @@ def init_cache(
     if samples is not None:
         tokens: dict[str, Any] = {"prompt_tokens": bucket, "new_tokens": capacity - bucket}
         pools = forked_sizes(**sizes, prompts=samples.readers.shape[0], **tokens, again=again)
-    return qwen3_5.init_cache(config, **sizes, capacity=capacity, **pools, dtype=dtype, entry_dtype=entry_dtype)
+    dtypes: dict[str, Any] = {"dtype": dtype, "entry_dtype": entry_dtype, "state_dtype": state_dtype}
+    return qwen3_5.init_cache(config, **sizes, capacity=capacity, **pools, **dtypes)
 
 
 def with_limits(cache: qwen3_5.Cache, limit: Array) -> qwen3_5.Cache:

@@ -21,9 +21,10 @@ class Stats:
       drafted, accepted: Draft tokens verified and kept; 0 without a drafter.
       form: "recurrent" or "buffered": the one that ran, if "auto" was asked for.
       bytes: State traffic of all recurrent layers together: layers * (state * (checkpoint_reads + folds) + entry *
-        (live_entries + steps + drafted)), where state is a layer's state in bytes (heads * value_dim * key_dim in fp32)
-        and entry one ring entry's (key_heads * key_dim + heads * value_dim in the entry dtype, and heads fp32 decays).
-        A drafter's own memory is not counted.
+        (live_entries + steps + drafted)), where state is a layer's state in bytes (heads * value_dim * key_dim in the
+        state dtype) and entry one ring entry's (key_heads * key_dim + heads * value_dim in the entry dtype, and heads
+        fp32 decays). Of a split state, steps read the high half alone, and a fold moves the low half twice and the high
+        half once. A drafter's own memory is not counted.
       snapshot_bytes: What the same steps move in the design that keeps a state for each token that is verified, to
         return to: layers * state * (2 * steps + drafted). Without drafts it is the plain recurrence.
     """

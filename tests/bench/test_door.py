@@ -78,4 +78,4 @@ def test_a_short_drift_run_is_not_judged_and_keeps_what_it_is_told_to(tmp_path, 
     assert {"recurrence"} <= {row.scope for row in profiling.time_by_scope("trace") if row.program == "decode"}
     assert bench("drift", *SMALL, "--json", "figures/drift.json").exit_code == 0
     record = json.loads((tmp_path / "figures/drift.json").read_text())
-    assert len(record["figures"]) == 36 and record["steps"] == 8 and (tmp_path / "figures/drift.png").is_file()
+    assert len(record["figures"]) == 42 and record["steps"] == 8 and (tmp_path / "figures/drift.png").is_file()

@@ -33,15 +33,16 @@ def test_rows_are_spread_over_the_joined_documents(demo):
 def test_a_difference_is_relative_and_by_quarter():
     recurrent = np.tile(np.array([1.0, 3, 2, 2, 4, 4, 5, 1]), (2, 1))
     buffered = recurrent * np.repeat([1.0, 1.1, 0.9, 1.0], 2)
-    quarters = likelihood.compare(recurrent, buffered)
+    quarters = likelihood.compare(recurrent, buffered, recurrent / 10)
     assert [quarter["tokens"] for quarter in quarters] == [[1, 2], [3, 4], [5, 6], [7, 8]]
     assert [quarter["recurrent_nats"] for quarter in quarters] == [2, 2, 4, 3]
     np.testing.assert_allclose([quarter["relative_difference"] for quarter in quarters], [0, 0.1, -0.1, 0], atol=1e-9)
     np.testing.assert_allclose([q["mean_absolute_difference_nats"] for q in quarters], [0, 0.2, 0.4, 0], atol=1e-9)
+    np.testing.assert_allclose([q["divergence_nats"] for q in quarters], [0.2, 0.2, 0.4, 0.3], atol=1e-9)
 
 
 @pytest.mark.slow
-def test_bf16_entries_cost_no_likelihood(demo, rng, tmp_path, monkeypatch, capsys):
+def test_neither_bf16_entries_nor_split_checkpoints_cost_likelihood(demo, rng, tmp_path, monkeypatch, capsys):
     """On 2 rows of 512 tokens; the recurrent form's likelihood is that of the parallel forward."""
     text, path = tmp_path / "text.txt", tmp_path / "likelihood.json"
     text.write_text(prose(rng, 400))
@@ -51,15 +52,17 @@ def test_bf16_entries_cost_no_likelihood(demo, rng, tmp_path, monkeypatch, capsy
     assert record["script"] == "scripts/bench_likelihood" and record["text"][0]["file"] == "text.txt"
     rows = likelihood.cut_rows(demo, texts.read_documents(demo, [text]), 2, 512)
     exact = -np.asarray(demo.score(rows), np.float64)[:, 1:]
-    for quarter, part in zip(record["quarters"], np.array_split(exact, 4, axis=1), strict=True):
-        np.testing.assert_allclose(quarter["recurrent_nats"], part.mean(), rtol=1e-4)
-        assert abs(quarter["relative_difference"]) <= likelihood.BOUND
-        assert quarter["mean_absolute_difference_nats"] > 1e-5  # the entries were rounded
-    found = likelihood.compare(exact, exact * np.repeat([1, 1, 1, 1.01], 128))
-    monkeypatch.setattr(likelihood, "likelihood", lambda *_, **settings: exact)
-    monkeypatch.setattr(likelihood, "compare", lambda *_: found)
+    assert tuple(record["quarters"]) == likelihood.STATES
+    for state, quarters in record["quarters"].items():
+        for quarter, part in zip(quarters, np.array_split(exact, 4, axis=1), strict=True):
+            np.testing.assert_allclose(quarter["recurrent_nats"], part.mean(), rtol=1e-4)
+            assert abs(quarter["relative_difference"]) <= likelihood.BOUNDS["float32"], state
+            assert quarter["mean_absolute_difference_nats"] > 1e-5  # the entries were rounded
+            assert 1e-8 < quarter["divergence_nats"] < 1e-3, state
+    worse = exact * np.repeat([1, 1, 1, 1.01], 128)
+    monkeypatch.setattr(likelihood, "decode", lambda *_, **settings: (exact, {"split": (worse, 0 * worse)}))
     assert likelihood.main(words[:-2]) == 1
-    assert "DOES NOT HOLD" in capsys.readouterr().out
+    assert "DOES NOT HOLD: split checkpoint" in capsys.readouterr().out
 
 
 def test_a_likelihood_that_is_no_number_is_no_pass(rng, tmp_path, monkeypatch, capsys):
@@ -68,7 +71,7 @@ def test_a_likelihood_that_is_no_number_is_no_pass(rng, tmp_path, monkeypatch, c
     text.write_text(prose(rng, 10))
     exact = np.ones((1, 8))
     broken = np.where(np.arange(8) < 6, exact, np.nan)
-    monkeypatch.setattr(likelihood, "likelihood", lambda *_, limit, **settings: exact if limit == 1 else broken)
+    monkeypatch.setattr(likelihood, "decode", lambda *_, **settings: (exact, {"float32": (broken, broken)}))
     assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8"]) == 1
     assert "DOES NOT HOLD" in capsys.readouterr().out
     assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8193"]) == 2
@@ -78,9 +81,9 @@ def test_a_likelihood_that_is_no_number_is_no_pass(rng, tmp_path, monkeypatch, c
 
 def test_the_default_text_is_long_enough_for_the_default_rows(tmp_path, monkeypatch, capsys):
     read = []
-    monkeypatch.setattr(likelihood, "likelihood", lambda model, rows, **_: (read.append(rows), np.ones((1, 8)))[1])
+    monkeypatch.setattr(likelihood, "decode", lambda model, rows, **_: (read.append(rows), (np.ones((1, 8)), {}))[1])
     assert likelihood.main(["--json", str(tmp_path / "record.json")]) == 0, capsys.readouterr().out
-    assert [rows.shape for rows in read] == [(4, 4097)] * 2 and len(np.unique(read[0][:, :8], axis=0)) == 4
+    assert [rows.shape for rows in read] == [(4, 4097)] and len(np.unique(read[0][:, :8], axis=0)) == 4
     (text,) = json.loads((tmp_path / "record.json").read_text())["text"]
     assert text["file"] == "the Python standard library" and text["bytes"] > 100_000
 
@@ -99,6 +102,7 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
     [
         ("--tokens 3", "--tokens must be a whole number of at least 4, got '3'"),
         ("--limit 1", "--limit must be a whole number of at least 2, got '1'"),
+        ("--states float32,int4", "--states must name some of float32, bfloat16, split, split8, got 'int4'"),
         ("--text nowhere.txt", "there is no nowhere.txt"),
     ],
 )

@@ -20,6 +20,7 @@ from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.pallas.platform import without_kernels
 from jaxbuf.recurrence import RecurrenceSpec, buffered, prepare
 from jaxbuf.recurrence.convolution import init_ring
+from jaxbuf.recurrence.state_format import decode
 from jaxbuf.serving import SamplingParams, generate_tokens, request, start
 from tests.gpu.program import pool_sized_writes
 
@@ -92,7 +93,7 @@ def errors(
 ) -> Figures:
     """The worst errors over ragged steps with rejections and folds; every step starts from XLA's memory."""
     found = {"out": 0.0, "entries": 0.0, "checkpoints": 0.0}
-    cache = poisoned(spec, entry_dtype=jnp.dtype(entry), state_dtype=jnp.dtype(state), **sizes)
+    cache = poisoned(spec, entry_dtype=jnp.dtype(entry), state_dtype=state, **sizes)
     slots, folds = jnp.asarray(rng.permutation(ROWS) + 1, jnp.int32), 0
     for _ in range(24):
         inputs = new_inputs(rng, spec, ROWS, time, jnp.dtype("float32" if entry == "float32" else "bfloat16"))
@@ -104,7 +105,8 @@ def errors(
         for name in ("keys", "gates"):
             assert same_bits(getattr(after.pool, name), getattr(reference.pool, name)), f"{name} differ"
         found["entries"] = max(found["entries"], worst(after.pool.updates, reference.pool.updates))
-        found["checkpoints"] = max(found["checkpoints"], worst(after.pool.checkpoints, reference.pool.checkpoints))
+        states = [decode(x.pool.checkpoints, x.pool.low, x.pool.low_scales) for x in (after, reference)]
+        found["checkpoints"] = max(found["checkpoints"], worst(*states))
         folds += int(np.sum(np.asarray(reference.cursor.folded > cache.cursor.folded)))
         accepted = jnp.asarray(rng.integers((lengths + 1) // 2, lengths + 1), jnp.int32)
         cache = buffered.commit(reference, accepted, slots=slots)
@@ -119,6 +121,8 @@ def check_errors(rng, entry: str, state: str = "float32", times: tuple[int, ...]
         bounds = dict.fromkeys(figures, BOUNDS[entry])
         if state == "bfloat16":
             bounds["checkpoints"] = BOUNDS["bfloat16"]
+        if state == "split":
+            bounds["checkpoints"] = BOUNDS["float32"]  # with both halves
         if entry == "float16":  # the outputs themselves are bfloat16
             bounds["out"] = BOUNDS["bfloat16"]
         assert all(figures[name] <= bounds[name] for name in figures), f"{time} at once: {figures}, at most {bounds}"
@@ -144,12 +148,14 @@ def check_long_rings(
     spec: RecurrenceSpec = QWEN,
     implementation: str = "gpu",
     most: int = 64,
+    state_dtype: str = "float32",
 ) -> Figures:
     """A step at every filling of a ring; `most` rows at most."""
     found = {}
     for limits, time, rows in sizes:
         limit, rows = max(limits), min(rows, most)
-        cache = poisoned(spec, rows, jnp.asarray(np.resize(limits, rows), jnp.int32), max_pending=max_pending)
+        given = {"max_pending": max_pending, "state_dtype": state_dtype}
+        cache = poisoned(spec, rows, jnp.asarray(np.resize(limits, rows), jnp.int32), **given)
         slots, figures = jnp.arange(1, rows + 1, dtype=jnp.int32), []
         at_once = min(8, max_pending)
         begun = jnp.asarray(rng.integers(0, 9, rows), jnp.int32)  # rows do not go in step
@@ -172,10 +178,17 @@ def check_long_rings(
     return found
 
 
-def check_at_once(rng, entry: str, held: int = 0, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") -> Figures:
+def check_at_once(
+    rng,
+    entry: str,
+    held: int = 0,
+    spec: RecurrenceSpec = QWEN,
+    implementation: str = "gpu",
+    state_dtype: str = "float32",
+) -> Figures:
     """T tokens at once and one by one store the same bits, behind `held` entries and behind more, with gates near 0
     and far from it."""
-    time, cache = 5, poisoned(spec, limit=held + 32, entry_dtype=jnp.dtype(entry))
+    time, cache = 5, poisoned(spec, limit=held + 32, entry_dtype=jnp.dtype(entry), state_dtype=state_dtype)
     slots, ones = jnp.arange(1, ROWS + 1, dtype=jnp.int32), jnp.ones(ROWS, jnp.int32)
     for _ in range(held // MAX_PENDING):
         inputs = new_inputs(rng, spec, ROWS, MAX_PENDING, jnp.bfloat16)
@@ -260,8 +273,11 @@ def spoil_uncommitted(rng, cache: buffered.BufferedState) -> buffered.BufferedSt
     held = np.asarray(where.checkpoint)[np.asarray(where.has_checkpoint)]
     empty = ~np.isin(np.arange(pool.checkpoints.shape[0]), held)
     entries = (spoil(rng, x, dead) for x in (pool.keys, pool.updates, pool.gates))
-    checkpoints = spoil(rng, pool.checkpoints[:, None], empty[:, None])[:, 0]
-    return buffered.BufferedState(cursor, buffered.Pool(checkpoints, *entries))
+    states = (pool.checkpoints, pool.low, pool.low_scales)
+    checkpoints, low, scales = (
+        x if x is None or x.dtype == jnp.int8 else spoil(rng, x[:, None], empty[:, None])[:, 0] for x in states
+    )
+    return buffered.BufferedState(cursor, buffered.Pool(checkpoints, *entries, low, scales))
 
 
 def check_rejected(
@@ -274,22 +290,25 @@ def check_rejected(
     steps: int = 12,
     rows: int = ROWS,
     entry: str = "bfloat16",
+    state_dtype: str = "float32",
 ) -> Figures:
     """Drafts that are rejected, and whatever else was never committed, may be NaN or infinite: the next launches give
     the bits that they give without, and so do folds inside a step and forced ones."""
     how, sizes = {"implementation": implementation, "interpret": interpret}, {"limit": limit, "max_pending": time}
-    clean = sick = buffered.init(spec, slots=rows, **sizes, entry_dtype=jnp.dtype(entry))
+    clean = sick = buffered.init(spec, slots=rows, **sizes, entry_dtype=jnp.dtype(entry), state_dtype=state_dtype)
     everyone, folds = jnp.arange(1, rows + 1, dtype=jnp.int32), 0
 
     def compare(found, expected, what):
         assert same_bits(found, expected), f"{what} differs where what is not committed is not finite"
         assert np.isfinite(np.asarray(found, np.float32)).all(), f"{what} is not finite"
 
-    for _ in range(steps):
+    for step in range(steps):
         inputs = new_inputs(rng, spec, rows, time, jnp.bfloat16)
         slots = np.where(rng.random(rows) < 0.2, 0, rng.permutation(rows) + 1)
         lengths = rng.integers(0, time + 1, rows)
         accepted = np.where(slots > 0, rng.integers(0, lengths + 1), 0)
+        if step < 2:  # Rows with short rings fold for certain.
+            slots, lengths, accepted = np.arange(1, rows + 1), np.full(rows, time), np.full(rows, time)
         rejected, past = (np.arange(time)[None] >= count[:, None] for count in (accepted, lengths))
         launch = jnp.asarray(slots, jnp.int32), jnp.asarray(lengths, jnp.int32)
         _, after = extend(spec, clean, inputs, *launch, **how)
@@ -350,7 +369,7 @@ def check_rejected_inputs(
     return {}
 
 
-def check_loop(spec: RecurrenceSpec = QWEN, implementation: str = "gpu") -> Figures:
+def check_loop(spec: RecurrenceSpec = QWEN, implementation: str = "gpu", state_dtype: str = "float32") -> Figures:
     """A loop of steps with a donated memory writes nothing of a pool's size."""
     slots = jnp.arange(1, ROWS + 1, dtype=jnp.int32)
 
@@ -363,7 +382,7 @@ def check_loop(spec: RecurrenceSpec = QWEN, implementation: str = "gpu") -> Figu
 
         return jax.lax.fori_loop(0, 32, step, (cache, inputs[2]))
 
-    cache = jax.eval_shape(lambda: buffered.init(spec, slots=ROWS, limit=LIMIT, max_pending=1))
+    cache = jax.eval_shape(lambda: buffered.init(spec, slots=ROWS, limit=LIMIT, max_pending=1, state_dtype=state_dtype))
     inputs = jax.eval_shape(lambda: new_inputs(np.random.default_rng(0), spec, ROWS, 1, jnp.bfloat16))
     found = pool_sized_writes(loop.lower(cache, inputs).compile().as_text(), _pools(cache.pool))
     assert not found, "\n".join(found)
@@ -491,6 +510,14 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_step_is_xlas_with_bfloat16_entries": lambda rng: check_errors(rng, "bfloat16"),
     "a_step_is_xlas_with_float16_entries": lambda rng: check_errors(rng, "float16"),
     "a_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_errors(rng, "bfloat16", "bfloat16"),
+    "a_step_is_xlas_with_a_split_checkpoint": lambda rng: check_errors(rng, "bfloat16", "split"),
+    "a_step_is_xlas_with_a_split_checkpoint_and_many_entries": lambda rng: check_long_rings(
+        rng, LONG[1:], state_dtype="split"
+    ),
+    "a_recurrent_step_is_xlas_with_a_split_checkpoint": lambda rng: check_recurrent(rng, "bfloat16", "split"),
+    "tokens_at_once_store_the_bits_of_one_by_one_with_a_split_checkpoint": lambda rng: check_at_once(
+        rng, "bfloat16", state_dtype="split"
+    ),
     "a_step_is_xlas_with_more_entries_than_a_chunk": lambda rng: check_long_rings(rng, LONG),
     "a_step_is_xlas_with_rows_of_every_kind": lambda rng: check_long_rings(rng, MIXED),
     "a_step_is_xlas_where_tokens_only_come_one_by_one": lambda rng: check_long_rings(rng, ALONE, max_pending=1),
@@ -512,7 +539,11 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
         rng, time=1, limit=1
     ),
     "rejected_inputs_that_are_not_finite_change_no_bit": check_rejected_inputs,
+    "rejected_drafts_that_are_not_finite_change_no_bit_with_a_split_checkpoint": lambda rng: check_rejected(
+        rng, state_dtype="split"
+    ),
     "no_pool_sized_write_in_a_loop_of_steps": lambda rng: check_loop(),
+    "no_pool_sized_write_in_a_loop_of_steps_with_split_checkpoints": lambda rng: check_loop(state_dtype="split"),
     "no_pool_sized_write_in_the_program_of_two_layers": lambda rng: check_program(two_layers()),
     "no_pool_sized_write_in_the_program_of_the_demo_model": lambda rng: check_program(demo()),
     "greedy_tokens_of_two_layers_are_those_without_kernels": lambda rng: check_tokens(two_layers()),

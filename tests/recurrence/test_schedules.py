@@ -65,11 +65,12 @@ numbers = partial(np.array, dtype=np.int32)
 class Schedule(RuleBasedStateMachine):
     """Any calls in any order. The twin checks after each all there is to check about it."""
 
-    family, sizes = GDN, SHARED
+    family, sizes, least = GDN, SHARED, 1  # `least`: limits below it are this one
 
     @initialize(seed=seeds, limits=limits)
     def start(self, seed, limits):
-        rng, limits = np.random.default_rng(seed), (*limits, 40)  # one that gives every memory the same ring
+        # The last gives every memory the same ring.
+        rng, limits = np.random.default_rng(seed), [max(limit, self.least) for limit in (*limits, 40)]
         self.twin = Twin(self.family, rng, limits=limits, **self.sizes)
 
     def held(self):

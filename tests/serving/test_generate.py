@@ -196,7 +196,7 @@ def test_prompt_logprobs_never_hold_the_logits_of_a_whole_prompt(lm):
     wide = dataclasses.replace(lm, config=config, tokenizer=None)
     sampling = SamplingParams(prompt_logprobs=5)
     arguments = request.check(wide, [[1] * 2048], 12, sampling, 16, "auto", None).arguments
-    static = ("capacity", "room", "ring_limit", "entry_dtype", "report", "report_prompt")
+    static = ("capacity", "room", "ring_limit", "entry_dtype", "state_dtype", "report", "report_prompt")
     named = {name: arguments.pop(name) for name in static}
     model = nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0)))
     traced = jax.make_jaxpr(partial(start.__wrapped__, **named))(model, **arguments)

@@ -173,7 +173,7 @@ def test_of_an_id_only_the_configuration_is_fetched(monkeypatch):
         ({"accepted": float("nan")}, r"accepted must be a number in \[1, 1 \+ draft_tokens \(1\)\], got nan"),
         ({"workspace_bytes": -1}, "workspace_bytes must be a whole number from 0 to 9223372036854775807, got -1"),
         ({"draft_tokens": 2, "accepted": 3.5}, r"accepted must be a number in \[1, 1 \+ draft_tokens \(3\)\], got 3.5"),
-        ({"state_dtype": "int8"}, "state_dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"state_dtype": "int8"}, "state_dtype must be one of float32, bfloat16, float16, split, split8, got 'int8'"),
         ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16, got 'float64'"),
     ],
 )

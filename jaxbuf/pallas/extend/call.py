@@ -40,7 +40,8 @@ class Call:
       heads, key_heads, key_dim, value_dim: As in `RecurrenceSpec`.
       ring: Entries that the ring of a slot has places for.
       max_pending: The most tokens of any launch. The ring keeps this many places free for pending tokens.
-      state: The checkpoints' dtype.
+      state: The checkpoints' dtype, or that of their high halves if they are split.
+      low: The dtype of their low halves; None if they are not split.
       entry: The dtype of the entries' keys and updates.
       probe: The dtype of the new keys and queries.
       out: The outputs' dtype.
@@ -58,6 +59,7 @@ class Call:
     entry: np.dtype
     probe: np.dtype
     out: np.dtype
+    low: np.dtype | None = None
 
     @property
     def items(self) -> int:

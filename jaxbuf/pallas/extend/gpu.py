@@ -55,7 +55,7 @@ type Array = jax.Array
 def extend(
     call: Call,
     integers: Integers,
-    arrays: tuple[Array, Array, Array, Array],
+    arrays: tuple[Array, ...],
     q: Array,
     k: Array,
     v: Array,
@@ -69,7 +69,8 @@ def extend(
     Args:
       call: The call's sizes and dtypes.
       integers: Where each row's memory lies; rows that fold are put `row_spacing` lines apart.
-      arrays: Checkpoints, keys, updates and gates as in `Pool`. They are written in place.
+      arrays: Checkpoints, keys, updates and gates as in `Pool`, and behind them `Pool.low` if checkpoints are split.
+        They are written in place.
       q, k: [rows, T, key_heads, key_dim] in call.probe; k is rounded to the entries' dtype.
       v: [rows, T, heads, value_dim].
       log_decay, beta: f32 [rows, T, heads].
@@ -78,23 +79,26 @@ def extend(
     Returns:
       out [rows, T, heads, value_dim] in call.out, and the arrays.
     """
-    checkpoints, *entries = arrays
+    checkpoints, entries, low = arrays[0], arrays[1:4], arrays[4:]
     flat = [x.reshape(-1, *x.shape[2:4]) for x in entries]
     flat[2] = flat[2].reshape(-1, call.heads)
     if serves(call):
-        refs = [jax.new_ref(x) for x in (checkpoints, *flat)]
+        refs = [jax.new_ref(x) for x in (checkpoints, *flat, *low)]
         out = extend_step(call, integers, refs, q, k, v, log_decay, beta, interpret=interpret)
-        checkpoints, *flat = (jax.freeze(ref) for ref in refs)
-        return out, (checkpoints, *(x.reshape(old.shape) for x, old in zip(flat, entries, strict=True)))
+        return out, _frozen(refs, arrays)
     schedule = arrange(call)
     positions = integers.entries[:, : schedule.padded_entries]
     positions = jnp.pad(positions, ((0, 0), (0, schedule.padded_entries - positions.shape[1])))
     counter = [jnp.zeros(1, jnp.int32)] if schedule.draws and not interpret else []
-    refs = [jax.new_ref(x) for x in (checkpoints, *flat, *counter)]
+    refs = [jax.new_ref(x) for x in (checkpoints, *flat, *low, *counter)]
     padded = integers._replace(entries=positions)
     out = _kernel(schedule, interpret)(*padded, q, k, v, log_decay, beta, *refs)
-    checkpoints, *flat = (jax.freeze(ref) for ref in refs[:4])
-    return out, (checkpoints, *(x.reshape(old.shape) for x, old in zip(flat, entries, strict=True)))
+    return out, _frozen(refs[: len(arrays)], arrays)
+
+
+def _frozen(refs: list, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """What the references hold, in the arrays' shapes."""
+    return tuple(jax.freeze(ref).reshape(old.shape) for ref, old in zip(refs, arrays, strict=True))
 
 
 def row_spacing(call: Call) -> int:
@@ -130,7 +134,8 @@ def _kernel(schedule: Schedule, interpret: bool):
 
     def extend_heads(*refs):  # A profile shows this name.
         *refs, out, memory = refs
-        arrays, counter = Arrays(*refs[: len(Arrays._fields)]), refs[len(Arrays._fields) :]
+        given = len(Arrays._fields) - (call.low is None)
+        arrays, counter = Arrays(*refs[:given]), refs[given:]
         lane = Lane(schedule, interpret, arrays, memory)
         drawn_word = schedule.padded_entries  # the index in `lane.decays` of the number that the lane drew last
 
@@ -277,11 +282,12 @@ def _read_state(lane: Lane, item: Item, i: Array, probes: list[list[Array]] | No
         pl.when(item.has_state)(multiply_band)
     else:
         multiply_band()
-    # Before band i is overwritten, the copy of it that a fold started must have read it. Copies end in the order in
+    # Before band i is overwritten, the copies of it that a fold started must have read it. Copies end in the order in
     # which they started: those of the bands behind it may still be on their way.
+    copies = 1 if schedule.call.low is None else 2  # of a band
     for behind, _ in enumerate(schedule.bands):
         last = item.folds & (i == len(schedule.bands) - 1 - behind)
-        pl.when(last)(functools.partial(plgpu.wait_smem_to_gmem, behind, wait_read_only=True))
+        pl.when(last)(functools.partial(plgpu.wait_smem_to_gmem, copies * behind, wait_read_only=True))
     synchronize(lane.interpret)
 
 

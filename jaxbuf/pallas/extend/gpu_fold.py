@@ -17,6 +17,7 @@ from jaxbuf.pallas.extend.gpu_products import (
     cut,
     join,
     multiply,
+    split,
     spread,
     where,
 )
@@ -60,7 +61,14 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
 
         def add_to(i):
             band, state, barrier = lane.band(i)
-            pl.when(item.has_checkpoint & begins)(lambda: plgpu.barrier_wait(barrier))
+            halves = [(state, barrier, lane.arrays.checkpoints)]
+            if lane.arrays.low is not None:
+                halves.append((*lane.low_band(i), lane.arrays.low))
+
+            @pl.when(item.has_checkpoint & begins)
+            def _():
+                for _, arrived, _ in halves:
+                    plgpu.barrier_wait(arrived)
 
             updates = []
             for chunk, start, weight in steps:
@@ -68,17 +76,19 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
                 update = join([load(x, TALL_LEFT) for x in refs])
                 updates.append(cut(update * spread(weight, update.shape, 1, TALL_LEFT)))
             for columns in schedule.state_strips:
-                strip = state.at[:, columns]
-                new = where(item.has_checkpoint | ~begins, load(strip, TALL).astype(jnp.float32) * decay)
+                strips = [half.at[:, columns] for half, _, _ in halves]
+                new = where(item.has_checkpoint | ~begins, join([load(strip, TALL) for strip in strips]) * decay)
                 for (chunk, start, _), update in zip(steps, updates, strict=True):
                     keys = [load(x.at[pl.ds(chunk.keys + start, CHUNK), columns], TALL_RIGHT) for x in chunk.planes]
                     new = multiply(new, update, keys, interpret)
-                strip[...] = new.astype(lane.call.state)
-            plgpu.commit_smem()  # The copy below reads what was stored.
+                for strip, half in zip(strips, split(new, [strip.dtype for strip in strips], interpret), strict=True):
+                    strip[...] = half
+            plgpu.commit_smem()  # The copies below read what was stored.
 
             @pl.when(last)
             def _():
-                plgpu.copy_smem_to_gmem(state, lane.arrays.checkpoints.at[item.fold_to, item.head, band])
+                for half, _, target in halves:
+                    plgpu.copy_smem_to_gmem(half, target.at[item.fold_to, item.head, band])
 
         lane.each_band(add_to)
 

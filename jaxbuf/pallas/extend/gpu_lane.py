@@ -46,6 +46,7 @@ class Arrays(NamedTuple):
       keys: [positions, key_heads, key_dim] in Call.entry.
       updates: [positions, heads, value_dim] in Call.entry.
       gates: f32 [positions, heads].
+      low: [states, heads, value_dim, key_dim] in Call.low; None if checkpoints are not split.
     """
 
     fields: jax.Ref
@@ -60,6 +61,7 @@ class Arrays(NamedTuple):
     keys: jax.Ref
     updates: jax.Ref
     gates: jax.Ref
+    low: jax.Ref | None = None
 
 
 class Upcoming(NamedTuple):
@@ -175,6 +177,8 @@ class Lane:
             ref.at[warpgroup] for ref in (memory.vectors, memory.decays, memory.products, memory.reads, memory.state)
         )
         self._barriers, self._first_barrier = memory.barriers, warpgroup * len(schedule.bands)
+        self._low = memory.low.at[warpgroup] if arrays.low is not None else None
+        self._low_barriers = memory.low_barriers
         self._later, self._positions = (
             ref.at[warpgroup] if schedule.stages else None for ref in (memory.later, memory.positions)
         )
@@ -191,6 +195,11 @@ class Lane:
         """Band i of a checkpoint: its rows, its shared memory, and the barrier that opens when it has arrived."""
         rows = pl.ds(i * BAND, BAND)
         return rows, self._state.at[i], self._barriers.at[self._first_barrier + i]
+
+    def low_band(self, i: Array | int):
+        """The same of the low half of a split checkpoint: its shared memory, and its barrier."""
+        assert self._low is not None
+        return self._low.at[i], self._low_barriers.at[self._first_barrier + i]
 
     def each_band(self, function) -> None:
         """Calls a function with the number of each band; in a loop if there are several new tokens.
@@ -264,12 +273,19 @@ class Lane:
         return Upcoming(item < call.items, line, lax.rem(item, call.heads), fields, first_positions, all_positions)
 
     def fetch(self, i: int, head: Array, fields: list[Array]) -> None:
-        """Starts to copy band i of an item's checkpoint to shared memory, if the row has a checkpoint."""
+        """Starts to copy band i of an item's checkpoint to shared memory, if the row has a checkpoint.
+
+        The low half of a split one is copied only if the row folds.
+        """
+        low = self.arrays.low
 
         @pl.when(fields[HAS_CHECKPOINT] > 0)
         def _():
             rows, state, barrier = self.band(i)
             plgpu.copy_gmem_to_smem(self.arrays.checkpoints.at[fields[CHECKPOINT], head, rows], state, barrier)
+            if low is not None:
+                source, target = low.at[fields[CHECKPOINT], head, rows], self.low_band(i)
+                pl.when(fields[FOLD_TO] >= 0)(lambda: plgpu.copy_gmem_to_smem(source, *target))
 
     def copy(self, head: Array, entry: Array | int, chunk: ChunkMemory) -> None:
         """Starts to copy a chunk, from `entry` on, to shared memory; zeros are written where there is no entry.

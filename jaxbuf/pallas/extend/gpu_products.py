@@ -1,5 +1,7 @@
 """Products on the tensor cores, for `extend` on a GPU: their layouts, and float32 operands as two bfloat16 halves."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +92,19 @@ def join(halves: list[Array]) -> Array:
     """The float32 sum of what `cut` returned."""
     parts = [x.astype(jnp.float32) for x in halves]
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def split(x: Array, dtypes: Sequence, interpret: bool) -> list[Array]:
+    """float32 x in parts: rounded to the first dtype, what that left rounded to the second, and so on."""
+    parts = []
+    for dtype in dtypes:
+        parts.append(x.astype(dtype))
+        rounded = parts[-1].astype(jnp.float32)
+        if interpret:  # XLA may drop a conversion there and back.
+            limits = jnp.finfo(dtype)
+            rounded = lax.reduce_precision(x, limits.nexp, limits.nmant)
+        x = x - rounded
+    return parts
 
 
 def where(flag: Array, x: Array) -> Array:

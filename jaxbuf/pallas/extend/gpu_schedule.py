@@ -49,7 +49,9 @@ class SharedMemory(NamedTuple):
       reads: f32, the state times each probe. With `adds_on_tensor_cores`, what entries add to outputs until then.
       vectors: bfloat16 [planes, 2 · CHUNK + probe_rows, pitch]: the first chunk's keys, the probes, the first chunk's
         updates. With `adds_on_tensor_cores`, the weights of each chunk overwrite these keys.
-      state: [bands, BAND, key_dim], the item's checkpoint.
+      state: [bands, BAND, key_dim], the item's checkpoint, or the high half of a split one.
+      low: [bands, BAND, key_dim], the low half of a split checkpoint, while an item folds. None if none is split.
+      low_barriers: As `barriers`, for `low`. None without it.
       decays: f32 [padded_entries + CHUNK]: of each entry the gate, which is overwritten by the decay since the entry,
         or by that decay's exponential. The last `passed_words` numbers before `padded_entries` are those passed on to
         the next item. The one at `padded_entries` is the number that the lane drew: no chunk's decays reach that far.
@@ -63,6 +65,8 @@ class SharedMemory(NamedTuple):
     reads: Any
     vectors: Any
     state: Any
+    low: Any
+    low_barriers: Any
     decays: Any
 
 
@@ -208,8 +212,6 @@ class Schedule:
         """The types of a block's arrays in shared memory."""
         call, one_token = self.call, self.one_token
         probes = 2 * call.time
-        tiling = plgpu.TilingTransform((8, SWIZZLE // call.state.itemsize))  # pyright: ignore[reportAbstractUsage]
-        swizzle = plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
 
         # Rows are a little longer than they need be: their columns then lie in different banks.
         pitch = max(call.key_dim, call.value_dim) + 8
@@ -217,17 +219,25 @@ class Schedule:
         def memory(*dims, dtype=jnp.float32, transforms=()):
             return plgpu.SMEM((self.warpgroups, *dims), dtype, transforms=transforms)
 
+        def states(dtype):
+            tiling = plgpu.TilingTransform((8, SWIZZLE // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
+            swizzle = plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
+            return memory(len(self.bands), BAND, call.key_dim, dtype=dtype, transforms=(tiling, swizzle))
+
         low_decays = 0 if one_token else self.padded_entries
         reads = (probes, call.value_dim) if one_token else (call.value_dim, self.probe_columns + 2)
+        barriers = plgpu.Barrier(num_barriers=self.warpgroups * len(self.bands))
         return SharedMemory(
-            barriers=plgpu.Barrier(num_barriers=self.warpgroups * len(self.bands)),
+            barriers=barriers,
             later=memory(2 * self.later_size * self.stages, pitch, dtype=jnp.bfloat16) if self.stages else None,
             decays_low=memory(low_decays + 2 * THREADS // WARP) if self.sums_exactly else None,
             positions=memory(self.padded_entries, dtype=jnp.int32) if self.stages else None,
             products=memory(probes if one_token else max(CHUNK, probes), self.entry_columns + CHUNK),
             reads=memory(*reads),
             vectors=memory(self.planes, 2 * CHUNK + self.probe_rows, pitch, dtype=jnp.bfloat16),
-            state=memory(len(self.bands), BAND, call.key_dim, dtype=call.state, transforms=(tiling, swizzle)),
+            state=states(call.state),
+            low=states(call.low) if call.low is not None else None,
+            low_barriers=barriers if call.low is not None else None,
             decays=memory(self.padded_entries + CHUNK),
         )
 

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Call, Integers
-from jaxbuf.pallas.extend.gpu_products import ZERO, where
+from jaxbuf.pallas.extend.gpu_products import ZERO, split, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND
 from jaxbuf.pallas.threads import COMPILER, load
 
@@ -51,7 +51,7 @@ def extend_step(
     Args:
       call, integers, q, k, v, log_decay, beta, interpret: As there.
       refs: References to the checkpoints, keys, updates and gates, the last three with blocks and block_size as one
-        axis.
+        axis; and to the low halves if checkpoints are split.
 
     Returns:
       The outputs.
@@ -76,8 +76,9 @@ def _kernel(call: Call, interpret: bool):
         return plgpu.layout_cast(lax.broadcast_in_dim(x, (BAND, key_dim), [axis]), layout)
 
     def extend_part(  # A profile shows this name.
-        fields, entries, append, q_ref, k_ref, v_ref, decay_ref, beta_ref, checkpoints, keys, updates, gates, out_ref
+        fields, entries, append, q_ref, k_ref, v_ref, decay_ref, beta_ref, checkpoints, keys, updates, gates, *rest
     ):  # fmt: skip
+        *low, out_ref = rest
         block = lax.axis_index("part")
         band, head, line = lax.rem(block, bands), lax.rem(block // bands, heads), block // (bands * heads)
         values, key_head = pl.ds(band * BAND, BAND), head // call.heads_per_key
@@ -91,6 +92,12 @@ def _kernel(call: Call, interpret: bool):
             return gates[at, head], key, update
 
         state = load(checkpoints.at[checkpoint, head, values], layout).astype(jnp.float32)
+        if low:
+
+            def add_low():
+                return state + load(low[0].at[checkpoint, head, values], layout).astype(jnp.float32)
+
+            state = lax.cond(fold_to >= 0, add_low, lambda: state)
         gate, key, update = load_entry(first)
         new_key, query = (load(ref.at[row, 0, key_head], along_keys) for ref in (k_ref, q_ref))
         value = load(v_ref.at[row, 0, head, values], along_values).astype(jnp.float32)
@@ -103,11 +110,13 @@ def _kernel(call: Call, interpret: bool):
         some = live > 0
         state = add(state, jnp.where(some, gate, ZERO), where(some, key), where(some, update))
         state = lax.fori_loop(1, live, lambda i, state: add(state, *load_entry(entries[line, i])), state)
-        stored = state.astype(call.state)
+        stored, *rest = split(state, [call.state] if call.low is None else [call.state, call.low], interpret)
 
         @pl.when(fold_to >= 0)
         def _():
             checkpoints[fold_to, head, values] = stored
+            for ref, half in zip(low, rest, strict=True):
+                ref[fold_to, head, values] = half
 
         if call.state != jnp.float32:
             state = jnp.where(jnp.broadcast_to(fold_to >= 0, state.shape), stored.astype(jnp.float32), state)
