@@ -13,7 +13,7 @@ from jaxbuf.cli import app
 from jaxbuf.compilation import cache_compilations
 from jaxbuf.serving import profiling
 
-SMALL = "--steps 8 --limit 4 --heads 2 --key-heads 1 --dim 4".split()
+SMALL = "--steps 8 --limit 4 --heads 2 --key-heads 1 --dim 4 --families gdn".split()
 
 
 def bench(*words: str):

@@ -1,5 +1,6 @@
 """Products on the tensor cores, for `extend` on a GPU: their layouts, and float32 operands as two bfloat16 halves."""
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -96,14 +97,14 @@ def join(halves: list[Array]) -> Array:
 
 def split(x: Array, dtypes: Sequence, interpret: bool) -> list[Array]:
     """float32 x in parts: rounded to the first dtype, what that left rounded to the second, and so on."""
-    parts = []
-    for dtype in dtypes:
-        parts.append(x.astype(dtype))
+    parts = [x.astype(dtypes[0])]
+    for before, dtype in itertools.pairwise(dtypes):
         rounded = parts[-1].astype(jnp.float32)
         if interpret:  # XLA may drop a conversion there and back.
-            limits = jnp.finfo(dtype)
+            limits = jnp.finfo(before)
             rounded = lax.reduce_precision(x, limits.nexp, limits.nmant)
         x = x - rounded
+        parts.append(x.astype(dtype))
     return parts
 
 
