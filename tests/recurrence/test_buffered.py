@@ -279,7 +279,11 @@ def test_slots_outside_a_call_keep_every_bit(rng):
     assert (bits(2), bits(5)) == before
 
 
-@pytest.mark.parametrize("sizes", [{}, {"states": 40, "blocks": 150}], ids=["own rows", "shared rows"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"states": 40, "blocks": 150}, {"state_dtype": "split8"}],
+    ids=["own rows", "shared rows", "split states"],
+)
 def test_a_decoding_loop_copies_no_pool(sizes):
     """Asserted from the HLO: what the carried arrays change by is written where they lie."""
     spec, slots, one = RecurrenceSpec(8, 4, key_dim=32, value_dim=64), jnp.arange(1, 9), jnp.ones(8, jnp.int32)
