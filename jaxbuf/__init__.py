@@ -42,6 +42,10 @@ _HOME = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module 'jaxbuf' has no attribute {name!r}")

@@ -32,7 +32,7 @@ def parse_whole(text: str, least: int | None = None, most: int | None = MOST) ->
         expected = "a whole number"
         if least is not None:
             expected += f" of at least {least}" if most in (None, MOST) else f" from {least} to {most}"
-        if number is not None and most is not None and number > most:
+        if number is not None and most is not None and number > most and (least is None or most == MOST):
             expected = f"a whole number of at most {most}"
         raise ValueError(f"must be {expected}, got {shown(text)}")
     return number

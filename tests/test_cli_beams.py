@@ -21,7 +21,7 @@ def test_the_command_line_prints_the_beams_best_first(monkeypatch):
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.stderr
     expected = {"prompts": ["A"], "beams": 2, "length_penalty": 0.5, "max_new_tokens": 7, "ignore_eos": True}
-    assert asked == expected | {"limit": 16, "form": "auto"}
+    assert asked == expected | {"limit": 16, "form": "auto", "state_dtype": None}
     first = "beam 1 of 2, stop, log-probability -1.000, ranked by -1:\none\n"
     assert done.stdout == first + "beam 2 of 2, length, log-probability -3.250, ranked by -9.875e-07:\ntwo\n\n"
     assert "beam 1" not in done.stderr

@@ -142,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
     window = min(WINDOW, max(1, options.steps // 2))
     rows, curves = [], {}
     implementations = IMPLEMENTATIONS[options.implementation]
-    regimes = list(itertools.product(options.families, DECAYS, KEYS))
+    regimes = [(family, decay, keys) for family in options.families for decay in DECAYS for keys in KEYS]
     with without_cache() if options.profile else contextlib.nullcontext(), trace(options.profile):
         for family, decay, keys in track(regimes, "decoding", console=Console(stderr=True)):
             spec = RecurrenceSpec(options.heads, options.key_heads, options.dim, options.dim, *FAMILIES[family])

@@ -90,10 +90,6 @@ def generate(
     """
     err = error_console()
     settings = {"max_new_tokens": max_new_tokens, "limit": limit, "form": form, "state_dtype": state_dtype}
-    from jaxbuf.serving.sampling import MOST_SAMPLES
-
-    if not 1 <= samples <= MOST_SAMPLES:
-        raise ValueError(f"--samples must be a whole number from 1 to {MOST_SAMPLES}, got {samples}")
     search = {"beams": beams, "length_penalty": length_penalty}
     search = {name: value for name, value in search.items() if value is not None}
     if beams is None and search:

@@ -78,8 +78,9 @@ StateDtypeName = Literal["float32", "bfloat16", "split", "split8"]
 StateDtype = Annotated[
     StateDtypeName | None,
     typer.Option(
-        help="How recurrent states are kept between folds: float32, bfloat16 (drifts), split or split8 (steps read "
-        "half the bytes of float32, and nothing drifts); by default float32."
+        help="How recurrent states are kept between folds: float32; bfloat16, which drifts; split, two bfloat16 "
+        "numbers of which a step reads one, without drift; or split8, the second of which is an int8. By default "
+        "float32."
     ),
 ]
 Form = Annotated[
@@ -91,7 +92,7 @@ Samples = Annotated[
     typer.Option(
         help="How many samples of the continuation to draw, from as many seeds in a row. The prompt is read once and "
         "they share its memory; they differ with a --temperature above 0. They are printed when all are done.",
-        **whole(),
+        **whole(1, 1024),
     ),
 ]
 Beams = Annotated[
@@ -136,7 +137,10 @@ SAMPLING = {
         float | None, _sampling_option("Leave out tokens less than this times as likely as the likeliest.", **number())
     ],
     "seed": Annotated[
-        int | None, _sampling_option("The same seed, shapes and device give the same tokens; 0 if unset.", **whole())
+        int | None,
+        _sampling_option(
+            "The same seed, shapes and device give the same tokens; below 2^32, 0 if unset.", **whole(0, 2**32 - 1)
+        ),
     ],
     "repetition_penalty": Annotated[
         float | None,
@@ -179,7 +183,7 @@ DRAFTING = {
     ],
     "draft_tokens": Annotated[
         int | None,
-        _drafting_option("How many tokens are drafted at most at a time, from 1 to 15.", default="4", **whole()),
+        _drafting_option("How many tokens are drafted at most at a time, from 1 to 15.", default="4", **whole(1, 15)),
     ],
     "branches": Annotated[
         int | None,

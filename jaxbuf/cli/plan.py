@@ -32,7 +32,7 @@ def parse_size(text: str | int) -> int:
     except ValueError:
         number = -1.0
     if unit is None or not number >= 0 or (found and not found[2] and 0 < number < 1e6):
-        raise typer.BadParameter(f"must be a size such as 80GB, 80GiB or 80e9, got {text!r}")
+        raise typer.BadParameter(f"must be a size such as 80GB, 80GiB or 80e9 (bytes, from 1e6 on), got {text!r}")
     if number * unit > MOST_BYTES:
         raise typer.BadParameter(f"must be a size of at most 9.2e18 bytes, got {text!r}")
     return round(number * unit)
@@ -75,7 +75,7 @@ def plan(
         ),
     ] = None,
     limit: Annotated[
-        int, typer.Option(help="Entries that the buffered form holds before a fold.", **options.whole(1))
+        int, typer.Option(help="Entries that the buffered form holds before a fold.", **options.whole(1, 2**20))
     ] = 16,
     block_size: Annotated[int, typer.Option(help="Entries of a block of the ring.", **options.whole(1))] = 8,
     dtype: Annotated[
@@ -84,7 +84,10 @@ def plan(
     ] = None,
     state_dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "split", "split8"],
-        typer.Option(help="Of the recurrent states: float32, bfloat16, float16, split or split8."),
+        typer.Option(
+            help="Of the recurrent states: float32, bfloat16, float16, split (4 bytes a number, of which a step reads "
+            "2) or split8 (3, of which it reads 2). Where a state is written in every step, split ones are float32."
+        ),
     ] = "float32",
     entry_dtype: Annotated[
         options.DtypeName | None, typer.Option(help="Of the ring's entries; by default as --dtype.")
@@ -137,23 +140,26 @@ def plan(
     if model is not None and named is not None and model != named:
         raise ValueError(f"--model must be left out or the same as MODEL ({model!r}), got {named!r}")
     source = "demo" if model is None and named is None else named if model is None else model
-    plans = [
-        make_plan(
-            source or "",
-            memory,
-            draft_tokens,
-            tokens,
-            accepted=accepted,
-            limit=limit,
-            block_size=block_size,
-            dtype=dtype,
-            state_dtype=state_dtype,
-            entry_dtype=entry_dtype,
-            workspace_bytes=workspace,
-            parameter_bytes=parameters,
-        )
-        for tokens in context or (1024, 8192)
-    ]
+    try:
+        plans = [
+            make_plan(
+                source or "",
+                memory,
+                draft_tokens,
+                tokens,
+                accepted=accepted,
+                limit=limit,
+                block_size=block_size,
+                dtype=dtype,
+                state_dtype=state_dtype,
+                entry_dtype=entry_dtype,
+                workspace_bytes=workspace,
+                parameter_bytes=parameters,
+            )
+            for tokens in context or (1024, 8192)
+        ]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{'MODEL' if named is None else '--model'}: {error}") from error
     if json:
         typer.echo(json_module.dumps([found.to_dict() for found in plans], indent=2))
         return
@@ -175,9 +181,12 @@ def _print_model(console: Console, found: "Plan") -> None:
     if found.request_memory_bytes < 0:
         console.print("The parameters and the workspace do not fit.")
     drafts = f", {found.draft_tokens} drafts, {found.accepted:g} tokens kept a step" if found.draft_tokens else ""
-    console.print(f"states {found.state_dtype}, entries {found.entry_dtype}, keys and values {found.dtype}{drafts}")
+    states = found.state_dtype
+    if states in ("split", "split8"):
+        states += " (float32 in the recurrent form and in snapshots)"
+    console.print(f"states {states}, entries {found.entry_dtype}, keys and values {found.dtype}{drafts}")
     console.print(
-        f"fewest bytes: --limit {found.best_limit}; crossover: up to {found.crossover} tokens KV-only is cheaper"
+        f"fewest bytes: --limit {found.best_limit}; crossover: up to about {found.crossover} tokens KV-only is cheaper"
     )
 
 

@@ -132,7 +132,10 @@ def load_model(err: Console, model: str, dtype: str | None) -> "LanguageModel":
             raise ValueError(str(error)) from error
         compute_dtype(dtype)
     err.print(f"device: {device.platform} ({device.device_kind})", style="dim")
-    return _load(err, model, dtype, "loading")
+    try:
+        return _load(err, model, dtype, "loading")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--model: {error}") from error
 
 
 def load_drafter(err: Console, drafting: dict[str, Any], dtype: str | None) -> dict[str, Any]:

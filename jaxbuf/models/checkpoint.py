@@ -37,6 +37,7 @@ STORED_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+LISTED = 20  # names of tensors that an error gives of each kind
 IGNORED = "model.visual."
 PIECE = 1 << 24  # bytes of a tensor that are converted at a time
 ALIGNMENT = 64  # XLA takes a host buffer aligned like this as an array of the CPU, without a copy
@@ -100,7 +101,8 @@ def load_model(
 
     Raises:
       FileNotFoundError: There are no safetensors.
-      CheckpointError: Missing, unexpected or misshapen tensors (all are listed), or a file that is cut off.
+      CheckpointError: Missing, unexpected or misshapen tensors (the first of each kind are listed), or a file that is
+        cut off.
       ValueError: The mesh does not fit.
     """
     check_mesh(mesh)
@@ -267,7 +269,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _check(directory: Path, tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises a CheckpointError that lists every tensor that is missing, unexpected, misshapen or not of floats."""
+    """Raises a CheckpointError that lists tensors that are missing, unexpected, misshapen or not of floats."""
     skipped = [name for name in tensors if name.startswith(IGNORED)]
     if skipped:
         logger.info("skipping %d tensors of the vision tower (%s*) in %s", len(skipped), IGNORED, directory)
@@ -284,9 +286,14 @@ def _check(directory: Path, tensors: Mapping[str, Any], expected: Mapping[str, t
             wrong["misshapen"].append(f"{name} (found {found}, expected {list(expected[name])})")
         if stored.get_dtype() not in STORED_DTYPES:
             wrong["not floating point"].append(f"{name} (found {stored.get_dtype()})")
-    found = [f"{problem}: {', '.join(names)}" for problem, names in wrong.items() if names]
+    found = [f"{problem}: {_some(names)}" for problem, names in wrong.items() if names]
     if found:
         raise CheckpointError(f"the tensors in {directory} do not fit its config.json; " + "; ".join(found))
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _stored_bytes(stored: Any) -> int:

@@ -142,6 +142,8 @@ def generate(
     if not isinstance(stream, bool):
         raise ValueError(f"stream must be True or False, got {stream!r}")
     check_progress(progress)
+    if stream and progress:
+        raise ValueError("progress must be None or False with stream=True, whose events tell it, got True")
     prompts = list_prompts(prompts)
     if not prompts:
         return (event for event in ()) if stream else []

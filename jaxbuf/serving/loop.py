@@ -27,8 +27,7 @@ from jaxbuf.serving.speculation import (
     Proposal,
     check_state,
     drafts_trees,
-    most_drafts,
-    usable,
+    propose,
     verify,
     with_root,
 )
@@ -175,8 +174,7 @@ def _step(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter | None) -> Carr
         logits = qwen3_5.logits(model, hidden[:, 0])
         after = dataclasses.replace(after, cache=qwen3_5.commit(after.cache, active))
         return _record_next(after, logits, carry.position + 1)
-    proposal, state = drafter.propose(model, carry, most_drafts(carry, drafter.draft_tokens))
-    proposal = usable(proposal, drafter, carry)
+    proposal, state = propose(drafter, model, carry)
     if not getattr(drafter, "adaptive", False):
         return _verify_drafts(model, carry, drafter, proposal, state)
     none = jnp.zeros_like(carry.last)

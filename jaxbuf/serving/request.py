@@ -175,6 +175,9 @@ def list_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts must be a list of texts or token lists, got one text: [{prompts[:20]!r}...]")
+    if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim == 1 and prompts.dtype != object:
+        found = f"one row, {shown(prompts)}: put it in a list"
+        raise ValueError(f"prompts must be a list of texts, token lists or integer arrays, got {found}")
     if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim:
         return list(np.asarray(prompts))
     if isinstance(prompts, bytes | Mapping | Set | np.generic | jax.Array) or not isinstance(prompts, Iterable):

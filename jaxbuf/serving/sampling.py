@@ -74,6 +74,8 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "raw"
 
     def __post_init__(self):
+        if isinstance(self.stop_token_ids, np.ndarray | jax.Array) and self.stop_token_ids.ndim == 1:
+            object.__setattr__(self, "stop_token_ids", tuple(np.asarray(self.stop_token_ids).tolist()))
         positive = "a finite number above 0"
         checks = {
             "temperature": (is_finite(self.temperature) and self.temperature >= 0, "a finite number of at least 0"),
@@ -92,7 +94,7 @@ class SamplingParams:
             ),
             "stop_token_ids": (
                 isinstance(self.stop_token_ids, Sequence) and all(map(_count, self.stop_token_ids)),
-                "token ids of at least 0",
+                "a list of token ids of at least 0",
             ),
             "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
             "logprobs": (_top(self.logprobs), f"None or a whole number in [0, {MOST_LOGPROBS}]"),

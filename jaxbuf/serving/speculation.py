@@ -167,6 +167,20 @@ def usable(proposal: Proposal, drafter: Drafter, carry: Carry) -> Proposal:
     return Proposal(drafts, count, proposal.log_q, parents)
 
 
+def propose(drafter: Drafter, model: qwen3_5.Qwen3_5, carry: Carry) -> tuple[Proposal, Any]:
+    """What a drafter proposes for a step, as far as it can be verified, and its state.
+
+    Raises:
+      ValueError: As `usable`; or the drafter's `propose` returns something else than a pair.
+    """
+    found = drafter.propose(model, carry, most_drafts(carry, drafter.draft_tokens))
+    if not isinstance(found, tuple) or len(found) != 2:
+        told = f"{len(found)} things" if isinstance(found, tuple) else f"a {type(found).__name__}"
+        name = drafter_name(drafter)
+        raise ValueError(f"propose of the drafter {name} must return a Proposal and its state, got {told}")
+    return usable(found[0], drafter, carry), found[1]
+
+
 def _check_arrays(proposal: object, drafter: Drafter, carry: Carry) -> None:
     name, rows, length = drafter_name(drafter), carry.last.shape[0], drafter.draft_tokens
     if not isinstance(proposal, Proposal):

@@ -262,6 +262,15 @@ def test_prompts_are_any_iterable_of_texts_lists_and_integer_arrays(lm, prompts,
         assert [result.tokens for result in generate(lm, given, NEW, GREEDY)] == expected
 
 
+def test_numbers_may_be_numpys(lm, prompts, greedy):
+    """Sizes, and token ids as an array."""
+    stop = greedy[2].tokens[5]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, stop_token_ids=np.array([stop]))
+    results = generate(lm, prompts, np.int64(NEW), sampling, limit=np.int32(16), segment=np.int16(7))
+    assert results[2].tokens == greedy[2].tokens[: greedy[2].tokens.index(stop) + 1]
+    assert results[2].stop_reason == stop
+
+
 def test_a_limit_beyond_all_tokens_makes_no_longer_rings(lm, prompts, greedy):
     for limit in (10**9, 2**31, 2**70):
         arguments = request.check(lm, prompts, NEW, GREEDY, limit, "buffered", None).arguments
@@ -276,6 +285,8 @@ def test_a_limit_beyond_all_tokens_makes_no_longer_rings(lm, prompts, greedy):
         ({"prompts": 5}, "prompts must be a list of texts or token lists, got 5"),
         ({"prompts": b"text"}, "prompts must be a list of texts or token lists, got b'text'"),
         ({"prompts": {"text": 1}}, "prompts must be a list of texts or token lists, got {'text': 1}"),
+        ({"prompts": np.ones(3, int)}, r"prompts must be .*, got one row, an array int64 \(3,\): put it in a list"),
+        ({"prompts": [[1]], "stream": True, "progress": True}, "progress must be None or False with stream=True"),
         ({"prompts": np.int32(3)}, "prompts must be a list of texts or token lists, got an array int32"),
         ({"prompts": [np.ones(3)]}, r"prompts\[0\] must be a text or a list of token ids, got an array float64 \(3,\)"),
         ({"prompts": np.ones((1, 2, 3), int)}, r"prompts\[0\] must be a text .*, got an array int64 \(2, 3\)"),

@@ -80,6 +80,17 @@ def test_what_is_no_drafter_is_named_with_what_to_add(drafter, message):
         generate(five_token_model(), PROMPTS, NEW, drafter=drafter)
 
 
+class Alone(Plain):
+    def propose(self, model, carry, most):
+        return super().propose(model, carry, most)[0]
+
+
+def test_a_proposal_without_a_state_is_an_error_that_names_the_drafter():
+    expected = "propose of the drafter Alone must return a Proposal and its state, got a Proposal"
+    with pytest.raises(ValueError, match=expected):
+        generate(five_token_model(), PROMPTS, NEW, drafter=Alone())
+
+
 @pytest.mark.parametrize("number", [0, 16, 2.0, True, "4", None])
 def test_the_number_of_drafts_of_a_drafter_is_checked(number):
     drafter = Plain()

@@ -313,7 +313,7 @@ def test_the_command_line_prints_each_text_under_its_heading(lm, prompts, result
     assert f"{max(s.steps for s in stats)} steps of 8 samples, {sum(s.folds for s in stats)} folds" in done.stderr
     done = CliRunner().invoke(app, ["generate", "A", "--samples", "8"])
     assert "the samples are all the same" in done.stderr
-    for samples in ("0", "1025"):
+    for samples in ("0", "1025", "99999999999"):
         done = CliRunner().invoke(app, ["generate", "A", "--samples", samples, "--model", "no-such-model"])
         assert (done.exit_code, done.stdout) == (2, "")
-        assert done.stderr == f"error: --samples must be a whole number from 1 to 1024, got {samples}\n"
+        assert done.stderr == f"error: --samples must be a whole number from 1 to 1024, got '{samples}'\n"

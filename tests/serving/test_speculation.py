@@ -370,7 +370,7 @@ def test_the_command_line_names_a_drafter_or_loads_one(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--draft-tokens 16", "--draft-tokens must be a whole number in [1, 15], got 16"),
+        ("--draft-tokens 16", "--draft-tokens must be a whole number from 1 to 15, got '16'"),
         ("--draft-tokens 3", "--draft-tokens must come with a --drafter: ngram, mtp or a model"),
         ("--branches 2 --adaptive-drafts", "--branches, --adaptive-drafts must come with a --drafter: ngram, mtp or"),
         ("--drafter a/b --branches 2", "--branches must come with --drafter ngram or mtp, got a/b: it drafts no"),
