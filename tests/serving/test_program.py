@@ -36,7 +36,7 @@ def copying_loop(lm, carry):
 
     def fold_by_selection(spec, pool, step, *inputs):
         folded = fold_with_xla(spec, pool, step.before, step.write)
-        pool = dataclasses.replace(pool, checkpoints=jnp.where(step.any_fold, folded, pool.checkpoints))
+        pool = dataclasses.replace(pool, checkpoints=jnp.where(step.any_fold, folded.checkpoints, pool.checkpoints))
         return extend_with_xla(spec, pool, dataclasses.replace(step, any_fold=jnp.array(False)), *inputs)
 
     def append_by_selection(kv, *where, **rows):
