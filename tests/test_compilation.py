@@ -46,7 +46,7 @@ def test_a_second_process_compiles_nothing(tmp_path, pytestconfig):
     assert second[1] < first[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_keeps_what_it_compiles(tmp_path):
     command = [sys.executable, "-m", "jaxbuf.cli", "--compilation-cache", str(tmp_path / "cache"), "generate", "The"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

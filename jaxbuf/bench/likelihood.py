@@ -18,12 +18,14 @@ from jaxbuf.bench.texts import add_text, check_text, documents_of
 from jaxbuf.models import qwen3_5
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.scoring import token_logprobs
+from jaxbuf.serving import SamplingParams, generate
 
 type Array = jax.Array
 
 QUARTERS = 4
 BOUNDS = {"float32": 0.005, "split": 0.0002, "split8": 0.0002}  # of a quarter's difference, by checkpoint
 STATES = ("float32", "bfloat16", "split", "split8")
+PROMPT, NEW = 64, 64  # tokens of a prompt, and of its greedy continuation
 PIECE = 256  # tokens of a row that one launch reads, one at a time
 
 
@@ -35,11 +37,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "form with float32 entries and states, which is the plain recurrence, and beside it in the buffered form with "
         "each of --states, where --entries are rounded and folded every --limit tokens. All compute in float32. What "
         "is compared is the mean negative log-likelihood of each quarter of the rows (an error that accumulated would "
-        "show in the last), and the distribution of the next token: its Kullback-Leibler divergence from the "
-        "recurrence's. The exit status is 1 if some quarter differs by more than "
-        f"{BOUNDS['float32']:.1%} with a float32 checkpoint, or {BOUNDS['split']:.2%} with a split one. For the "
-        "figures of the embedded model take text that it was not trained on: scripts/prepare_demo_data writes "
-        "data/demo/package/*.txt. A form feed in a file separates documents.",
+        "show in the last), the distribution of the next token (its Kullback-Leibler divergence from the "
+        f"recurrence's), and the greedy continuations, of {NEW} tokens, of --prompts prompts. The exit status is 1 if "
+        f"some quarter differs by more than {BOUNDS['float32']:.1%} with a float32 checkpoint, or "
+        f"{BOUNDS['split']:.2%} with a split one. For the figures of the embedded model take text that it was not "
+        "trained on: scripts/prepare_demo_data writes data/demo/package/*.txt. A form feed in a file separates "
+        "documents.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", default="demo", help='"demo", or a directory in Hugging Face format')
@@ -52,6 +55,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--states", default=",".join(STATES), help=f"how checkpoints are kept, with commas: {', '.join(STATES)}"
+    )
+    parser.add_argument(
+        "--prompts", type=whole(0), default=100, help=f"prompts of {PROMPT} tokens to continue greedily"
     )
     parser.add_argument("--json", type=output, default=None, help="write the figures to this file")
     options = parser.parse_args(arguments)
@@ -150,6 +156,21 @@ def decode(
     return -exact, {name: (-chosen, divergence) for name, (chosen, divergence) in zip(states, others, strict=True)}
 
 
+def count_different(
+    lm: LanguageModel, prompts: list[list[int]], *, limit: int, entry_dtype: str, states: Sequence[str]
+) -> dict[str, int]:
+    """How many of the prompts' greedy continuations are not the plain recurrence's, by state."""
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+
+    def tokens(**how):
+        return [result.tokens for result in generate(lm, prompts, NEW, sampling, progress=False, **how)]
+
+    exact = tokens(form="recurrent", entry_dtype="float32")
+    how = {"form": "buffered", "limit": limit, "entry_dtype": entry_dtype}
+    found = {name: tokens(**how, state_dtype=name) for name in states}
+    return {name: sum(a != b for a, b in zip(exact, each, strict=True)) for name, each in found.items()}
+
+
 def compare(recurrent: np.ndarray, buffered: np.ndarray, divergence: np.ndarray) -> list[dict[str, Any]]:
     """The mean of each quarter of two [rows, n], in nats a token, and by how much of the first the second is more; and
     the mean of the divergences [rows, n]."""
@@ -203,16 +224,21 @@ def main(arguments: Sequence[str]) -> int:
     with Progress(console=Console(stderr=True), redirect_stdout=False) as progress:
         recurrent, found = decode(lm.model, rows, **sizes, progress=progress)
     quarters = {name: compare(recurrent, *figures) for name, figures in found.items()}
+    prompts = cut_rows(lm, documents, options.prompts, PROMPT - 1).tolist() if options.prompts else []
+    different = count_different(lm, prompts, **sizes) if prompts else {}
     verdicts = {}
     for name, bound in BOUNDS.items():
         if name in quarters:
             worst = float(np.max([abs(quarter["relative_difference"]) for quarter in quarters[name]]))  # NaN if one is
             told_bound = f"{name} checkpoint: every quarter within {bound:.2%} of the fp32 recurrence"
             verdicts[f"{told_bound} (at most {worst:.4%})"] = worst <= bound
-    settings = {name: getattr(options, name) for name in ("rows", "tokens", "limit", "entries")}
+    settings = {name: getattr(options, name) for name in ("rows", "tokens", "limit", "entries", "prompts")}
     record = report.provenance("scripts/bench_likelihood", arguments, report.ROOT) | {"model": lm.name}
-    record |= {"text": told} | settings | {"quarters": quarters} | verdicts
+    record |= {"text": told} | settings | {"quarters": quarters, "different_greedy_rows": different} | verdicts
     show(console, record)
+    if different:
+        told = ", ".join(f"{count} ({name})" for name, count in different.items())
+        console.print(f"of {len(prompts)} greedy continuations of {NEW} tokens differ from the recurrence's: {told}")
     for name, held in verdicts.items():
         console.print(f"{'holds' if held else 'DOES NOT HOLD'}: {name}")
     if options.json:

@@ -321,8 +321,9 @@ def kernel_figure(figures: list[Row] | None, row: Row) -> float | None:
     """Microseconds of the same step of a layer in the figures of `jaxbuf bench kernels`."""
     if figures is None:
         return None
-    part = {"recurrent": "recurrent", "buffered": "decode"}.get(row["form"], "split")
-    found = find(figures, part, batch=row["batch"], limit=row["limit"], time=1, state_dtype=FORMS[row["form"]])
+    part = {"recurrent": "recurrent", "buffered": "decode"}.get(row["form"])
+    wanted = {} if part else {"time": 1, "state_dtype": FORMS[row["form"]]}
+    found = find(figures, part or "split", batch=row["batch"], limit=row["limit"], **wanted)
     return found["us"] if found else None
 
 

@@ -141,11 +141,12 @@ def _extend_on_gpu(
     beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
     spacing = gpu.row_spacing(call)
     integers = Integers(*_integers(before, lengths, fold_to, append, pool.keys.shape[1], spacing))
-    arrays = pool.checkpoints, pool.keys, pool.updates, pool.gates, *(() if pool.low is None else (pool.low,))
+    names = ["checkpoints", "keys", "updates", "gates", "low", "low_scales"]
+    names = [name for name in names if getattr(pool, name) is not None]
+    arrays = tuple(getattr(pool, name) for name in names)
     tokens = q.astype(call.probe), k.astype(call.probe), v, log_decay, beta
     out, arrays = gpu.extend(call, integers, arrays, *tokens, interpret=interpret)
-    names = ("checkpoints", "keys", "updates", "gates", "low")
-    return out, dataclasses.replace(pool, **dict(zip(names, arrays, strict=False)))
+    return out, dataclasses.replace(pool, **dict(zip(names, arrays, strict=True)))
 
 
 def _integers(

@@ -94,7 +94,7 @@ class SamplingParams:
             ),
             "stop_token_ids": (
                 isinstance(self.stop_token_ids, Sequence) and all(map(_count, self.stop_token_ids)),
-                "a list of token ids of at least 0",
+                "token ids of at least 0",
             ),
             "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
             "logprobs": (_top(self.logprobs), f"None or a whole number in [0, {MOST_LOGPROBS}]"),

@@ -158,7 +158,7 @@ def test_a_run_keeps_its_figures(lm, tmp_path, monkeypatch, capsys):
     [
         ("--drafters mtp,oracle", "--drafters must name drafters among mtp, ngram, got oracle"),
         ("--kinds code,poems", "--kinds must name kinds among text, code, logs, got poems"),
-        ("--draft-tokens 16", "--draft-tokens must be a whole number of at most 15, got '16'"),
+        ("--draft-tokens 16", "--draft-tokens must be a whole number from 1 to 15, got '16'"),
         ("--temperature 0", "--temperature must be a number above 0, got '0'"),
         ("--prompts 0", "--prompts must be a whole number of at least 1, got '0'"),
         ("--text nowhere.txt", "there is no nowhere.txt"),

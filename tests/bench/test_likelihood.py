@@ -46,13 +46,14 @@ def test_neither_bf16_entries_nor_split_checkpoints_cost_likelihood(demo, rng, t
     """On 2 rows of 512 tokens; the recurrent form's likelihood is that of the parallel forward."""
     text, path = tmp_path / "text.txt", tmp_path / "likelihood.json"
     text.write_text(prose(rng, 400))
-    words = ["--text", str(text), "--rows", "2", "--tokens", "512", "--json", str(path)]
+    words = ["--text", str(text), "--rows", "2", "--tokens", "512", "--prompts", "8", "--json", str(path)]
     assert likelihood.main(words) == 0
     record = json.loads(path.read_text())
     assert record["script"] == "scripts/bench_likelihood" and record["text"][0]["file"] == "text.txt"
     rows = likelihood.cut_rows(demo, texts.read_documents(demo, [text]), 2, 512)
     exact = -np.asarray(demo.score(rows), np.float64)[:, 1:]
-    assert tuple(record["quarters"]) == likelihood.STATES
+    assert tuple(record["quarters"]) == tuple(record["different_greedy_rows"]) == likelihood.STATES
+    assert record["different_greedy_rows"]["float32"] <= 2
     for state, quarters in record["quarters"].items():
         for quarter, part in zip(quarters, np.array_split(exact, 4, axis=1), strict=True):
             np.testing.assert_allclose(quarter["recurrent_nats"], part.mean(), rtol=1e-4)
@@ -72,7 +73,7 @@ def test_a_likelihood_that_is_no_number_is_no_pass(rng, tmp_path, monkeypatch, c
     exact = np.ones((1, 8))
     broken = np.where(np.arange(8) < 6, exact, np.nan)
     monkeypatch.setattr(likelihood, "decode", lambda *_, **settings: (exact, {"float32": (broken, broken)}))
-    assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8"]) == 1
+    assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8", "--prompts", "0"]) == 1
     assert "DOES NOT HOLD" in capsys.readouterr().out
     assert likelihood.main(["--text", str(text), "--rows", "1", "--tokens", "8193"]) == 2
     expected = "jaxbuf bench likelihood: error: --tokens must be at most 8192 for demo, got 8193\n"
@@ -82,7 +83,7 @@ def test_a_likelihood_that_is_no_number_is_no_pass(rng, tmp_path, monkeypatch, c
 def test_the_default_text_is_long_enough_for_the_default_rows(tmp_path, monkeypatch, capsys):
     read = []
     monkeypatch.setattr(likelihood, "decode", lambda model, rows, **_: (read.append(rows), (np.ones((1, 8)), {}))[1])
-    assert likelihood.main(["--json", str(tmp_path / "record.json")]) == 0, capsys.readouterr().out
+    assert likelihood.main(["--prompts", "0", "--json", str(tmp_path / "record.json")]) == 0, capsys.readouterr().out
     assert [rows.shape for rows in read] == [(4, 4097)] and len(np.unique(read[0][:, :8], axis=0)) == 4
     (text,) = json.loads((tmp_path / "record.json").read_text())["text"]
     assert text["file"] == "the Python standard library" and text["bytes"] > 100_000

@@ -27,6 +27,7 @@ from tests.gpu.program import pool_sized_writes
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
 BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}  # of a vector, relative to XLA's path; by entry dtype
+KEPT = {"split": 1e-4, "split8": 4e-4}  # of a state with both its halves
 ROWS, LIMIT, MAX_PENDING = 8, 6, 8
 WRITTEN = ("updates", "checkpoints")  # arrays of a pool that a kernel computes
 
@@ -47,7 +48,12 @@ def poisoned(
 ) -> buffered.BufferedState:
     """A memory in which everything that no slot has written is NaN."""
     cache = buffered.init(spec, slots=slots, limit=limit, **({"max_pending": MAX_PENDING} | settings))
-    return buffered.BufferedState(cache.cursor, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.pool))
+    return buffered.BufferedState(cache.cursor, jax.tree.map(spoiled, cache.pool))
+
+
+def spoiled(x):
+    """NaN in place of every number; of integers, which have none, 99."""
+    return jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 99)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
@@ -121,8 +127,8 @@ def check_errors(rng, entry: str, state: str = "float32", times: tuple[int, ...]
         bounds = dict.fromkeys(figures, BOUNDS[entry])
         if state == "bfloat16":
             bounds["checkpoints"] = BOUNDS["bfloat16"]
-        if state == "split":
-            bounds["checkpoints"] = BOUNDS["float32"]  # with both halves
+        if state in KEPT:
+            bounds["checkpoints"] = KEPT[state]
         if entry == "float16":  # the outputs themselves are bfloat16
             bounds["out"] = BOUNDS["bfloat16"]
         assert all(figures[name] <= bounds[name] for name in figures), f"{time} at once: {figures}, at most {bounds}"
@@ -476,11 +482,13 @@ def tiny(implementation: str = "gpu") -> Figures:
     the kernels around them: what compute-sanitizer is run on."""
     rng, slots = np.random.default_rng(0), np.arange(1, 4, dtype=np.int32)
     sizes = (1, 1, ()), (3, 3, ()), (60, 3, (57, 40, 3)), (32, 9, (30, 17, 1)), (150, 1, (149, 90, 5))
-    for limit, max_pending, held in sizes:
-        print(f"limit {limit}, at most {max_pending} tokens at once", flush=True)
+    cases = [(*size, "float32") for size in sizes]
+    cases += [(*size, state) for size in (*sizes[:3], sizes[4]) for state in ("split", "split8")]
+    for limit, max_pending, held, state in cases:
+        print(f"limit {limit}, at most {max_pending} tokens at once, {state} checkpoints", flush=True)
         # The tools would look at every program of the GPU, and the compiler tries many.
         with jax.default_device(jax.devices("cpu")[0]):
-            cache = poisoned(SMALL, slots=3, limit=limit, max_pending=max_pending)
+            cache = poisoned(SMALL, slots=3, limit=limit, max_pending=max_pending, state_dtype=state)
             if held:  # all in the ring
                 prompts, lengths = new_inputs(rng, SMALL, 3, max(held), jnp.bfloat16), jnp.array(held)
                 rows = {"slots": slots, "lengths": lengths, "keep": lengths, "implementation": "xla"}
@@ -511,10 +519,15 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_step_is_xlas_with_float16_entries": lambda rng: check_errors(rng, "float16"),
     "a_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_errors(rng, "bfloat16", "bfloat16"),
     "a_step_is_xlas_with_a_split_checkpoint": lambda rng: check_errors(rng, "bfloat16", "split"),
+    "a_step_is_xlas_with_a_split8_checkpoint": lambda rng: check_errors(rng, "bfloat16", "split8"),
     "a_step_is_xlas_with_a_split_checkpoint_and_many_entries": lambda rng: check_long_rings(
         rng, LONG[1:], state_dtype="split"
     ),
+    "a_step_is_xlas_with_a_split8_checkpoint_and_many_entries": lambda rng: check_long_rings(
+        rng, MIXED, state_dtype="split8"
+    ),
     "a_recurrent_step_is_xlas_with_a_split_checkpoint": lambda rng: check_recurrent(rng, "bfloat16", "split"),
+    "a_recurrent_step_is_xlas_with_a_split8_checkpoint": lambda rng: check_recurrent(rng, "bfloat16", "split8"),
     "tokens_at_once_store_the_bits_of_one_by_one_with_a_split_checkpoint": lambda rng: check_at_once(
         rng, "bfloat16", state_dtype="split"
     ),
@@ -544,6 +557,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     ),
     "no_pool_sized_write_in_a_loop_of_steps": lambda rng: check_loop(),
     "no_pool_sized_write_in_a_loop_of_steps_with_split_checkpoints": lambda rng: check_loop(state_dtype="split"),
+    "no_pool_sized_write_in_a_loop_of_steps_with_split8_checkpoints": lambda rng: check_loop(state_dtype="split8"),
     "no_pool_sized_write_in_the_program_of_two_layers": lambda rng: check_program(two_layers()),
     "no_pool_sized_write_in_the_program_of_the_demo_model": lambda rng: check_program(demo()),
     "greedy_tokens_of_two_layers_are_those_without_kernels": lambda rng: check_tokens(two_layers()),

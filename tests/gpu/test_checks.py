@@ -78,9 +78,13 @@ def test_the_other_checks_hold_of_xlas_path(rng):
     checks.check_long_rings(rng, (checks.LONG[0], checks.MIXED[1]), spec=TINY, implementation="xla", most=9)
     checks.check_long_rings(rng, checks.ALONE[1:], max_pending=1, spec=TINY, implementation="xla", most=9)
     checks.check_poison(rng, spec=TINY, implementation="xla")
+    checks.check_program(checks.two_layers())
+
+
+@pytest.mark.exhaustive
+def test_the_checks_of_generation_and_the_tiny_program_hold_of_xlas_path():
     checks.check_tokens(checks.two_layers(), tokens=8)
     checks.check_logprobs(checks.two_layers("bfloat16"), tokens=8)
-    checks.check_program(checks.two_layers())
     checks.tiny(implementation="xla")
 
 

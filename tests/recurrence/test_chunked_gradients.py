@@ -31,7 +31,8 @@ def gradients(form, spec, arguments, cotangents):
 
 
 @pytest.mark.parametrize(
-    ("family", "chunk_size"), FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+    ("family", "chunk_size"),
+    FAST + [pytest.param(*case, marks=pytest.mark.slow if case[1] == 64 else pytest.mark.exhaustive) for case in CASES],
 )
 def test_chunked_has_the_recurrent_forms_gradients(family, chunk_size, rng):
     """Ragged rows, from an initial state; row by row the decay is weak to strong, and then without end."""

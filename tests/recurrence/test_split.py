@@ -87,9 +87,14 @@ def test_any_schedule_is_near_the_recurrence(state_dtype):
     run("Gated DeltaNet" if state_dtype == "split" else "Mamba-2", state_dtype, 6)
 
 
-@pytest.mark.slow
-@both
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "state_dtype"),
+    [
+        pytest.param(family, name, marks=pytest.mark.slow if (i + j) % 2 == 0 else pytest.mark.exhaustive)
+        for i, family in enumerate(FAMILIES)
+        for j, name in enumerate(KEPT)
+    ],
+)
 def test_any_schedule_of_any_family_is_near_the_recurrence(family, state_dtype):
     run(family, state_dtype, 6)
 
@@ -122,7 +127,8 @@ def test_after_2000_tokens_outputs_and_states_are_those_of_float64(rng, family, 
     out, state = found[state_dtype]
     assert worst_row(out, expected) < OUT
     assert worst_row(state, after) < (RECALLED if spec.delta else KEPT[state_dtype])
-    assert worst_row(state, after) < worst_row(found["bfloat16"][1], after) / 3
+    # With the delta rule most of either error is that of the recalls.
+    assert worst_row(state, after) < worst_row(found["bfloat16"][1], after) / (1.2 if spec.delta else 3)
 
 
 @both

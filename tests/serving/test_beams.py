@@ -244,8 +244,14 @@ def small_shapes(monkeypatch):
     monkeypatch.setattr(beams, "ROOM", 8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form, rings_of_one", [("buffered", False), ("recurrent", False), ("recurrent", True)])
+@pytest.mark.parametrize(
+    "form, rings_of_one",
+    [
+        pytest.param("buffered", False, marks=pytest.mark.slow),
+        pytest.param("recurrent", False, marks=pytest.mark.exhaustive),
+        pytest.param("recurrent", True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_with_as_many_beams_as_texts_it_finds_the_best_of_all(tiny, rng, small_shapes, monkeypatch, form, rings_of_one):
     """Until the last step no text falls out, so what comes back are the best of all texts there are."""
     monkeypatch.setattr(request, "has_hopper", lambda: rings_of_one)

@@ -13,6 +13,7 @@ import jaxbuf
 from jaxbuf.models import memory_shape, qwen3_5
 from jaxbuf.models.memory_shape import NAMED, find_shape
 from jaxbuf.recurrence import traffic
+from jaxbuf.recurrence.state_format import SPLIT
 from jaxbuf.serving.plan import plan
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -28,7 +29,7 @@ def cache_bytes(found, *, slots: int, **sizes) -> int:
     """Of a real cache with the settings of a plan."""
     settings = {"capacity": found.context, "limit": found.limit, "max_pending": 1 + found.draft_tokens}
     settings |= {"block_size": found.block_size, "page_size": found.page_size, "dtype": jnp.dtype(found.dtype)}
-    settings |= {"entry_dtype": jnp.dtype(found.entry_dtype), "state_dtype": jnp.dtype(found.state_dtype)} | sizes
+    settings |= {"entry_dtype": jnp.dtype(found.entry_dtype), "state_dtype": found.state_dtype} | sizes
     config = find_shape(found.model).config
     return tree_bytes(jax.eval_shape(lambda: qwen3_5.init_cache(config, slots=slots, **settings)))
 
@@ -39,14 +40,16 @@ def test_counted_bytes_are_those_of_the_cache(model, dtype, rng):
     limit, drafts, context = (int(n) for n in rng.integers((1, 0, 1), (40, 9, 500)))
     block_size, page_size = (int(n) for n in rng.choice([4, 8, 16], 2))
     sizes = {"limit": limit, "block_size": block_size, "page_size": page_size, "dtype": dtype}
-    dtypes = {"state_dtype": str(rng.choice(["float32", "bfloat16"])), "entry_dtype": rng.choice([None, "float32"])}
+    state = str(rng.choice(["float32", "bfloat16", "split", "split8"]))
+    dtypes = {"state_dtype": state, "entry_dtype": rng.choice([None, "float32"])}
+    each_step = {"limit": 1, "state_dtype": "float32" if state in SPLIT else state}
     found = plan(model, 10**9, drafts, context, **sizes, **dtypes)
     for slots in (1, 7):
         buffered, recurrent, kv_only = (found[form] for form in ("buffered", "recurrent", "kv-only"))
         assert buffered.fixed_bytes + slots * buffered.request_bytes == cache_bytes(found, slots=slots)
-        assert recurrent.fixed_bytes + slots * recurrent.request_bytes == cache_bytes(found, slots=slots, limit=1)
+        assert recurrent.fixed_bytes + slots * recurrent.request_bytes == cache_bytes(found, slots=slots, **each_step)
         # A cache has a row for each slot's checkpoint, which a KV-only slot never touches and need not have.
-        rows = slots * recurrent.checkpoint_bytes
+        rows = slots * buffered.checkpoint_bytes
         total = cache_bytes(found, slots=slots, limit=kv_only.limit, capacity=kv_only.context)
         assert kv_only.fixed_bytes + slots * kv_only.request_bytes + rows == total
 

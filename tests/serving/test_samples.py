@@ -260,7 +260,7 @@ def models_beside(lm, rng):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("user", marks=pytest.mark.slow),
+        pytest.param("user", marks=pytest.mark.exhaustive),
         pytest.param("MTP tree", marks=pytest.mark.slow),
         pytest.param("model", marks=pytest.mark.exhaustive),
     ],

@@ -57,8 +57,7 @@ def drafter_named(name, lm, other):
     return {"model": other, "itself": lm}.get(name, name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "mtp", "model", "itself"])
+@some_slow("mtp", "itself", exhaustive=("ngram", "model"))
 def test_greedy_tokens_are_those_without_a_drafter(lm, other, prompts, greedy, name):
     """Random models: the MTP layer and the other model are nearly always wrong, the model itself is always right."""
     drafter = drafter_named(name, lm, other)
@@ -190,8 +189,7 @@ def test_logprobs_are_those_without_a_drafter(lm, prompts, greedy):
             np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "mtp", "model"])
+@some_slow("ngram", "mtp", exhaustive=("model",))
 def test_a_rows_tokens_depend_neither_on_the_other_rows_nor_on_the_cut_into_calls(lm, other, prompts, greedy, name):
     """Sampled and greedy rows in one batch; then every other row has another prompt, and the calls are short."""
     drafter = drafter_named(name, lm, other)
@@ -248,8 +246,7 @@ def test_drafts_cost_entries_and_no_states(lm, prompts):
             assert after.ring.size - before.ring.size == (ROWS + 1) * DRAFTS * lm.config.convolution_channels
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "mtp", "model"])
+@some_slow("mtp", exhaustive=("ngram", "model"))
 def test_the_loop_never_talks_to_the_host_and_writes_no_state_unless_a_slot_folds(lm, other, prompts, name):
     drafter, carry = carry_of(lm, prompts, drafter_named(name, lm, other))
     text = generate_tokens.lower(lm.model, carry, np.int32(9), drafter).compile().as_text()
@@ -309,7 +306,7 @@ def hundred():
     return demo, prompts, generate(demo, prompts, NEW, GREEDY)
 
 
-@some_slow("mtp", "tree", exhaustive=("ngram", "model"))
+@some_slow("mtp", exhaustive=("tree", "ngram", "model"))
 def test_the_demo_models_greedy_tokens_are_the_same_with_every_drafter(hundred, name):
     """The draft model is the demo model in bfloat16; on repetitive prompts n-grams save forwards too."""
     demo, prompts, plain = hundred
@@ -329,8 +326,10 @@ def test_sampled_tokens_are_distributed_as_by_exact_enumeration(architecture, rn
     assert p > RARE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", ["always accept", "no residual"])
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param("always accept", marks=pytest.mark.slow), pytest.param("no residual", marks=pytest.mark.exhaustive)],
+)
 def test_the_same_check_flags_wrong_acceptance(architecture, rng, monkeypatch, mutant):
     def wrong(target, draft, drafts, count, key):
         accepted = count if mutant == "always accept" else acceptance.accept(target, draft, drafts, count, key)[0]

@@ -197,8 +197,10 @@ def test_greedy_tokens_are_those_without_a_drafter(lm, prompts, greedy, name):
     check_reused(text, carry)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "ngram" else pytest.mark.exhaustive) for name in TREES],
+)
 def test_sampled_tokens_are_distributed_as_by_exact_enumeration(architecture, rng, monkeypatch, name):
     p = p_value(tiny_models(architecture)[0], TREES[name], rng, monkeypatch)
     print(f"{name}: p = {p:.3g}")
@@ -218,8 +220,10 @@ MUTANTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(name, marks=pytest.mark.exhaustive if i else pytest.mark.slow) for i, name in enumerate(MUTANTS)],
+)
 def test_the_same_check_flags_a_mutant(architecture, rng, monkeypatch, mutant):
     monkeypatch.setattr(*MUTANTS[mutant])
     generate_tokens.clear_cache()

@@ -53,6 +53,5 @@ def supports(call: Call, *, decay: str, delta: bool) -> str | None:
         (1 <= call.time <= 16, f"1 to 16 tokens at once, got {call.time}"),
         (call.ring <= 1024, f"a ring of at most 1024 entries, got {call.ring}"),
         (call.state in (jnp.float32, jnp.bfloat16), f"a float32 or bfloat16 checkpoint, got {call.state.name}"),
-        (call.low in (None, jnp.bfloat16), f"a low half in bfloat16, got {call.low and call.low.name}"),
     )
     return next((f"it needs {need}" for met, need in needs if not met), None)

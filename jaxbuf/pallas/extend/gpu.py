@@ -69,8 +69,8 @@ def extend(
     Args:
       call: The call's sizes and dtypes.
       integers: Where each row's memory lies; rows that fold are put `row_spacing` lines apart.
-      arrays: Checkpoints, keys, updates and gates as in `Pool`, and behind them `Pool.low` if checkpoints are split.
-        They are written in place.
+      arrays: Checkpoints, keys, updates and gates as in `Pool`, and behind them `Pool.low` if checkpoints are split,
+        and `Pool.low_scales` if its numbers are int8. They are written in place.
       q, k: [rows, T, key_heads, key_dim] in call.probe; k is rounded to the entries' dtype.
       v: [rows, T, heads, value_dim].
       log_decay, beta: f32 [rows, T, heads].
@@ -134,7 +134,7 @@ def _kernel(schedule: Schedule, interpret: bool):
 
     def extend_heads(*refs):  # A profile shows this name.
         *refs, out, memory = refs
-        given = len(Arrays._fields) - (call.low is None)
+        given = len(Arrays._fields) - (call.low is None) - (call.low != jnp.int8)
         arrays, counter = Arrays(*refs[:given]), refs[given:]
         lane = Lane(schedule, interpret, arrays, memory)
         drawn_word = schedule.padded_entries  # the index in `lane.decays` of the number that the lane drew last

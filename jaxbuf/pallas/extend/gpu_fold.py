@@ -1,5 +1,7 @@
 """Folds of `extend` on a GPU: an item's entries are added to its checkpoint in shared memory, which is copied back."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from jaxbuf.pallas.extend.gpu_products import (
     multiply,
     split,
     spread,
+    to_int8,
     where,
 )
 from jaxbuf.pallas.extend.gpu_schedule import CHUNK
@@ -61,9 +64,12 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
 
         def add_to(i):
             band, state, barrier = lane.band(i)
-            halves = [(state, barrier, lane.arrays.checkpoints)]
+            halves, scale = [(state, barrier, lane.arrays.checkpoints)], None
             if lane.arrays.low is not None:
                 halves.append((*lane.low_band(i), lane.arrays.low))
+            if lane.arrays.low_scales is not None:  # Behind the first chunks, those that were written with them count.
+                row = jnp.where(begins, item.checkpoint, item.fold_to)
+                scale = load(lane.arrays.low_scales.at[row, item.head, band], TALL.reduce(1))
 
             @pl.when(item.has_checkpoint & begins)
             def _():
@@ -75,14 +81,24 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
                 refs = [x.at[pl.ds(chunk.updates + start, CHUNK), band].transpose((1, 0)) for x in chunk.planes]
                 update = join([load(x, TALL_LEFT) for x in refs])
                 updates.append(cut(update * spread(weight, update.shape, 1, TALL_LEFT)))
+            rests = []
             for columns in schedule.state_strips:
                 strips = [half.at[:, columns] for half, _, _ in halves]
-                new = where(item.has_checkpoint | ~begins, join([load(strip, TALL) for strip in strips]) * decay)
+                old = [load(strip, TALL).astype(jnp.float32) for strip in strips]
+                if scale is not None:
+                    old[1] = old[1] * spread(scale, old[1].shape, 0, TALL)
+                new = where(item.has_checkpoint | ~begins, join(old) * decay)
                 for (chunk, start, _), update in zip(steps, updates, strict=True):
                     keys = [load(x.at[pl.ds(chunk.keys + start, CHUNK), columns], TALL_RIGHT) for x in chunk.planes]
                     new = multiply(new, update, keys, interpret)
-                for strip, half in zip(strips, split(new, [strip.dtype for strip in strips], interpret), strict=True):
-                    strip[...] = half
+                if scale is None:
+                    for strip, half in zip(strips, split(new, [x.dtype for x in strips], interpret), strict=True):
+                        strip[...] = half
+                else:
+                    strips[0][...], rest = split(new, [lane.call.state, jnp.float32], interpret)
+                    rests.append((strips[1], rest))
+            if rests:
+                _store_scaled(lane, item, band, rests)
             plgpu.commit_smem()  # The copies below read what was stored.
 
             @pl.when(last)
@@ -120,6 +136,24 @@ def fold(lane: Lane, item: Item, total: list[Array]) -> None:
     add(0, [(lane.first_chunk, 0, CHUNK), *staged], chunks <= stages)
     if lane.call.max_live > CHUNK + stages * later_size:
         lax.fori_loop(stages, chunks, fold_later, None)
+
+
+def _store_scaled(lane: Lane, item: Item, band, rests: list) -> None:
+    """Stores what the high halves of a band leave as int8, and the scales of its rows: a row's largest number is 127.
+
+    Args:
+      lane, item: The lane, and its item.
+      band: The band's rows.
+      rests: For each strip of the band where its low half lies in shared memory, and what is left, in layout `TALL`.
+    """
+    scale_ref = lane.arrays.low_scales
+    assert scale_ref is not None
+    largest = [jnp.max(jnp.abs(rest), axis=1) for _, rest in rests]
+    scale = functools.reduce(jnp.maximum, largest) * np.float32(1 / 127)
+    inverse = jnp.where(scale > 0, 1 / scale, ZERO)
+    for strip, rest in rests:
+        strip[...] = to_int8(rest, spread(inverse, rest.shape, 0, TALL), lane.interpret)
+    scale_ref[item.fold_to, item.head, band] = scale
 
 
 def _load_weights(lane: Lane, entry: Array, skipped: int) -> Array:

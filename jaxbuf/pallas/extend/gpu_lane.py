@@ -47,6 +47,7 @@ class Arrays(NamedTuple):
       updates: [positions, heads, value_dim] in Call.entry.
       gates: f32 [positions, heads].
       low: [states, heads, value_dim, key_dim] in Call.low; None if checkpoints are not split.
+      low_scales: f32 [states, heads, value_dim], the scales of an int8 `low`; None without one.
     """
 
     fields: jax.Ref
@@ -62,6 +63,7 @@ class Arrays(NamedTuple):
     updates: jax.Ref
     gates: jax.Ref
     low: jax.Ref | None = None
+    low_scales: jax.Ref | None = None
 
 
 class Upcoming(NamedTuple):
@@ -115,6 +117,7 @@ class Item(NamedTuple):
       row: The row of the inputs and outputs.
       length: The row's new tokens.
       live: Its live entries.
+      checkpoint: The checkpoint that it reads.
       has_checkpoint: Whether it has a checkpoint.
       folds: Whether it folds.
       fold_to: The checkpoint that the fold writes.
@@ -125,6 +128,7 @@ class Item(NamedTuple):
     row: Array
     length: Array
     live: Array
+    checkpoint: Array
     has_checkpoint: Array
     folds: Array
     fold_to: Array
@@ -137,8 +141,8 @@ class Item(NamedTuple):
 
 def read_item(line: Array, head: Array, fields: list[Array]) -> Item:
     """The item with this head, of the row that a line's first ROW_FIELDS fields describe."""
-    row, length, live, _, has_checkpoint, fold_to = fields
-    return Item(line, head, row, length, live, has_checkpoint > 0, fold_to >= 0, fold_to)
+    row, length, live, checkpoint, has_checkpoint, fold_to = fields
+    return Item(line, head, row, length, live, checkpoint, has_checkpoint > 0, fold_to >= 0, fold_to)
 
 
 class ChunkMemory(NamedTuple):

@@ -31,6 +31,7 @@ STATE = plgpu.Layout.TILED(_Tiling(((64, 8), (16, 8), (8, 8), (4, 2))), (-8,), (
 # The layout of a row or column of the state, by its length: one number in each thread, or the same two in four threads.
 VECTORS = {128: PER_THREAD, 64: TALL.reduce(1)}
 ZERO = np.float32(0)
+WHOLE = np.float32(1.5 * 2**23)
 
 
 def zeros(dims: tuple[int, ...], layout) -> Array:
@@ -106,6 +107,13 @@ def split(x: Array, dtypes: Sequence, interpret: bool) -> list[Array]:
         x = x - rounded
         parts.append(x.astype(dtype))
     return parts
+
+
+def to_int8(x: Array, inverse: Array, interpret: bool) -> Array:
+    """int8 of float32 x · inverse, rounded to whole numbers; it must be within [-127.5, 127.5]."""
+    x = x * inverse
+    # To add 1.5 · 2^23 and to subtract it again rounds to a whole number. XLA would simplify that.
+    return (jnp.round(x) if interpret else (x + WHOLE) - WHOLE).astype(jnp.int8)
 
 
 def where(flag: Array, x: Array) -> Array:

@@ -219,9 +219,10 @@ class Schedule:
         def memory(*dims, dtype=jnp.float32, transforms=()):
             return plgpu.SMEM((self.warpgroups, *dims), dtype, transforms=transforms)
 
-        def states(dtype):
-            tiling = plgpu.TilingTransform((8, SWIZZLE // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
-            swizzle = plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
+        def states(dtype):  # in tiles as wide as a strip
+            columns = SWIZZLE // call.state.itemsize
+            tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
+            swizzle = plgpu.SwizzleTransform(columns * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
             return memory(len(self.bands), BAND, call.key_dim, dtype=dtype, transforms=(tiling, swizzle))
 
         low_decays = 0 if one_token else self.padded_entries

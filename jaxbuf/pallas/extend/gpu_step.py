@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Call, Integers
-from jaxbuf.pallas.extend.gpu_products import ZERO, split, where
+from jaxbuf.pallas.extend.gpu_products import ZERO, split, to_int8, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND
 from jaxbuf.pallas.threads import COMPILER, load
 
@@ -51,7 +51,7 @@ def extend_step(
     Args:
       call, integers, q, k, v, log_decay, beta, interpret: As there.
       refs: References to the checkpoints, keys, updates and gates, the last three with blocks and block_size as one
-        axis; and to the low halves if checkpoints are split.
+        axis; and to the low halves and their scales, as far as there are some.
 
     Returns:
       The outputs.
@@ -95,7 +95,9 @@ def _kernel(call: Call, interpret: bool):
         if low:
 
             def add_low():
-                return state + load(low[0].at[checkpoint, head, values], layout).astype(jnp.float32)
+                rest = load(low[0].at[checkpoint, head, values], layout).astype(jnp.float32)
+                scales = [load(ref.at[checkpoint, head, values], along_values) for ref in low[1:]]
+                return state + functools.reduce(lambda rest, scale: rest * spread(scale, 0), scales, rest)
 
             state = lax.cond(fold_to >= 0, add_low, lambda: state)
         gate, key, update = load_entry(first)
@@ -110,7 +112,12 @@ def _kernel(call: Call, interpret: bool):
         some = live > 0
         state = add(state, jnp.where(some, gate, ZERO), where(some, key), where(some, update))
         state = lax.fori_loop(1, live, lambda i, state: add(state, *load_entry(entries[line, i])), state)
-        stored, *rest = split(state, [call.state] if call.low is None else [call.state, call.low], interpret)
+        kept = {None: [], jnp.dtype(jnp.int8): [jnp.float32]}.get(call.low, [call.low])
+        stored, *rest = split(state, [call.state, *kept], interpret)
+        if call.low == jnp.int8:
+            scale = jnp.max(jnp.abs(rest[0]), axis=1) * np.float32(1 / 127)
+            inverse = jnp.where(scale > 0, 1 / scale, ZERO)
+            rest = [to_int8(rest[0], spread(inverse, 0), interpret), scale]
 
         @pl.when(fold_to >= 0)
         def _():
