@@ -46,13 +46,26 @@ def test_neither_bf16_entries_nor_split_checkpoints_cost_likelihood(demo, rng, t
     """On 2 rows of 512 tokens; the recurrent form's likelihood is that of the parallel forward."""
     text, path = tmp_path / "text.txt", tmp_path / "likelihood.json"
     text.write_text(prose(rng, 400))
-    words = ["--text", str(text), "--rows", "2", "--tokens", "512", "--prompts", "8", "--json", str(path)]
+    words = [
+        "--text",
+        str(text),
+        "--rows",
+        "2",
+        "--tokens",
+        "512",
+        "--prompts",
+        "8",
+        "--states",
+        "float32,split8",
+        "--json",
+        str(path),
+    ]
     assert likelihood.main(words) == 0
     record = json.loads(path.read_text())
     assert record["script"] == "scripts/bench_likelihood" and record["text"][0]["file"] == "text.txt"
     rows = likelihood.cut_rows(demo, texts.read_documents(demo, [text]), 2, 512)
     exact = -np.asarray(demo.score(rows), np.float64)[:, 1:]
-    assert tuple(record["quarters"]) == tuple(record["different_greedy_rows"]) == likelihood.STATES
+    assert tuple(record["quarters"]) == tuple(record["different_greedy_rows"]) == ("float32", "split8")
     assert record["different_greedy_rows"]["float32"] <= 2
     for state, quarters in record["quarters"].items():
         for quarter, part in zip(quarters, np.array_split(exact, 4, axis=1), strict=True):
@@ -61,9 +74,10 @@ def test_neither_bf16_entries_nor_split_checkpoints_cost_likelihood(demo, rng, t
             assert quarter["mean_absolute_difference_nats"] > 1e-5  # the entries were rounded
             assert 1e-8 < quarter["divergence_nats"] < 1e-3, state
     worse = exact * np.repeat([1, 1, 1, 1.01], 128)
-    monkeypatch.setattr(likelihood, "decode", lambda *_, **settings: (exact, {"split": (worse, 0 * worse)}))
+    monkeypatch.setattr(likelihood, "decode", lambda *_, **settings: (exact, {"split8": (worse, 0 * worse)}))
+    monkeypatch.setattr(likelihood, "count_different", lambda *_, **settings: {})
     assert likelihood.main(words[:-2]) == 1
-    assert "DOES NOT HOLD: split checkpoint" in capsys.readouterr().out
+    assert "DOES NOT HOLD: split8 checkpoint" in capsys.readouterr().out
 
 
 def test_a_likelihood_that_is_no_number_is_no_pass(rng, tmp_path, monkeypatch, capsys):
