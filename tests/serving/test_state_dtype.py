@@ -40,6 +40,7 @@ def apart(results, others):
     return found.mean(), found.max()
 
 
+@pytest.mark.slow
 def test_split_states_give_nearly_the_same_distributions_for_half_the_bytes_of_a_read(lm, prompts, exact):
     spec, layers = lm.config.spec, lm.config.layer_types.count("linear_attention")
     entry = entry_bytes(spec, "float32")
