@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.serving.program import FREE, computations, operation
 
-NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "s8"}
 IN_PLACE = {"scatter", "dynamic-update-slice"}
 PASSES_ON = FREE | {"copy-done", "async-done", "optimization-barrier", "after-all"}
 
