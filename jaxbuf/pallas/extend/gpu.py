@@ -172,7 +172,7 @@ def _kernel(schedule: Schedule, interpret: bool):
             # For a fold, decays reach up to the last entry, not up to the new token.
             new_gate = [jnp.where(item.folds, ZERO, x) for x in gates[0]] if schedule.one_token else None
             total = sum_decays(lane, item.live, new_gate)
-            pl.when(item.folds)(functools.partial(fold, lane, item, total, functools.partial(_read_folded, lane)))
+            pl.when(item.folds)(functools.partial(fold, lane, item, total))
             total = [jnp.where(item.folds, ZERO, x) for x in total]
             if schedule.one_token:  # Not before the fold, which would wait for these loads.
                 loaded = load_next()
@@ -252,29 +252,6 @@ def _append_keys(lane: Lane, item: Item, append: list[Array], gates: list[Array]
                 lane.arrays.keys[to, item.head // call.heads_per_key] = key.astype(call.entry)
 
 
-def _multiply_band(lane: Lane, state, band, probes: list[list[Array]] | None, reads) -> None:
-    """Writes the products of a band of the state with the probes to `reads`."""
-    schedule = lane.schedule
-    # Two sums, because products into one sum wait for each other.
-    sums = [zeros((BAND, schedule.probe_columns), STATE)] * 2
-    for j, strip in enumerate(schedule.state_strips):
-        right = probes[j] if probes else lane.load_probes(strip)
-        for left in cut(load(state.at[:, strip], STATE_LEFT)):
-            sums = [sums[1], multiply_state(sums[0], left, right, lane.interpret)]
-    read = sums[0] + sums[1]
-    if schedule.one_token:
-        store_rows(read, STATE, 1, reads.at[:, band], lane.interpret)
-    else:
-        reads[band, pl.ds(0, schedule.probe_columns)] = read
-
-
-def _read_folded(lane: Lane, i: Array) -> None:
-    """Multiplies band i of a folded split state, whose high half `Lane.halves` names, with the probes."""
-    (_, state, _), _ = lane.halves()
-    reads = lane.fold_reads if lane.schedule.one_token else lane.reads
-    _multiply_band(lane, state, pl.ds(i * BAND, BAND), None, reads)
-
-
 def _read_state(lane: Lane, item: Item, i: Array, probes: list[list[Array]] | None) -> None:
     """Multiplies band i of the state with the probes; then its shared memory may be overwritten.
 
@@ -287,22 +264,30 @@ def _read_state(lane: Lane, item: Item, i: Array, probes: list[list[Array]] | No
     schedule = lane.schedule
     band, state, barrier = lane.band(i)
     pl.when(item.has_checkpoint & ~item.folds)(lambda: plgpu.barrier_wait(barrier))
-    is_split = lane.arrays.low is not None  # Then the fold has multiplied the state.
-    multiply_band = functools.partial(_multiply_band, lane, state, band, probes, lane.reads)
-    if is_split and not schedule.one_token:
-        pl.when(item.has_checkpoint & ~item.folds)(multiply_band)
-    elif schedule.stages:  # With rings longer than a chunk, a row may well have no checkpoint: then this saves work.
+
+    def multiply_band():
+        # Two sums, because products into one sum wait for each other.
+        sums = [zeros((BAND, schedule.probe_columns), STATE)] * 2
+        for j, strip in enumerate(schedule.state_strips):
+            right = probes[j] if probes else lane.load_probes(strip)
+            for left in cut(load(state.at[:, strip], STATE_LEFT)):
+                sums = [sums[1], multiply_state(sums[0], left, right, lane.interpret)]
+        read = sums[0] + sums[1]
+        if schedule.one_token:
+            store_rows(read, STATE, 1, lane.reads.at[:, band], lane.interpret)
+        else:
+            lane.reads[band, pl.ds(0, schedule.probe_columns)] = read
+
+    if schedule.stages:  # With rings longer than a chunk, a row may well have no checkpoint: then this saves work.
         pl.when(item.has_state)(multiply_band)
     else:
         multiply_band()
     # Before band i is overwritten, the copies of it that a fold started must have read it. Copies end in the order in
     # which they started: those of the bands behind it may still be on their way.
-    if is_split:
-        pl.when(item.folds & jnp.equal(i, 0))(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
-    else:
-        for behind, _ in enumerate(schedule.bands):
-            last = item.folds & (i == len(schedule.bands) - 1 - behind)
-            pl.when(last)(functools.partial(plgpu.wait_smem_to_gmem, behind, wait_read_only=True))
+    copies = 1 if schedule.call.low is None else 2  # of a band
+    for behind, _ in enumerate(schedule.bands):
+        last = item.folds & (i == len(schedule.bands) - 1 - behind)
+        pl.when(last)(functools.partial(plgpu.wait_smem_to_gmem, copies * behind, wait_read_only=True))
     synchronize(lane.interpret)
 
 
@@ -323,13 +308,8 @@ def _substitute(lane: Lane, item: Item, out, added, total, gates, betas, append,
 
     def read(i):
         """What probe i reads from the state."""
-        if not schedule.one_token:
-            return where(item.has_state, load(lane.reads.at[:, i], vector))
-        found = load(lane.reads.at[i], vector)
-        if lane.fold_reads is not None:
-            folded = load(lane.fold_reads.at[i], vector)
-            found = jnp.where(jnp.broadcast_to(item.folds, found.shape), folded, found)
-        return where(item.has_state, found)
+        reads = lane.reads.at[i] if schedule.one_token else lane.reads.at[:, i]
+        return where(item.has_state, load(reads, vector))
 
     decays = []
     for gate in gates:

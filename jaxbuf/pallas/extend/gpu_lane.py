@@ -6,7 +6,6 @@ ahead (`locate`), and for the item's inputs one item ahead (`load_inputs`). Both
 entries that have shared memory of their own (`copy`), and checkpoints, one band after the other (`fetch`).
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LIVE, ROW, ROW_FIELDS
 from jaxbuf.pallas.extend.gpu_products import STATE_RIGHT, VECTORS, ZERO, count, cut
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, Schedule, SharedMemory
-from jaxbuf.pallas.instructions import end_copies, prefetch, settle, synchronize, wait_for_copies
+from jaxbuf.pallas.instructions import end_copies, settle, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import (
     PER_THREAD,
     THREADS,
@@ -95,7 +94,6 @@ class Loaded(NamedTuple):
     Attributes:
       entries: The first chunk's keys [CHUNK, key_dim] and updates [CHUNK, value_dim], each with the positions that they
         were loaded from. Empty if the first chunk is copied past the registers.
-      low_scales: The scales of an int8 low half, f32 [value_dim]: others' unless the item folds. Empty without one.
       gates: f32 [THREADS] each, in layout `PER_THREAD`: the gates of all entries.
       probes: The new keys, then the queries: [key_dim] each.
       values: The new values: [value_dim] each.
@@ -104,7 +102,6 @@ class Loaded(NamedTuple):
     """
 
     entries: list[tuple[Array, Array]]
-    low_scales: list[Array]
     gates: list[Array]
     probes: list[Array]
     values: list[Array]
@@ -171,8 +168,7 @@ class Lane:
       interpret: Whether the kernel runs in Pallas' interpreter.
       arrays: The references to global memory.
       number: The lane's number among all lanes of the launch.
-      vectors, products, reads, fold_reads, decays, decays_low: The lane's own part of `SharedMemory`.
-      low_scales: Where the scales of an int8 low half lie in shared memory: [value_dim].
+      vectors, products, reads, decays, decays_low: The lane's own part of `SharedMemory`.
       planes: References to the one or two planes of `vectors`, bfloat16 [2 · CHUNK + probe_rows, pitch].
       first_chunk: Where the first chunk lies: in `planes`, before and behind the probes.
     """
@@ -184,12 +180,9 @@ class Lane:
         self.vectors, self.decays, self.products, self.reads, self._state = (
             ref.at[warpgroup] for ref in (memory.vectors, memory.decays, memory.products, memory.reads, memory.state)
         )
-        self._barriers, self._first_barrier = memory.barriers, warpgroup * schedule.buffers
-        self._low, self.fold_reads, self.low_scales = (
-            ref if ref is None else ref.at[warpgroup] for ref in (memory.low, memory.fold_reads, memory.low_scales)
-        )
-        if self.low_scales is None and not schedule.one_token:
-            self.low_scales = self.reads.at[:, schedule.probe_columns]
+        self._barriers, self._first_barrier = memory.barriers, warpgroup * len(schedule.bands)
+        self._low = memory.low.at[warpgroup] if arrays.low is not None else None
+        self._low_barriers = memory.low_barriers
         self._later, self._positions = (
             ref.at[warpgroup] if schedule.stages else None for ref in (memory.later, memory.positions)
         )
@@ -207,14 +200,10 @@ class Lane:
         rows = pl.ds(i * BAND, BAND)
         return rows, self._state.at[i], self._barriers.at[self._first_barrier + i]
 
-    def halves(self):
-        """The halves of a split checkpoint, the high one first: the whole in global memory; and where a band lies in
-        shared memory while it is folded, with the barrier that opens when it has arrived.
-        """
-        _, high, high_barrier = self.band(0)
-        _, low, low_barrier = self.band(1)
-        low = low if self._low is None else self._low
-        return (self.arrays.checkpoints, high, high_barrier), (self.arrays.low, low, low_barrier)
+    def low_band(self, i: Array | int):
+        """The same of the low half of a split checkpoint: its shared memory, and its barrier."""
+        assert self._low is not None
+        return self._low.at[i], self._low_barriers.at[self._first_barrier + i]
 
     def each_band(self, function) -> None:
         """Calls a function with the number of each band; in a loop if there are several new tokens.
@@ -287,37 +276,20 @@ class Lane:
         fields = self._load_words(arrays.fields.at[line], 0, ROW_FIELDS)
         return Upcoming(item < call.items, line, lax.rem(item, call.heads), fields, first_positions, all_positions)
 
-    def fetch(self, i: Array | int, head: Array, fields: list[Array]) -> None:
+    def fetch(self, i: int, head: Array, fields: list[Array]) -> None:
         """Starts to copy band i of an item's checkpoint to shared memory, if the row has a checkpoint.
 
-        If a split one folds, there is shared memory for the halves of one band: those of the first are copied, in the
-        place of all bands, and the others are brought to the L2 cache.
+        The low half of a split one is copied only if the row folds.
         """
-        checkpoint, (first, *others) = fields[CHECKPOINT], self.schedule.bands
+        low = self.arrays.low
 
-        def fetch_first_band():
-            for half, place in zip(self.halves(), (0, len(others)), strict=True):
-                pl.when(jnp.equal(i, place))(functools.partial(self.fetch_half, half, checkpoint, head, first))
-            for band in others:
-                for source, *_ in self.halves():
-                    fetch_others = functools.partial(prefetch, source.at[checkpoint, head, band], self.interpret)
-                    pl.when(jnp.equal(i, 0))(fetch_others)
-
-        def fetch_band():
+        @pl.when(fields[HAS_CHECKPOINT] > 0)
+        def _():
             rows, state, barrier = self.band(i)
-            self.fetch_half((self.arrays.checkpoints, state, barrier), checkpoint, head, rows)
-
-        exists, folds = fields[HAS_CHECKPOINT] > 0, fields[FOLD_TO] >= 0
-        if self.arrays.low is None:
-            pl.when(exists)(fetch_band)
-        else:
-            pl.when(exists & ~folds)(fetch_band)
-            pl.when(exists & folds)(fetch_first_band)
-
-    def fetch_half(self, half, checkpoint: Array, head: Array, rows) -> None:
-        """Starts to copy some rows of a checkpoint, or of a half of it, one of `halves`, to shared memory."""
-        source, target, barrier = half
-        plgpu.copy_gmem_to_smem(source.at[checkpoint, head, rows], target, barrier)
+            plgpu.copy_gmem_to_smem(self.arrays.checkpoints.at[fields[CHECKPOINT], head, rows], state, barrier)
+            if low is not None:
+                source, target = low.at[fields[CHECKPOINT], head, rows], self.low_band(i)
+                pl.when(fields[FOLD_TO] >= 0)(lambda: plgpu.copy_gmem_to_smem(source, *target))
 
     def copy(self, head: Array, entry: Array | int, chunk: ChunkMemory) -> None:
         """Starts to copy a chunk, from `entry` on, to shared memory; zeros are written where there is no entry.
@@ -393,11 +365,7 @@ class Lane:
         starts = [ROW_FIELDS + i * call.time for i in range(len(tokens))]
         tokens = [self._load_words(ref, start, call.time) for ref, start in zip(tokens, starts, strict=True)]
         gates = [gather_numbers(arrays.gates.at[:, head], at, self.interpret) for at in upcoming.all_positions]
-        scales = []
-        if arrays.low_scales is not None:  # A low half counts in a fold alone.
-            checkpoint = jnp.where(fields[FOLD_TO] >= 0, fields[CHECKPOINT], 0)
-            scales.append(load(arrays.low_scales.at[checkpoint, head], value_vector))
-        return Loaded(entries, scales, gates, probes, values, tokens)
+        return Loaded(entries, gates, probes, values, tokens)
 
     def _write(self, start: int, x: Array) -> None:
         """Writes a vector, or CHUNK of them, to `planes` from row `start` on."""
@@ -436,9 +404,6 @@ class Lane:
         gates[-1] = jnp.where(word >= 0, words, gates[-1])
         for i, x in enumerate(gates):
             self.decays[pl.ds(i * THREADS, THREADS)] = x
-        for x in loaded.low_scales:
-            assert self.low_scales is not None
-            self.low_scales[...] = x
         for i, x in enumerate(loaded.probes):
             self._write(CHUNK + i, x)
         if schedule.copies_first_chunk:

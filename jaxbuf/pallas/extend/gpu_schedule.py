@@ -47,14 +47,11 @@ class SharedMemory(NamedTuple):
       positions: int32 [padded_entries], the flat positions of an item's entries. None without stages.
       products: f32, each probe times each key of a chunk; then each probe times each new key.
       reads: f32, the state times each probe. With `adds_on_tensor_cores`, what entries add to outputs until then.
-      fold_reads: f32, with one new token the same of a split state that was folded. None if no state is split.
       vectors: bfloat16 [planes, 2 · CHUNK + probe_rows, pitch]: the first chunk's keys, the probes, the first chunk's
         updates. With `adds_on_tensor_cores`, the weights of each chunk overwrite these keys.
-      state: [bands, BAND, key_dim], the item's checkpoint, or the high half of a split one. While a split one folds,
-        the first band is the high half of the band that the fold has come to, and the second the low half.
-      low: int8 [BAND, key_dim], where the low half lies instead if it is int8. None if it is not.
-      low_scales: f32 [value_dim], with one new token the scales of an int8 low half's rows; with several, they are the
-        column of `reads` behind the products. None if it is not int8.
+      state: [bands, BAND, key_dim], the item's checkpoint, or the high half of a split one.
+      low: [bands, BAND, key_dim], the low half of a split checkpoint, while an item folds. None if none is split.
+      low_barriers: As `barriers`, for `low`. None without it.
       decays: f32 [padded_entries + CHUNK]: of each entry the gate, which is overwritten by the decay since the entry,
         or by that decay's exponential. The last `passed_words` numbers before `padded_entries` are those passed on to
         the next item. The one at `padded_entries` is the number that the lane drew: no chunk's decays reach that far.
@@ -66,11 +63,10 @@ class SharedMemory(NamedTuple):
     positions: Any
     products: Any
     reads: Any
-    fold_reads: Any
     vectors: Any
     state: Any
     low: Any
-    low_scales: Any
+    low_barriers: Any
     decays: Any
 
 
@@ -169,11 +165,6 @@ class Schedule:
         return [pl.ds(top, BAND) for top in range(0, self.call.value_dim, BAND)]
 
     @property
-    def buffers(self) -> int:
-        """Bands that have shared memory at the same time: all; or two at least, for the halves of a split one."""
-        return len(self.bands) if self.call.low is None else max(2, len(self.bands))
-
-    @property
     def state_strips(self) -> list:
         """Slices of the state's columns that a product takes: each is as wide as a tile of its shared memory."""
         columns = SWIZZLE // self.call.state.itemsize
@@ -228,26 +219,26 @@ class Schedule:
         def memory(*dims, dtype=jnp.float32, transforms=()):
             return plgpu.SMEM((self.warpgroups, *dims), dtype, transforms=transforms)
 
-        def states(*dims, dtype):  # in tiles as wide as a strip
+        def states(dtype):  # in tiles as wide as a strip
             columns = SWIZZLE // call.state.itemsize
             tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
             swizzle = plgpu.SwizzleTransform(columns * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
-            return memory(*dims, BAND, call.key_dim, dtype=dtype, transforms=(tiling, swizzle))
+            return memory(len(self.bands), BAND, call.key_dim, dtype=dtype, transforms=(tiling, swizzle))
 
         low_decays = 0 if one_token else self.padded_entries
         reads = (probes, call.value_dim) if one_token else (call.value_dim, self.probe_columns + 2)
+        barriers = plgpu.Barrier(num_barriers=self.warpgroups * len(self.bands))
         return SharedMemory(
-            barriers=plgpu.Barrier(num_barriers=self.warpgroups * self.buffers),
+            barriers=barriers,
             later=memory(2 * self.later_size * self.stages, pitch, dtype=jnp.bfloat16) if self.stages else None,
             decays_low=memory(low_decays + 2 * THREADS // WARP) if self.sums_exactly else None,
             positions=memory(self.padded_entries, dtype=jnp.int32) if self.stages else None,
             products=memory(probes if one_token else max(CHUNK, probes), self.entry_columns + CHUNK),
             reads=memory(*reads),
-            fold_reads=memory(*reads) if call.low is not None and one_token else None,
             vectors=memory(self.planes, 2 * CHUNK + self.probe_rows, pitch, dtype=jnp.bfloat16),
-            state=states(self.buffers, dtype=call.state),
-            low=states(dtype=call.low) if call.low == jnp.int8 else None,
-            low_scales=memory(call.value_dim) if call.low == jnp.int8 and one_token else None,
+            state=states(call.state),
+            low=states(call.low) if call.low is not None else None,
+            low_barriers=barriers if call.low is not None else None,
             decays=memory(self.padded_entries + CHUNK),
         )
 
