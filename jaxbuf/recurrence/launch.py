@@ -48,7 +48,7 @@ def extend_pool(
     """
     check_inputs(spec, q, k, v, log_decay, beta)
     xla.check_pool(spec, pool)
-    if asks_kernel("extend", implementation) and _is_checked(pool, implementation):
+    if asks_kernel("extend", implementation):
         reason = _gpu_reason(spec, pool, step.before, q, v)
         if step.ancestors is not None:
             reason = "it needs each token to follow the one before, trees are not served yet"
@@ -78,7 +78,7 @@ def fold_pool(
     Raises:
       ValueError: The implementation asked for can't serve the call; it says why.
     """
-    if asks_kernel("fold", implementation) and _is_checked(pool, implementation):
+    if asks_kernel("fold", implementation):
         # The kernel of `extend` folds; its one new token is appended nowhere, and its output is not used.
         rows = write.shape[0]
         q, v = (jnp.zeros((rows, 1, *x.shape[2:]), pool.keys.dtype) for x in (pool.keys, pool.updates))
@@ -88,11 +88,6 @@ def fold_pool(
             append, lengths = jnp.full((rows, 1), NOWHERE), (write < NOWHERE).astype(jnp.int32)
             return _extend_on_gpu(spec, pool, before, lengths, write, append, (q, q, v, gate, gate), interpret)[1]
     return xla.fold_with_xla(spec, pool, before, write)
-
-
-def _is_checked(pool: Pool, implementation: str) -> bool:
-    """Whether the kernel was checked on a GPU with such a memory. If not, it serves calls that name it alone."""
-    return pool.low is None or implementation != "auto"
 
 
 def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array):
