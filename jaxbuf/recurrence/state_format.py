@@ -10,10 +10,10 @@ A form that writes the state in every step gains nothing from it.
 
 There is no int8 high half. It would halve what a step reads once more, but in a trial on XLA's path (a scale for each
 row, a bfloat16 low half, limit 16, bfloat16 entries, 4,096 steps, 4 heads of 128 by 128) the mean error of a step came
-to 7.3e-3 and the worst to 3.4e-2, where split states have 2.6e-3 and 8.4e-3, though it did not grow either. The embedded
-model's likelihood stayed within 0.0034 % in each quarter of 4 x 4,096 held-out tokens; the next token's distribution
-diverged from the recurrence's by 4e-5 nats, ten times as far as with a split state, and 8 of 100 greedy continuations
-differed, of split states none.
+to 7.3e-3 and the worst to 3.4e-2, where split states have 2.6e-3 and 8.4e-3, though it did not grow either. The
+embedded model's likelihood stayed within 0.0034 % in each quarter of 4 x 4,096 held-out tokens; the next token's
+distribution diverged from the recurrence's by 4e-5 nats, ten times as far as with a split state, and 8 of 100 greedy
+continuations differed, of split states none.
 """
 
 import dataclasses
