@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxbuf.recurrence.state_format import SPLIT
+
 BATCHES = (32, 128, 256)  # of the targets
 TARGETS = (  # what, at least or at most, and how much at each of BATCHES
     ("decode, limit 16: achieved/floor", ">=", (0.78, 0.90, 0.92)),
@@ -198,17 +200,16 @@ def plot(figures: Sequence[Row], path: Path) -> None:
         return [r for r in measured if r["part"] == name and all(r[key] == value for key, value in wanted.items())]
 
     batch, limit, tokens, lengths = axes.flat
-    for color, (label, rows) in enumerate(
-        {
-            "limit 16": part("decode"),
-            "recurrent step": part("recurrent"),
-            "flash-linear-attention": part("fla", state_v_first=False),
-            "... its state [value, key]": part("fla", state_v_first=True),
-            "XLA, limit 16": part("xla"),
-        }.items()
-    ):
+    series = {
+        "limit 16": part("decode"),
+        "recurrent step": part("recurrent"),
+        "flash-linear-attention": part("fla", state_v_first=False),
+        "... its state [value, key]": part("fla", state_v_first=True),
+        "XLA, limit 16": part("xla"),
+    } | {f"{name}, limit 16": part("split", state_dtype=name, time=1) for name in SPLIT}
+    for color, (label, rows) in enumerate(series.items()):
         draw(batch, label, rows, "batch", color=f"C{color}")
-        if color < 2:
+        if color < 2 or label.startswith("split,"):
             draw(batch, f"{label}: floor", rows, "batch", "floor_us", "--", color=f"C{color}")
     batch.set(title="one token", xlabel="batch", xscale="log", yscale="log")
     middle = {row["batch"] for row in part("limits")}
@@ -236,5 +237,5 @@ def plot(figures: Sequence[Row], path: Path) -> None:
         if axis.has_data():
             axis.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")  # Panels without data are cut off at the edges.
     pyplot.close(figure)
