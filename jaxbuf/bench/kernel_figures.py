@@ -200,16 +200,16 @@ def plot(figures: Sequence[Row], path: Path) -> None:
         return [r for r in measured if r["part"] == name and all(r[key] == value for key, value in wanted.items())]
 
     batch, limit, tokens, lengths = axes.flat
-    series = {
-        "limit 16": part("decode"),
-        "recurrent step": part("recurrent"),
+    ours = {"limit 16": part("decode"), "recurrent step": part("recurrent")}
+    ours |= {f"{name}, limit 16": part("split", state_dtype=name, time=1) for name in SPLIT}
+    others = {
         "flash-linear-attention": part("fla", state_v_first=False),
         "... its state [value, key]": part("fla", state_v_first=True),
         "XLA, limit 16": part("xla"),
-    } | {f"{name}, limit 16": part("split", state_dtype=name, time=1) for name in SPLIT}
-    for color, (label, rows) in enumerate(series.items()):
+    }
+    for color, (label, rows) in enumerate((ours | others).items()):
         draw(batch, label, rows, "batch", color=f"C{color}")
-        if color < 2 or label.startswith("split,"):
+        if label in ours:
             draw(batch, f"{label}: floor", rows, "batch", "floor_us", "--", color=f"C{color}")
     batch.set(title="one token", xlabel="batch", xscale="log", yscale="log")
     middle = {row["batch"] for row in part("limits")}

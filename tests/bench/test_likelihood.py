@@ -46,20 +46,8 @@ def test_neither_bf16_entries_nor_split_checkpoints_cost_likelihood(demo, rng, t
     """On 2 rows of 512 tokens; the recurrent form's likelihood is that of the parallel forward."""
     text, path = tmp_path / "text.txt", tmp_path / "likelihood.json"
     text.write_text(prose(rng, 400))
-    words = [
-        "--text",
-        str(text),
-        "--rows",
-        "2",
-        "--tokens",
-        "512",
-        "--prompts",
-        "8",
-        "--states",
-        "float32,split8",
-        "--json",
-        str(path),
-    ]
+    sizes = "--rows 2 --tokens 512 --prompts 8 --states float32,split8".split()
+    words = ["--text", str(text), *sizes, "--json", str(path)]
     assert likelihood.main(words) == 0
     record = json.loads(path.read_text())
     assert record["script"] == "scripts/bench_likelihood" and record["text"][0]["file"] == "text.txt"
