@@ -151,10 +151,9 @@ def plan(options: argparse.Namespace) -> list[AnyCase]:
     verify = [make("verify", batch, time, accepted, 32) for time, accepted in VERIFY.items() for batch in large]
     cases += [case for case in verify if case.time in JUDGED]
     cases += [make("state", most, state_dtype="bfloat16")]
-    for name in SPLIT:
-        cases += [make("split", batch, state_dtype=name) for batch in large]
-        cases += [make("split", batch, 5, (3,), 32, state_dtype=name) for batch in large]
-        cases += [make("split", batch, state_dtype=name) for batch in small]
+    cases += [make("split", batch, state_dtype=name) for name in SPLIT for batch in large]
+    cases += [make("split", batch, 5, (3,), 32, state_dtype=name) for name in SPLIT for batch in large]
+    cases += [make("split", batch, state_dtype=name) for name in SPLIT for batch in small]
     cases += [make("kv", middle, longest=KV_LENGTHS[-1])]
     cases += [make(part, batch, limit=limit) for batch in small for part, limit in (("decode", 16), ("recurrent", 1))]
     cases += [case for case in verify if case.time not in JUDGED]

@@ -40,6 +40,20 @@ def _command(text: str, interpret: bool) -> None:
         inline_mlir(run, (), None)()
 
 
+def prefetch(ref, interpret: bool) -> None:
+    """Starts to bring an array in global memory, whose numbers lie in a row, to the L2 cache."""
+
+    def run(_, ref):
+        kind = ir.MemRefType(ref.type)
+        length = int(np.prod(kind.shape)) * mgpu.utils.bitwidth(kind.element_type) // 8
+        text = f"{{.reg .pred p; setp.eq.s32 p, $1, 0; @p cp.async.bulk.prefetch.L2.global [$0], {length};}}"
+        operands = [mgpu.utils.memref_ptr(ref), _thread()]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l,r,~{memory}", has_side_effects=True)
+
+    if not interpret:
+        inline_mlir(run, (plgpu.RefType(),), None)(ref)
+
+
 def settle(positions: Sequence[tuple[Array, object]], interpret: bool) -> None:
     """Waits until the loads of positions have arrived; no later load starts before.
 

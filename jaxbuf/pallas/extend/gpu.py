@@ -43,7 +43,7 @@ from jaxbuf.pallas.extend.gpu_entries import add_all
 from jaxbuf.pallas.extend.gpu_fold import fold
 from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, Lane, Upcoming, read_item
 from jaxbuf.pallas.extend.gpu_products import STATE, STATE_LEFT, VECTORS, ZERO, cut, join, multiply_state, where, zeros
-from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, Schedule, arrange
+from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, SPACING, Schedule, arrange
 from jaxbuf.pallas.extend.gpu_step import extend_step, serves
 from jaxbuf.pallas.extend.gpu_sums import factor, parts, sum_decays
 from jaxbuf.pallas.instructions import count_up, publish, round_now, synchronize
@@ -144,6 +144,16 @@ def _kernel(schedule: Schedule, interpret: bool):
         # are few rounds, they are dealt. (The interpreter deals items that should be drawn, so in another order.)
         folding = arrays.fields[0, FOLDING] * call.heads
 
+        def shifted(rounds):
+            # Rows that fold are some lines apart. Without the shift, the same lanes may serve several of them in the
+            # first three rounds, whose items are not drawn.
+            return lax.rem(lane.number + rounds * (schedule.lanes // SPACING), schedule.lanes)
+
+        def read_tokens():
+            """The new tokens' log decays, betas and positions."""
+            kinds = (jnp.float32, jnp.float32, jnp.int32)
+            return [lane.read_words(ROW_FIELDS + i * call.time, call.time, kind) for i, kind in enumerate(kinds)]
+
         def locate_after_next(turn):
             if not draws:
                 return lane.locate(lane.deal(turn + 2, folding))
@@ -156,31 +166,32 @@ def _kernel(schedule: Schedule, interpret: bool):
             next_turn = carry.turn + 1
             item, following = read_item(carry.line, carry.head, carry.fields), carry.upcoming
             number = count_up(*counter) if draws else None
+
             next_fields = lane.read_words(0, ROW_FIELDS, jnp.int32)
-            starts = [ROW_FIELDS + i * call.time for i in range(3)]
-            gates, betas = (lane.read_words(start, call.time, jnp.float32) for start in starts[:2])
-            append = lane.read_words(starts[2], call.time, jnp.int32)
-            if not schedule.one_token:
+            gates, betas, append = read_tokens()
+            if not (schedule.one_token or schedule.reads_late):
                 after_next = locate_after_next(carry.turn)
-
-            # If there are registers, this is called early: the inputs then arrive while the item is served.
-            def load_next():
-                return lane.load_inputs(following, next_fields)
-
             _append_keys(lane, item, append, gates, carry.new_keys)
             gates = [parts(lane, gate) for gate in gates]
             # For a fold, decays reach up to the last entry, not up to the new token.
             new_gate = [jnp.where(item.folds, ZERO, x) for x in gates[0]] if schedule.one_token else None
             total = sum_decays(lane, item.live, new_gate)
-            pl.when(item.folds)(functools.partial(fold, lane, item, total))
+            pl.when(item.folds)(functools.partial(fold, lane, item, total, functools.partial(_read_folded, lane)))
             total = [jnp.where(item.folds, ZERO, x) for x in total]
-            if schedule.one_token:  # Not before the fold, which would wait for these loads.
-                loaded = load_next()
+            if schedule.reads_late:  # What the fold left no registers for.
+                next_fields = lane.read_words(0, ROW_FIELDS, jnp.int32)
+                if not schedule.one_token:
+                    after_next = locate_after_next(carry.turn)
+            # If there are registers, inputs are asked for early: they then arrive while the item is served. But not
+            # before the fold, which would wait for these loads.
+            loaded = lane.load_inputs(following, next_fields) if schedule.one_token else None
             added = add_all(lane, item, gates)
             if schedule.one_token:
                 after_next = locate_after_next(carry.turn)
-            else:
-                loaded = load_next()
+            if loaded is None:
+                loaded = lane.load_inputs(following, next_fields)
+            if schedule.reads_late and not schedule.one_token:
+                _, betas, append = read_tokens()
             if schedule.stages:
                 lane.keep(following)
                 synchronize(interpret)  # All threads are done with the entries.
@@ -214,9 +225,9 @@ def _kernel(schedule: Schedule, interpret: bool):
                 lane.keep(start)
                 synchronize(interpret)
                 lane.copy_ahead(True, start, fields)
-            following = lane.locate(schedule.lanes + lane.number if draws else lane.deal(1, folding))
+            following = lane.locate(schedule.lanes + shifted(1) if draws else lane.deal(1, folding))
             if draws:  # Numbers from the counter begin with the fourth round. This one gives the lane's third item.
-                lane.decays[drawn_word] = lax.bitcast_convert_type(lane.number - schedule.lanes, jnp.float32)
+                lane.decays[drawn_word] = lax.bitcast_convert_type(shifted(2) - schedule.lanes, jnp.float32)
             admitted = lane.admit(start.all_positions, loaded, following.fields)
             first = _Carry(0, start.exists, start.line, start.head, fields, following, *admitted)
             lax.while_loop(lambda carry: carry.exists, serve, first)
@@ -252,6 +263,29 @@ def _append_keys(lane: Lane, item: Item, append: list[Array], gates: list[Array]
                 lane.arrays.keys[to, item.head // call.heads_per_key] = key.astype(call.entry)
 
 
+def _multiply_band(lane: Lane, state, band, probes: list[list[Array]] | None, reads) -> None:
+    """Writes the products of a band of the state with the probes to `reads`."""
+    schedule = lane.schedule
+    # Two sums, because products into one sum wait for each other.
+    sums = [zeros((BAND, schedule.probe_columns), STATE)] * 2
+    for j, strip in enumerate(schedule.state_strips):
+        right = probes[j] if probes else lane.load_probes(strip)
+        for left in cut(load(state.at[:, strip], STATE_LEFT)):
+            sums = [sums[1], multiply_state(sums[0], left, right, lane.interpret)]
+    read = sums[0] + sums[1]
+    if schedule.one_token:
+        store_rows(read, STATE, 1, reads.at[:, band], lane.interpret)
+    else:
+        reads[band, pl.ds(0, schedule.probe_columns)] = read
+
+
+def _read_folded(lane: Lane, i: Array) -> None:
+    """Multiplies band i of a folded split state, whose high half `Lane.halves` names, with the probes."""
+    (_, state, _), _ = lane.halves()
+    reads = lane.fold_reads if lane.schedule.one_token else lane.reads
+    _multiply_band(lane, state, pl.ds(i * BAND, BAND), None, reads)
+
+
 def _read_state(lane: Lane, item: Item, i: Array, probes: list[list[Array]] | None) -> None:
     """Multiplies band i of the state with the probes; then its shared memory may be overwritten.
 
@@ -264,30 +298,22 @@ def _read_state(lane: Lane, item: Item, i: Array, probes: list[list[Array]] | No
     schedule = lane.schedule
     band, state, barrier = lane.band(i)
     pl.when(item.has_checkpoint & ~item.folds)(lambda: plgpu.barrier_wait(barrier))
-
-    def multiply_band():
-        # Two sums, because products into one sum wait for each other.
-        sums = [zeros((BAND, schedule.probe_columns), STATE)] * 2
-        for j, strip in enumerate(schedule.state_strips):
-            right = probes[j] if probes else lane.load_probes(strip)
-            for left in cut(load(state.at[:, strip], STATE_LEFT)):
-                sums = [sums[1], multiply_state(sums[0], left, right, lane.interpret)]
-        read = sums[0] + sums[1]
-        if schedule.one_token:
-            store_rows(read, STATE, 1, lane.reads.at[:, band], lane.interpret)
-        else:
-            lane.reads[band, pl.ds(0, schedule.probe_columns)] = read
-
-    if schedule.stages:  # With rings longer than a chunk, a row may well have no checkpoint: then this saves work.
+    is_split = lane.arrays.low is not None  # Then the fold has multiplied the state.
+    multiply_band = functools.partial(_multiply_band, lane, state, band, probes, lane.reads)
+    if is_split and not schedule.one_token:
+        pl.when(item.has_checkpoint & ~item.folds)(multiply_band)
+    elif schedule.stages:  # With rings longer than a chunk, a row may well have no checkpoint: then this saves work.
         pl.when(item.has_state)(multiply_band)
     else:
         multiply_band()
     # Before band i is overwritten, the copies of it that a fold started must have read it. Copies end in the order in
     # which they started: those of the bands behind it may still be on their way.
-    copies = 1 if schedule.call.low is None else 2  # of a band
-    for behind, _ in enumerate(schedule.bands):
-        last = item.folds & (i == len(schedule.bands) - 1 - behind)
-        pl.when(last)(functools.partial(plgpu.wait_smem_to_gmem, copies * behind, wait_read_only=True))
+    if is_split:
+        pl.when(item.folds & jnp.equal(i, 0))(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
+    else:
+        for behind, _ in enumerate(schedule.bands):
+            last = item.folds & (i == len(schedule.bands) - 1 - behind)
+            pl.when(last)(functools.partial(plgpu.wait_smem_to_gmem, behind, wait_read_only=True))
     synchronize(lane.interpret)
 
 
@@ -308,8 +334,13 @@ def _substitute(lane: Lane, item: Item, out, added, total, gates, betas, append,
 
     def read(i):
         """What probe i reads from the state."""
-        reads = lane.reads.at[i] if schedule.one_token else lane.reads.at[:, i]
-        return where(item.has_state, load(reads, vector))
+        if not schedule.one_token:
+            return where(item.has_state, load(lane.reads.at[:, i], vector))
+        found = load(lane.reads.at[i], vector)
+        if lane.fold_reads is not None:
+            folded = load(lane.fold_reads.at[i], vector)
+            found = jnp.where(jnp.broadcast_to(item.folds, found.shape), folded, found)
+        return where(item.has_state, found)
 
     decays = []
     for gate in gates:

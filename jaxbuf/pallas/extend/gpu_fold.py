@@ -1,6 +1,7 @@
 """Folds of `extend` on a GPU: an item's entries are added to its checkpoint in shared memory, which is copied back."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jaxbuf.pallas.extend.gpu_products import (
     to_int8,
     where,
 )
-from jaxbuf.pallas.extend.gpu_schedule import CHUNK
+from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK
 from jaxbuf.pallas.extend.gpu_sums import factor, load_factors
 from jaxbuf.pallas.instructions import end_copies, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import load
@@ -32,128 +33,185 @@ from jaxbuf.pallas.threads import load
 type Array = jax.Array
 
 
-def fold(lane: Lane, item: Item, total: list[Array]) -> None:
+def fold(lane: Lane, item: Item, total: list[Array], read_band: Callable[[Array], None]) -> None:
     """Makes the state in shared memory: checkpoint · exp(total) + Σ exp(decay since the entry) · update ⊗ key.
 
-    Entries are added chunk after chunk, or all chunks that are in shared memory at once. While the last are added, the
-    copy of each finished band to global memory starts.
+    Entries are added chunk after chunk, or all chunks that are in shared memory at once. As soon as a band is made, its
+    copy to global memory starts. A checkpoint that is not split lies in shared memory as a whole, and each chunk is
+    added to all bands. Of a split one there is shared memory for the halves of one band: all chunks are added to it,
+    its high half is multiplied with the probes, and then the next band is fetched.
 
     Args:
       lane: Its `decays` hold the entries' decays, or their exponentials.
       item: The item that is served. It folds, so it has at least one entry.
       total: The sum of the entries' gates, in parts.
+      read_band: Multiplies a band of a folded split state with the probes; its shared memory is `Lane.halves`' first.
+    """
+    if lane.arrays.low is None:
+
+        def add(c, chunks_in_memory, last):
+            decay, steps = _weigh(lane, total, c, chunks_in_memory)
+
+            def add_to(i):
+                rows, state, barrier = lane.band(i)
+                pl.when(item.has_checkpoint & jnp.equal(c, 0))(lambda: plgpu.barrier_wait(barrier))
+                _add(lane, item, c, rows, decay, steps, [state])
+                plgpu.commit_smem()  # The copy below reads what was stored.
+                stored = lane.arrays.checkpoints.at[item.fold_to, item.head, rows]
+                pl.when(last)(lambda: plgpu.copy_smem_to_gmem(state, stored))
+
+            lane.each_band(add_to)
+
+        _each_chunk(lane, item, add, begun=False)
+        return
+
+    halves, bands = lane.halves(), len(lane.schedule.bands)
+
+    def fold_band(i):
+        rows = pl.ds(i * BAND, BAND)
+
+        @pl.when(item.has_checkpoint)
+        def _():
+            for _, _, barrier in halves:
+                plgpu.barrier_wait(barrier)
+
+        def add(c, chunks_in_memory, _):
+            decay, steps = _weigh(lane, total, c, chunks_in_memory)
+            _add(lane, item, c, rows, decay, steps, [target for _, target, _ in halves])
+
+        _each_chunk(lane, item, add, begun=i > 0)
+        plgpu.commit_smem()  # The copies below read what was stored.
+        for source, target, _ in halves:
+            plgpu.copy_smem_to_gmem(target, source.at[item.fold_to, item.head, rows])
+        if lane.low_scales is not None and lane.arrays.low_scales is not None:
+            lane.arrays.low_scales[item.fold_to, item.head, rows] = load(lane.low_scales.at[rows], TALL.reduce(1))
+        read_band(i)
+
+        @pl.when(i + 1 < bands)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            synchronize(lane.interpret)
+
+            @pl.when(item.has_checkpoint)
+            def _():
+                for half in halves:
+                    lane.fetch_half(half, item.checkpoint, item.head, pl.ds((i + 1) * BAND, BAND))
+
+    lax.fori_loop(0, bands, lambda i, _: fold_band(i), None)
+
+
+def _each_chunk(lane: Lane, item: Item, add: Callable, begun: Array | bool) -> None:
+    """Brings an item's chunks to shared memory, one after the other or several at once.
+
+    Args:
+      lane, item: The lane, and its item.
+      add: Called with the number of the first chunk that is in shared memory; where each lies, its first entry and its
+        length; and whether none follow.
+      begun: Whether this is not the first time, so that the first chunk may have been overwritten by later ones.
     """
     schedule, interpret = lane.schedule, lane.interpret
     stages, later_size = schedule.stages, schedule.later_size
 
-    def add(c, chunks_in_memory, last):
-        """Adds chunks that are in shared memory.
+    def bring_chunk(c):
+        # A chunk is not asked for earlier: the code behind the fold, which every item runs, would have to wait for
+        # loads that are on their way when the fold ends.
+        lane.write_chunk(lane.gather_chunk(item.line, item.head, c))
+        synchronize(interpret)
 
-        Args:
-          c: Number of the first of them; with chunk 0, the checkpoint is waited for and decays.
-          chunks_in_memory: For each chunk where it lies, its first entry and its length.
-          last: Whether none follow.
-        """
-        begins = jnp.equal(c, 0)
-        decay = jnp.where(begins, factor(total), np.float32(1))
-        steps = []
-        for chunk, entry, n in chunks_in_memory:
-            for i in range(0, n, CHUNK):
-                start = min(i, n - CHUNK)  # The last step of a chunk may take some entries again, with weight 0.
-                steps.append((chunk, start, _load_weights(lane, entry + start, i - start)))
-
-        def add_to(i):
-            band, state, barrier = lane.band(i)
-            halves, scale = [(state, barrier, lane.arrays.checkpoints)], None
-            if lane.arrays.low is not None:
-                halves.append((*lane.low_band(i), lane.arrays.low))
-            if lane.arrays.low_scales is not None:  # Behind the first chunks, those that were written with them count.
-                row = jnp.where(begins, item.checkpoint, item.fold_to)
-                scale = load(lane.arrays.low_scales.at[row, item.head, band], TALL.reduce(1))
-
-            @pl.when(item.has_checkpoint & begins)
-            def _():
-                for _, arrived, _ in halves:
-                    plgpu.barrier_wait(arrived)
-
-            updates = []
-            for chunk, start, weight in steps:
-                refs = [x.at[pl.ds(chunk.updates + start, CHUNK), band].transpose((1, 0)) for x in chunk.planes]
-                update = join([load(x, TALL_LEFT) for x in refs])
-                updates.append(cut(update * spread(weight, update.shape, 1, TALL_LEFT)))
-            rests = []
-            for columns in schedule.state_strips:
-                strips = [half.at[:, columns] for half, _, _ in halves]
-                old = [load(strip, TALL).astype(jnp.float32) for strip in strips]
-                if scale is not None:
-                    old[1] = old[1] * spread(scale, old[1].shape, 0, TALL)
-                new = where(item.has_checkpoint | ~begins, join(old) * decay)
-                for (chunk, start, _), update in zip(steps, updates, strict=True):
-                    keys = [load(x.at[pl.ds(chunk.keys + start, CHUNK), columns], TALL_RIGHT) for x in chunk.planes]
-                    new = multiply(new, update, keys, interpret)
-                if scale is None:
-                    for strip, half in zip(strips, split(new, [x.dtype for x in strips], interpret), strict=True):
-                        strip[...] = half
-                else:
-                    strips[0][...], rest = split(new, [lane.call.state, jnp.float32], interpret)
-                    rests.append((strips[1], rest))
-            if rests:
-                _store_scaled(lane, item, band, rests)
-            plgpu.commit_smem()  # The copies below read what was stored.
-
-            @pl.when(last)
-            def _():
-                for half, _, target in halves:
-                    plgpu.copy_smem_to_gmem(half, target.at[item.fold_to, item.head, band])
-
-        lane.each_band(add_to)
-
-    def fold_chunk(c, _):
-        add(c, [(lane.first_chunk, c * CHUNK, CHUNK)], c + 1 == chunks)
-
-        @pl.when(c + 1 < chunks)
-        def _():
-            # The next chunk is not asked for earlier: the code behind the fold, which every item runs, would have to
-            # wait for loads that are on their way when the fold ends.
-            lane.write_chunk(lane.gather_chunk(item.line, item.head, c + 1))
-            synchronize(interpret)
-
-    def fold_later(j, _):
+    def bring_later(j):
         lane.copy(item.head, CHUNK + j * later_size, lane.later_chunk(0))
         end_copies(interpret)
         wait_for_copies(0, interpret)
         synchronize(interpret)
+
+    def add_chunk(c, _):
+        add(c, [(lane.first_chunk, c * CHUNK, CHUNK)], c + 1 == chunks)
+        pl.when(c + 1 < chunks)(lambda: bring_chunk(c + 1))
+
+    def add_later(j, _):
+        bring_later(j)
         add(j + 1, [(lane.later_chunk(0), CHUNK + j * later_size, later_size)], j + 1 == chunks)
 
     if not stages:
         chunks = pl.cdiv(item.live, CHUNK)
-        lax.fori_loop(0, chunks, fold_chunk, None)
+        if begun is not False and lane.call.max_live > CHUNK:
+            pl.when(begun & (chunks > 1))(lambda: bring_chunk(0))
+        lax.fori_loop(0, chunks, add_chunk, None)
         return
     chunks = pl.cdiv(item.live - CHUNK, later_size)  # later chunks
+    loops = lane.call.max_live > CHUNK + stages * later_size
+    if begun is not False and loops:
+        pl.when(begun & (chunks > stages))(lambda: bring_later(0))
     wait_for_copies(0, interpret)
     synchronize(interpret)
     staged = [(lane.later_chunk(i), CHUNK + i * later_size, later_size) for i in range(stages)]
     add(0, [(lane.first_chunk, 0, CHUNK), *staged], chunks <= stages)
-    if lane.call.max_live > CHUNK + stages * later_size:
-        lax.fori_loop(stages, chunks, fold_later, None)
+    if loops:
+        lax.fori_loop(stages, chunks, add_later, None)
 
 
-def _store_scaled(lane: Lane, item: Item, band, rests: list) -> None:
-    """Stores what the high halves of a band leave as int8, and the scales of its rows: a row's largest number is 127.
+def _weigh(lane: Lane, total: list[Array], c: Array | int, chunks_in_memory: list):
+    """What the state is multiplied with before chunks are added, and in which steps: chunk, first entry, weights."""
+    decay = jnp.where(jnp.equal(c, 0), factor(total), np.float32(1))
+    steps = []
+    for chunk, entry, n in chunks_in_memory:
+        for i in range(0, n, CHUNK):
+            start = min(i, n - CHUNK)  # The last step of a chunk may take some entries again, with weight 0.
+            steps.append((chunk, start, _load_weights(lane, entry + start, i - start)))
+    return decay, steps
+
+
+def _add(lane: Lane, item: Item, c: Array | int, rows, decay: Array, steps: list, parts: list) -> None:
+    """Adds chunks of entries to a band of the state in shared memory.
 
     Args:
       lane, item: The lane, and its item.
-      band: The band's rows.
-      rests: For each strip of the band where its low half lies in shared memory, and what is left, in layout `TALL`.
+      c: Number of the first chunk; with chunk 0, the state is zeros if there is no checkpoint.
+      rows: The band.
+      decay, steps: From `_weigh`.
+      parts: Where the band lies in shared memory; or its high half, and its low half.
     """
-    scale_ref = lane.arrays.low_scales
-    assert scale_ref is not None
+    interpret = lane.interpret
+    updates, rests = [], []
+    for chunk, start, weight in steps:
+        refs = [x.at[pl.ds(chunk.updates + start, CHUNK), rows].transpose((1, 0)) for x in chunk.planes]
+        update = join([load(x, TALL_LEFT) for x in refs])
+        updates.append(cut(update * spread(weight, update.shape, 1, TALL_LEFT)))
+    scales = None if lane.low_scales is None else lane.low_scales.at[rows]
+    scale = None if scales is None else load(scales, TALL.reduce(1))
+    for columns in lane.schedule.state_strips:
+        strips = [part.at[:, columns] for part in parts]
+        old = [load(strip, TALL).astype(jnp.float32) for strip in strips]
+        if scale is not None:
+            old[1] = old[1] * spread(scale, old[1].shape, 0, TALL)
+        new = where(item.has_checkpoint | jnp.not_equal(c, 0), join(old) * decay)
+        for (chunk, start, _), update in zip(steps, updates, strict=True):
+            keys = [load(x.at[pl.ds(chunk.keys + start, CHUNK), columns], TALL_RIGHT) for x in chunk.planes]
+            new = multiply(new, update, keys, interpret)
+        if scales is None:
+            for strip, part in zip(strips, split(new, [x.dtype for x in strips], interpret), strict=True):
+                strip[...] = part
+        else:
+            strips[0][...], rest = split(new, [lane.call.state, jnp.float32], interpret)
+            rests.append((strips[1], rest))
+    if scales is not None:
+        _store_scaled(scales, rests, interpret)
+
+
+def _store_scaled(scales, rests: list, interpret: bool) -> None:
+    """Stores what the high halves of a band leave as int8, and the scales of its rows: a row's largest number is 127.
+
+    Args:
+      scales: Where the scales of the band's rows lie in shared memory.
+      rests: For each strip of the band where its low half lies in shared memory, and what is left, in layout `TALL`.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
     largest = [jnp.max(jnp.abs(rest), axis=1) for _, rest in rests]
     scale = functools.reduce(jnp.maximum, largest) * np.float32(1 / 127)
     inverse = jnp.where(scale > 0, 1 / scale, ZERO)
     for strip, rest in rests:
-        strip[...] = to_int8(rest, spread(inverse, rest.shape, 0, TALL), lane.interpret)
-    scale_ref[item.fold_to, item.head, band] = scale
+        strip[...] = to_int8(rest, spread(inverse, rest.shape, 0, TALL), interpret)
+    scales[...] = scale
 
 
 def _load_weights(lane: Lane, entry: Array, skipped: int) -> Array:

@@ -6,6 +6,7 @@ ahead (`locate`), and for the item's inputs one item ahead (`load_inputs`). Both
 entries that have shared memory of their own (`copy`), and checkpoints, one band after the other (`fetch`).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LIVE, ROW, ROW_FIELDS
 from jaxbuf.pallas.extend.gpu_products import STATE_RIGHT, VECTORS, ZERO, count, cut
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, Schedule, SharedMemory
-from jaxbuf.pallas.instructions import end_copies, settle, synchronize, wait_for_copies
+from jaxbuf.pallas.instructions import end_copies, prefetch, settle, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import (
     PER_THREAD,
     THREADS,
@@ -30,8 +31,6 @@ from jaxbuf.pallas.threads import (
 )
 
 type Array = jax.Array
-
-FOLD_COST = 2  # Where items are dealt, one that folds counts as this many that do not.
 
 
 class Arrays(NamedTuple):
@@ -74,7 +73,7 @@ class Upcoming(NamedTuple):
       line: Its row's line in `Integers`.
       head: Its head.
       fields: int32 [THREADS] in layout `PER_THREAD`: the line's first ROW_FIELDS fields, each in the thread that passes
-        it on (see `Lane.read_words`).
+        it on (see `Lane.admit`).
       first_positions: int32 [CHUNK] each: the flat positions of the first chunk's entries, in the layout of the keys
         and in that of the updates. Empty if the first chunk is copied past the registers.
       all_positions: int32 [THREADS] each, in layout `PER_THREAD`: the flat positions of all entries.
@@ -94,6 +93,7 @@ class Loaded(NamedTuple):
     Attributes:
       entries: The first chunk's keys [CHUNK, key_dim] and updates [CHUNK, value_dim], each with the positions that they
         were loaded from. Empty if the first chunk is copied past the registers.
+      low_scales: The scales of an int8 low half, f32 [value_dim]: others' unless the item folds. Empty without one.
       gates: f32 [THREADS] each, in layout `PER_THREAD`: the gates of all entries.
       probes: The new keys, then the queries: [key_dim] each.
       values: The new values: [value_dim] each.
@@ -102,6 +102,7 @@ class Loaded(NamedTuple):
     """
 
     entries: list[tuple[Array, Array]]
+    low_scales: list[Array]
     gates: list[Array]
     probes: list[Array]
     values: list[Array]
@@ -168,7 +169,8 @@ class Lane:
       interpret: Whether the kernel runs in Pallas' interpreter.
       arrays: The references to global memory.
       number: The lane's number among all lanes of the launch.
-      vectors, products, reads, decays, decays_low: The lane's own part of `SharedMemory`.
+      vectors, products, reads, fold_reads, decays, decays_low: The lane's own part of `SharedMemory`.
+      low_scales: Where the scales of an int8 low half lie in shared memory: [value_dim]. None without one.
       planes: References to the one or two planes of `vectors`, bfloat16 [2 · CHUNK + probe_rows, pitch].
       first_chunk: Where the first chunk lies: in `planes`, before and behind the probes.
     """
@@ -180,9 +182,12 @@ class Lane:
         self.vectors, self.decays, self.products, self.reads, self._state = (
             ref.at[warpgroup] for ref in (memory.vectors, memory.decays, memory.products, memory.reads, memory.state)
         )
-        self._barriers, self._first_barrier = memory.barriers, warpgroup * len(schedule.bands)
-        self._low = memory.low.at[warpgroup] if arrays.low is not None else None
-        self._low_barriers = memory.low_barriers
+        self._barriers, self._first_barrier = memory.barriers, warpgroup * schedule.buffers
+        self._low, self.fold_reads, self.low_scales = (
+            ref if ref is None else ref.at[warpgroup] for ref in (memory.low, memory.fold_reads, memory.low_scales)
+        )
+        if self.call.low == jnp.int8 and not schedule.one_token:
+            self.low_scales = self.reads.at[:, schedule.probe_columns]
         self._later, self._positions = (
             ref.at[warpgroup] if schedule.stages else None for ref in (memory.later, memory.positions)
         )
@@ -194,16 +199,23 @@ class Lane:
         # The next item's scalars are loaded as vectors, a word in each of the last threads, and read from shared memory
         # when they are used. A thread would wait for a value loaded as a scalar right where it is loaded.
         self._word = count((THREADS,), 0, PER_THREAD) - (THREADS - schedule.passed_words)
+        last = self.decays.at[pl.ds(schedule.padded_entries - THREADS, THREADS)]
+        self._words = last if memory.words is None else memory.words.at[warpgroup]
 
     def band(self, i: Array | int):
         """Band i of a checkpoint: its rows, its shared memory, and the barrier that opens when it has arrived."""
         rows = pl.ds(i * BAND, BAND)
         return rows, self._state.at[i], self._barriers.at[self._first_barrier + i]
 
-    def low_band(self, i: Array | int):
-        """The same of the low half of a split checkpoint: its shared memory, and its barrier."""
-        assert self._low is not None
-        return self._low.at[i], self._low_barriers.at[self._first_barrier + i]
+    def halves(self):
+        """The halves of a split checkpoint, the high one first: the whole in global memory; and where a band lies in
+        shared memory while it is folded, with the barrier that opens when it has arrived.
+        """
+        _, high, high_barrier = self.band(0)
+        _, low, low_barrier = self.band(1)
+        low, source = low if self._low is None else self._low, self.arrays.low
+        assert source is not None
+        return (self.arrays.checkpoints, high, high_barrier), (source, low, low_barrier)
 
     def each_band(self, function) -> None:
         """Calls a function with the number of each band; in a loop if there are several new tokens.
@@ -221,19 +233,19 @@ class Lane:
         """The item that this lane serves in a turn, if items are dealt; `Call.items` or more if there is none.
 
         The first `folding` items fold. They are dealt first, one to each lane in every round; the last round of them
-        may not reach all lanes. An item that folds takes as long as FOLD_COST others. So the lanes that got one fewer
-        are dealt FOLD_COST items each before all lanes are dealt the rest. In the first turn, a lane serves the item
-        that has the lane's number.
+        may not reach all lanes. An item that folds takes as long as `Schedule.fold_cost` others. So the lanes that got
+        one fewer are dealt as many items each before all lanes are dealt the rest. In the first turn, a lane serves the
+        item that has the lane's number.
         """
-        lanes = self.schedule.lanes
+        lanes, fold_cost = self.schedule.lanes, self.schedule.fold_cost
         rounds, more = (
             folding // lanes,
             lax.rem(folding, lanes),
         )  # The first `more` lanes get one item more that folds.
         other = turn - rounds - (self.number < more).astype(jnp.int32)  # items that did not fold, before this turn
-        alone = jnp.where(self.number < more, 0, FOLD_COST)  # items that only the lanes that got one fewer are dealt
+        alone = jnp.where(self.number < more, 0, fold_cost)  # items that only the lanes that got one fewer are dealt
         early = other * (lanes - more) + self.number - more
-        rest = FOLD_COST * (lanes - more) + (other - alone) * lanes + self.number
+        rest = fold_cost * (lanes - more) + (other - alone) * lanes + self.number
         others = folding + jnp.where(other < alone, early, rest)
         return jnp.where(other < 0, turn * lanes + self.number, others)
 
@@ -252,8 +264,8 @@ class Lane:
         They are the first ROW_FIELDS fields of the next item's row; then, of this item, the new tokens' log decays,
         their betas, and the flat positions of their entries.
         """
-        start += self.schedule.padded_entries - self.schedule.passed_words
-        return [lax.bitcast_convert_type(self.decays[start + i], dtype) for i in range(length)]
+        start += THREADS - self.schedule.passed_words
+        return [lax.bitcast_convert_type(self._words[start + i], dtype) for i in range(length)]
 
     def _load_positions(self, line: Array, start: Array | int, length: int) -> list[Array]:
         """The flat positions of some entries, in the threads that load their keys, and in those that load updates."""
@@ -276,20 +288,37 @@ class Lane:
         fields = self._load_words(arrays.fields.at[line], 0, ROW_FIELDS)
         return Upcoming(item < call.items, line, lax.rem(item, call.heads), fields, first_positions, all_positions)
 
-    def fetch(self, i: int, head: Array, fields: list[Array]) -> None:
+    def fetch(self, i: Array | int, head: Array, fields: list[Array]) -> None:
         """Starts to copy band i of an item's checkpoint to shared memory, if the row has a checkpoint.
 
-        The low half of a split one is copied only if the row folds.
+        If a split one folds, there is shared memory for the halves of one band: those of the first are copied, in the
+        place of all bands, and the others are brought to the L2 cache.
         """
-        low = self.arrays.low
+        checkpoint, (first, *others) = fields[CHECKPOINT], self.schedule.bands
 
-        @pl.when(fields[HAS_CHECKPOINT] > 0)
-        def _():
+        def fetch_first_band():
+            for half, place in zip(self.halves(), (0, len(others)), strict=True):
+                pl.when(jnp.equal(i, place))(functools.partial(self.fetch_half, half, checkpoint, head, first))
+            for band in others:
+                for source, *_ in self.halves():
+                    fetch_others = functools.partial(prefetch, source.at[checkpoint, head, band], self.interpret)
+                    pl.when(jnp.equal(i, 0))(fetch_others)
+
+        def fetch_band():
             rows, state, barrier = self.band(i)
-            plgpu.copy_gmem_to_smem(self.arrays.checkpoints.at[fields[CHECKPOINT], head, rows], state, barrier)
-            if low is not None:
-                source, target = low.at[fields[CHECKPOINT], head, rows], self.low_band(i)
-                pl.when(fields[FOLD_TO] >= 0)(lambda: plgpu.copy_gmem_to_smem(source, *target))
+            self.fetch_half((self.arrays.checkpoints, state, barrier), checkpoint, head, rows)
+
+        exists, folds = fields[HAS_CHECKPOINT] > 0, fields[FOLD_TO] >= 0
+        if self.arrays.low is None:
+            pl.when(exists)(fetch_band)
+        else:
+            pl.when(exists & ~folds)(fetch_band)
+            pl.when(exists & folds)(fetch_first_band)
+
+    def fetch_half(self, half, checkpoint: Array, head: Array, rows) -> None:
+        """Starts to copy some rows of a checkpoint, or of a half of it, one of `halves`, to shared memory."""
+        source, target, barrier = half
+        plgpu.copy_gmem_to_smem(source.at[checkpoint, head, rows], target, barrier)
 
     def copy(self, head: Array, entry: Array | int, chunk: ChunkMemory) -> None:
         """Starts to copy a chunk, from `entry` on, to shared memory; zeros are written where there is no entry.
@@ -365,7 +394,11 @@ class Lane:
         starts = [ROW_FIELDS + i * call.time for i in range(len(tokens))]
         tokens = [self._load_words(ref, start, call.time) for ref, start in zip(tokens, starts, strict=True)]
         gates = [gather_numbers(arrays.gates.at[:, head], at, self.interpret) for at in upcoming.all_positions]
-        return Loaded(entries, gates, probes, values, tokens)
+        scales = []
+        if arrays.low_scales is not None:  # A low half counts in a fold alone.
+            checkpoint = jnp.where(fields[FOLD_TO] >= 0, fields[CHECKPOINT], 0)
+            scales.append(load(arrays.low_scales.at[checkpoint, head], value_vector))
+        return Loaded(entries, scales, gates, probes, values, tokens)
 
     def _write(self, start: int, x: Array) -> None:
         """Writes a vector, or CHUNK of them, to `planes` from row `start` on."""
@@ -401,9 +434,15 @@ class Lane:
             x = lax.bitcast_convert_type(x, jnp.float32)
             words = jnp.where(word >= ROW_FIELDS + i * call.time, x, words)
         gates = [jnp.where(at > 0, gate, ZERO) for gate, at in zip(loaded.gates, positions, strict=True)]
-        gates[-1] = jnp.where(word >= 0, words, gates[-1])
+        if schedule.reads_late:
+            self._words[...] = words
+        else:
+            gates[-1] = jnp.where(word >= 0, words, gates[-1])
         for i, x in enumerate(gates):
             self.decays[pl.ds(i * THREADS, THREADS)] = x
+        for x in loaded.low_scales:
+            assert self.low_scales is not None
+            self.low_scales[...] = x
         for i, x in enumerate(loaded.probes):
             self._write(CHUNK + i, x)
         if schedule.copies_first_chunk:

@@ -47,14 +47,19 @@ class SharedMemory(NamedTuple):
       positions: int32 [padded_entries], the flat positions of an item's entries. None without stages.
       products: f32, each probe times each key of a chunk; then each probe times each new key.
       reads: f32, the state times each probe. With `adds_on_tensor_cores`, what entries add to outputs until then.
+      fold_reads: f32, with one new token the same of a split state that was folded. None if no state is split.
       vectors: bfloat16 [planes, 2 · CHUNK + probe_rows, pitch]: the first chunk's keys, the probes, the first chunk's
         updates. With `adds_on_tensor_cores`, the weights of each chunk overwrite these keys.
-      state: [bands, BAND, key_dim], the item's checkpoint, or the high half of a split one.
-      low: [bands, BAND, key_dim], the low half of a split checkpoint, while an item folds. None if none is split.
-      low_barriers: As `barriers`, for `low`. None without it.
+      state: [bands, BAND, key_dim], the item's checkpoint, or the high half of a split one. While a split one folds,
+        the first band is the high half of the band that the fold has come to, and the second the low half.
+      low: int8 [BAND, key_dim], where the low half lies instead if it is int8. None if it is not.
+      low_scales: f32 [value_dim], with one new token the scales of an int8 low half's rows; with several, they are the
+        column of `reads` behind the products. None if it is not int8.
       decays: f32 [padded_entries + CHUNK]: of each entry the gate, which is overwritten by the decay since the entry,
         or by that decay's exponential. The last `passed_words` numbers before `padded_entries` are those passed on to
-        the next item. The one at `padded_entries` is the number that the lane drew: no chunk's decays reach that far.
+        the next item, unless `words` has them. The one at `padded_entries` is the number that the lane drew: no chunk's
+        decays reach that far.
+      words: f32 [THREADS], of which the last `passed_words` are passed on. None unless `reads_late`.
     """
 
     barriers: Any
@@ -63,11 +68,13 @@ class SharedMemory(NamedTuple):
     positions: Any
     products: Any
     reads: Any
+    fold_reads: Any
     vectors: Any
     state: Any
     low: Any
-    low_barriers: Any
+    low_scales: Any
     decays: Any
+    words: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +116,11 @@ class Schedule:
         1: the rows that fold have the first lines.
         """
         return SPACING if self.draws else 1
+
+    @property
+    def fold_cost(self) -> int:
+        """Where items are dealt, one that folds counts as this many that do not."""
+        return 2 if self.call.low is None else 4
 
     # Chunks: which entries are taken together, and how they are added.
 
@@ -165,6 +177,11 @@ class Schedule:
         return [pl.ds(top, BAND) for top in range(0, self.call.value_dim, BAND)]
 
     @property
+    def buffers(self) -> int:
+        """Bands that have shared memory at the same time: all; or two at least, for the halves of a split one."""
+        return len(self.bands) if self.call.low is None else max(2, len(self.bands))
+
+    @property
     def state_strips(self) -> list:
         """Slices of the state's columns that a product takes: each is as wide as a tile of its shared memory."""
         columns = SWIZZLE // self.call.state.itemsize
@@ -195,6 +212,14 @@ class Schedule:
         return ROW_FIELDS + 3 * self.call.time
 
     @property
+    def reads_late(self) -> bool:
+        """Whether passed words are read where they are used, not all when the lane begins to serve the item.
+
+        The fold of a split state needs many registers: what they hold meanwhile is spilled.
+        """
+        return self.call.low == jnp.int8 or (self.call.low is not None and not self.one_token)
+
+    @property
     def probe_rows(self) -> int:
         """Rows of shared memory for the probes.
 
@@ -219,27 +244,28 @@ class Schedule:
         def memory(*dims, dtype=jnp.float32, transforms=()):
             return plgpu.SMEM((self.warpgroups, *dims), dtype, transforms=transforms)
 
-        def states(dtype):  # in tiles as wide as a strip
+        def states(*dims, dtype):  # in tiles as wide as a strip
             columns = SWIZZLE // call.state.itemsize
             tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
             swizzle = plgpu.SwizzleTransform(columns * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
-            return memory(len(self.bands), BAND, call.key_dim, dtype=dtype, transforms=(tiling, swizzle))
+            return memory(*dims, BAND, call.key_dim, dtype=dtype, transforms=(tiling, swizzle))
 
         low_decays = 0 if one_token else self.padded_entries
         reads = (probes, call.value_dim) if one_token else (call.value_dim, self.probe_columns + 2)
-        barriers = plgpu.Barrier(num_barriers=self.warpgroups * len(self.bands))
         return SharedMemory(
-            barriers=barriers,
+            barriers=plgpu.Barrier(num_barriers=self.warpgroups * self.buffers),
             later=memory(2 * self.later_size * self.stages, pitch, dtype=jnp.bfloat16) if self.stages else None,
             decays_low=memory(low_decays + 2 * THREADS // WARP) if self.sums_exactly else None,
             positions=memory(self.padded_entries, dtype=jnp.int32) if self.stages else None,
             products=memory(probes if one_token else max(CHUNK, probes), self.entry_columns + CHUNK),
             reads=memory(*reads),
+            fold_reads=memory(*reads) if call.low is not None and one_token else None,
             vectors=memory(self.planes, 2 * CHUNK + self.probe_rows, pitch, dtype=jnp.bfloat16),
-            state=states(call.state),
-            low=states(call.low) if call.low is not None else None,
-            low_barriers=barriers if call.low is not None else None,
+            state=states(self.buffers, dtype=call.state),
+            low=states(dtype=call.low) if call.low == jnp.int8 else None,
+            low_scales=memory(call.value_dim) if call.low == jnp.int8 and one_token else None,
             decays=memory(self.padded_entries + CHUNK),
+            words=memory(THREADS) if self.reads_late else None,
         )
 
     @property
@@ -252,7 +278,9 @@ class Schedule:
 
 def arrange(call: Call) -> Schedule:
     """Chooses a call's warpgroups and stages: as many as there is work and shared memory for."""
-    wanted = min(MAX_WARPGROUPS, pl.cdiv(call.items, PROCESSORS))
+    # Three warpgroups have too few registers for folds of several tokens with int8 low halves.
+    most = min(2, MAX_WARPGROUPS) if call.low == jnp.int8 and call.time > 1 else MAX_WARPGROUPS
+    wanted = min(most, pl.cdiv(call.items, PROCESSORS))
 
     def fit(stages: int) -> Schedule:
         """The most warpgroups that have shared memory for so many stages; 0 if there is not enough for one."""
