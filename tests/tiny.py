@@ -1,12 +1,15 @@
 """Tiny Qwen3.5 models: the sizes of one, and any configuration in shapes or with random parameters."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxbuf.models.config import ModelConfig
+from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.layers import replace_parameters
-from jaxbuf.models.qwen3_5 import Config, Qwen3_5
 
 SIZES = {
     "vocab_size": 61,
@@ -22,12 +25,17 @@ SIZES = {
 }
 
 
-def abstract(config: Config, dtype=jnp.float32) -> Qwen3_5:
+def changed(config: ModelConfig, **fields) -> ModelConfig:
+    """The configuration with other fields, under the names of config.json."""
+    return dataclasses.replace(config.source, **fields).model()
+
+
+def abstract(config: ModelConfig, dtype=jnp.float32) -> Decoder:
     """A model in shapes."""
-    return jax.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0), dtype=dtype))
+    return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
 
 
-def random_model(config: Config, *, scale: float = 0.3, seed: int | None = None) -> Qwen3_5:
+def random_model(config: ModelConfig, *, scale: float = 0.3, seed: int | None = None) -> Decoder:
     """Normal numbers in every parameter, norms and gates included, drawn by numpy: nothing to compile.
 
     Without a seed they are others in every run.

@@ -18,10 +18,9 @@ from rich.table import Table
 from jaxbuf.bench import report
 from jaxbuf.bench.arguments import Parser, errors_are_lines, number, output, whole
 from jaxbuf.bench.texts import KINDS, WINDOW, Kind, add_text, check_text, cut_prompts, cut_windows, documents_of
-from jaxbuf.models import qwen3_5
-from jaxbuf.models.cache import MTPCache, init_mtp
+from jaxbuf.models import decoder
 from jaxbuf.models.language_model import LanguageModel, load
-from jaxbuf.models.qwen3_5_mtp import draft_mtp
+from jaxbuf.models.mtp import MTPCache, draft_mtp, init_mtp
 from jaxbuf.serving import GenerationResult, SamplingParams, generate
 from jaxbuf.serving.drafting import propose_ngram
 from jaxbuf.serving.own_drafter import MOST_DRAFTS
@@ -89,14 +88,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 @jax.jit
-def read(model: qwen3_5.Qwen3_5, tokens: Array) -> tuple[Array, Array]:
+def read(model: decoder.Decoder, tokens: Array) -> tuple[Array, Array]:
     """The hidden states [rows, W, D] of tokens [rows, W], and the model's greedy choice after each, int32 [rows, W]."""
-    hidden = qwen3_5.forward(model, tokens)
-    return hidden, jnp.argmax(qwen3_5.logits(model, hidden), axis=-1).astype(jnp.int32)
+    hidden = decoder.forward(model, tokens)
+    return hidden, jnp.argmax(decoder.logits(model, hidden), axis=-1).astype(jnp.int32)
 
 
 @partial(jax.jit, static_argnames="draft_tokens")
-def draft_all(model: qwen3_5.Qwen3_5, memory: MTPCache, hidden: Array, tokens: Array, *, draft_tokens: int) -> Array:
+def draft_all(model: decoder.Decoder, memory: MTPCache, hidden: Array, tokens: Array, *, draft_tokens: int) -> Array:
     """The MTP layer's greedy drafts at every place of a text, in a chain that is kept on the text.
 
     Where the drafts before it are the text's, that is the chain as it is in decoding.

@@ -15,7 +15,7 @@ from rich.table import Table
 from jaxbuf.bench import report
 from jaxbuf.bench.arguments import Parser, errors_are_lines, output, whole
 from jaxbuf.bench.texts import add_text, check_text, documents_of
-from jaxbuf.models import qwen3_5
+from jaxbuf.models import decoder
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.scoring import token_logprobs
 from jaxbuf.serving import SamplingParams, generate
@@ -89,8 +89,8 @@ type Found = tuple[Array, Array]  # of each token its log-probability, and the d
 
 @partial(jax.jit, donate_argnames="caches")
 def read(
-    model: qwen3_5.Qwen3_5, caches: tuple[qwen3_5.Cache, ...], tokens: Array, targets: Array
-) -> tuple[tuple[Found, ...], tuple[qwen3_5.Cache, ...]]:
+    model: decoder.Decoder, caches: tuple[decoder.Cache, ...], tokens: Array, targets: Array
+) -> tuple[tuple[Found, ...], tuple[decoder.Cache, ...]]:
     """Decodes int32 [rows, n] tokens one at a time, with each memory.
 
     Returns:
@@ -103,13 +103,13 @@ def read(
         token, target = now
         found, first = [], None
         for i, cache in enumerate(caches):
-            hidden, cache = qwen3_5.extend(model, cache, token[:, None])
-            logits = qwen3_5.logits(model, hidden[:, 0])
+            hidden, cache = decoder.extend(model, cache, token[:, None])
+            logits = decoder.logits(model, hidden[:, 0])
             logprobs = jax.nn.log_softmax(logits)
             first = logprobs if first is None else first
             divergence = jnp.sum(jnp.exp(first) * (first - logprobs), axis=-1)
             found.append((token_logprobs(logits, target).chosen, divergence))
-            caches = (*caches[:i], qwen3_5.commit(cache, ones), *caches[i + 1 :])
+            caches = (*caches[:i], decoder.commit(cache, ones), *caches[i + 1 :])
         return caches, tuple(found)
 
     caches, found = jax.lax.scan(step, caches, (tokens.T, targets.T))
@@ -117,7 +117,7 @@ def read(
 
 
 def decode(
-    model: qwen3_5.Qwen3_5,
+    model: decoder.Decoder,
     rows: np.ndarray,
     *,
     limit: int,
@@ -141,10 +141,10 @@ def decode(
     """
     number, length = rows.shape[0], rows.shape[1] - 1
     sizes = {"slots": number, "capacity": length, "max_pending": 1, "dtype": model.embed_tokens[...].dtype}
-    caches = [qwen3_5.init_cache(model.config, **sizes, limit=1, entry_dtype=jnp.float32)]
+    caches = [decoder.init_cache(model.config, **sizes, limit=1, entry_dtype=jnp.float32)]
     for name in states:
         given = {"limit": limit, "entry_dtype": jnp.dtype(entry_dtype), "state_dtype": name}
-        caches.append(qwen3_5.init_cache(model.config, **sizes, **given))
+        caches.append(decoder.init_cache(model.config, **sizes, **given))
     caches, parts = tuple(caches), []
     for begin in progress.track(range(0, length, PIECE), description=f"decoding with {len(caches)} memories"):
         end = min(begin + PIECE, length)

@@ -22,9 +22,10 @@ from rich.table import Table
 from jaxbuf.bench import report
 from jaxbuf.bench.arguments import Parser, errors_are_lines, output, whole
 from jaxbuf.models.checkpoint import save
+from jaxbuf.models.config import ModelConfig
+from jaxbuf.models.decoder import Decoder
+from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.layers import replace_parameters
-from jaxbuf.models.qwen3_5 import Qwen3_5
-from jaxbuf.models.qwen3_5_config import Config
 
 DTYPES = ("bfloat16", "float32")
 FACTOR = 1.3
@@ -69,28 +70,31 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def configuration(options: argparse.Namespace) -> Config:
+def configuration(options: argparse.Namespace) -> ModelConfig:
     """The proportions of Qwen3.5's small models."""
-    return Config(
-        vocab_size=options.vocab,
-        hidden_size=options.hidden,
-        intermediate_size=3 * options.hidden,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=options.hidden // 8,
-        linear_num_key_heads=16,
-        linear_num_value_heads=16,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        layer_types=tuple("full_attention" if i % 4 == 3 else "linear_attention" for i in range(options.layers)),
-        tie_word_embeddings=True,
-        mtp_num_hidden_layers=1,
+    return config_from_dict(
+        {
+            "model_type": "qwen3_5_text",
+            "vocab_size": options.vocab,
+            "hidden_size": options.hidden,
+            "intermediate_size": 3 * options.hidden,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": options.hidden // 8,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(options.layers)],
+            "tie_word_embeddings": True,
+            "mtp_num_hidden_layers": 1,
+        }
     )
 
 
-def write(console: Console, config: Config, directory: Path, shard_bytes: int) -> None:
+def write(console: Console, config: ModelConfig, directory: Path, shard_bytes: int) -> None:
     rng = np.random.default_rng(0)
-    abstract = jax.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0)))
+    abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     values = [
         jnp.asarray(rng.random(leaf.shape, np.float32), jnp.bfloat16)
         for leaf in track(jax.tree.leaves(abstract), "making the checkpoint", console=console)

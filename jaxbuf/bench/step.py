@@ -25,10 +25,11 @@ from jaxbuf.bench.measure import bandwidths
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.bench.step_figures import compare_forms, plot, show
 from jaxbuf.compilation import without_cache
+from jaxbuf.models.families import config_json
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.layers import named_parameters
-from jaxbuf.models.qwen3_5 import RecurrentCache
 from jaxbuf.pallas.platform import without_kernels
+from jaxbuf.recurrence.recurrent_plan import RecurrentCache
 from jaxbuf.recurrence.state_format import StateFormat, state_format
 from jaxbuf.recurrence.traffic import entry_bytes, fold_cycle
 from jaxbuf.serving import SamplingParams, generate_tokens, loop, request
@@ -240,7 +241,7 @@ def measure(
     found = {"form": form, "batch": rows, "limit": limit, "steps": options.steps}
     found |= {"context": options.context, "ms": ms, "tokens_per_s": 1e3 * rows / ms}
     found |= {"folds": float(np.sum(counters.folds) / np.sum(counters.steps))}
-    found |= split(traced, whole, lm.config.layer_types.count("linear_attention"))
+    found |= split(traced, whole, len(lm.config.specs))
     return found | {"bytes": count_bytes(lm, memory_dtypes(carry), counters, options)}, carry
 
 
@@ -292,18 +293,16 @@ def count_bytes(lm: LanguageModel, dtypes, counters: loop.Counters, options) -> 
     config, (state, entry, pages) = lm.config, dtypes
     unread = ("mtp.",) if lm.model.lm_head is None else ("mtp.", "embed_tokens")
     weights = (p[...] for name, p in named_parameters(lm.model).items() if not name.startswith(unread))
-    recurrent, softmax = (config.layer_types.count(kind) for kind in ("linear_attention", "full_attention"))
     total = {name.name: float(np.sum(getattr(counters, name.name))) for name in dataclasses.fields(counters)}
-    token = 2 * config.num_key_value_heads * config.head_dim * pages.itemsize
     # Step i reads context + i tokens besides its own, which it appends and reads.
     tokens = total["steps"] * (options.context + (options.steps - 1) / 2 + 2)
-    checkpoints = state.read_bytes(config.spec) * total["checkpoint_reads"]
-    checkpoints += state.fold_bytes(config.spec) * total["folds"]
+    entries = total["live_entries"] + total["steps"]
+    work = total["checkpoint_reads"], total["folds"]
     moved = {
         "weights": options.steps * float(sum(weight.nbytes for weight in weights)),
-        "checkpoints": recurrent * checkpoints,
-        "entries": recurrent * entry_bytes(config.spec, entry) * (total["live_entries"] + total["steps"]),
-        "keys and values": softmax * token * tokens,
+        "checkpoints": sum(state.read_bytes(s) * work[0] + state.fold_bytes(s) * work[1] for s in config.specs),
+        "entries": sum(entry_bytes(spec, entry) * entries for spec in config.specs),
+        "keys and values": config.kv_numbers * pages.itemsize * tokens,
     }
     return {name: value / options.steps for name, value in moved.items()}
 
@@ -358,7 +357,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
         lm = make_model(options)
         sizes = [parameter[...].nbytes for parameter in named_parameters(lm.model).values()]
         record["model"] = {"name": lm.name, "bytes": sum(sizes), "dtype": jnp.dtype(lm.dtype).name}
-        record["model"] |= {"config": lm.config.to_dict(), "memory": "random; the prompts were not read"}
+        record["model"] |= {"config": config_json(lm.config), "memory": "random; the prompts were not read"}
         progress.advance(task)
         for batch in options.batches:
             try:

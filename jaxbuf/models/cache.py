@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxbuf.arguments import check_sizes, checked_fork, checked_slots, distinct_slots, first_rows
 from jaxbuf.attention import paged
-from jaxbuf.attention.paged import PagedKV, init_kv, init_table
+from jaxbuf.attention.paged import PagedKV, init_table
 from jaxbuf.attention.pages import (
     advance_order,
     fork_pages,
@@ -18,10 +18,11 @@ from jaxbuf.attention.pages import (
     release_pages,
     reserve_pages,
 )
-from jaxbuf.models.qwen3_5_config import Config
-from jaxbuf.recurrence import Cursor, Pool, buffered
-from jaxbuf.recurrence.convolution import init_ring, init_ring_order
+from jaxbuf.models.config import RECURRENCE, ModelConfig
+from jaxbuf.recurrence import Cursor, buffered
+from jaxbuf.recurrence.convolution import init_ring_order
 from jaxbuf.recurrence.cursor import checked_limits
+from jaxbuf.recurrence.recurrent_plan import RecurrentCache
 from jaxbuf.recurrence.sharing import raise_missing_rows
 from jaxbuf.recurrence.spec import check_rows
 from jaxbuf.recurrence.traffic import ring_entries
@@ -31,13 +32,24 @@ from jaxbuf.sharing import NOWHERE, Ownership, clear_flag, init_ownership, raise
 type Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RecurrentCache:
-    """Memory of one Gated DeltaNet layer: the buffered state's pool, and the ring of the convolution's last inputs."""
+class Sizes:
+    """What the memories of all mixers are made from; see `init_cache`.
 
-    pool: Pool
-    ring: Array
+    Attributes:
+      cursor: The integers of the recurrent layers, and with them slots, rings and max_pending; None without such
+        layers.
+      pages, page_size: Pages of a softmax layer, the null page among them, and their tokens.
+      dtype: Of keys and values and of the convolution's inputs.
+      entry_dtype, state_dtype: Of the recurrence's entries and states.
+    """
+
+    cursor: Cursor | None
+    pages: int
+    page_size: int
+    dtype: jnp.dtype
+    entry_dtype: jnp.dtype
+    state_dtype: object
 
 
 @jax.tree_util.register_dataclass
@@ -48,10 +60,10 @@ class Cache:
     Attributes:
       cursor: Shared by all layers; `cursor.position` (int32 [slots + 1]) counts each slot's committed tokens.
       table: int32 [slots + 1, max_pages], the pages of each slot, shared by all softmax layers; 0 where there is none.
-      layers: One RecurrentCache or PagedKV a layer.
+      layers: The memory of each mixer, layer after layer: a RecurrentCache or a PagedKV.
       page_order: int32 [slots + 1, max_pending], where the next tokens of each slot lie in its pages; None without
         trees.
-      ring_order: int32 [slots + 1, ring], the rows of the convolutions' rings; None without trees.
+      ring_order: int32 [slots + 1, ring], the rows of the convolutions' rings; None without trees or convolutions.
       pages: Who owns the pages that slots take when they need them; None: every slot has its own for good.
     """
 
@@ -64,7 +76,7 @@ class Cache:
 
 
 def init_cache(
-    config: Config,
+    config: ModelConfig,
     *,
     slots: int,
     capacity: int,
@@ -117,22 +129,17 @@ def init_cache(
     sizes = {"limit": limits, "max_pending": max_pending, "block_size": block_size}
     cursor = buffered.init_cursor(slots=slots, **sizes, states=states, blocks=blocks)
     entry_dtype = dtype if entry_dtype is None else entry_dtype
-    channels, width = config.convolution_channels, config.linear_conv_kernel_dim
-
-    def init_layer(kind):
-        if kind == "full_attention":
-            heads, head_dim = config.num_key_value_heads, config.head_dim
-            return init_kv(pages=1 + own, page_size=page_size, kv_heads=heads, head_dim=head_dim, dtype=dtype)
-        pool = buffered.init_pool(config.spec, cursor, state_dtype=state_dtype, entry_dtype=entry_dtype)
-        ring = init_ring(slots=slots, channels=channels, width=width, max_pending=max_pending, dtype=dtype)
-        return RecurrentCache(pool, ring)
-
+    layers = Sizes(cursor, 1 + own, page_size, dtype, entry_dtype, state_dtype)
+    widths = {mixer.width for mixer in config.mixers if mixer.kind == RECURRENCE}
+    if len(widths) > 1:
+        raise ValueError(f"the convolutions of all layers must have as many taps, got {sorted(widths)}")
+    lists = {"slots": slots, "max_pending": max_pending}
     return Cache(
         cursor=cursor,
         table=table,
-        layers=tuple(init_layer(kind) for kind in config.layer_types),
-        page_order=init_order(slots=slots, max_pending=max_pending) if trees else None,
-        ring_order=init_ring_order(slots=slots, width=width, max_pending=max_pending) if trees else None,
+        layers=tuple(mixer.memory(layers) for mixer in config.mixers),
+        page_order=init_order(**lists) if trees else None,
+        ring_order=init_ring_order(width=widths.pop(), **lists) if trees and widths else None,
         pages=ownership,
     )
 
@@ -185,71 +192,6 @@ def forked_sizes(
     return {"states": slots + groups, "blocks": blocks, "pages": pages}
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MTPCache:
-    """Memory of the MTP layer, beside the model's `Cache`.
-
-    The keys and values of a token lie at the token's position. How many there are is not stored: callers say where they
-    write and how far they read.
-
-    Attributes:
-      kv: The layer's keys and values.
-      table: int32 [slots + 1, max_pages], the pages of each slot, which it has for good.
-    """
-
-    kv: PagedKV
-    table: Array
-
-
-def init_mtp(
-    config: Config,
-    *,
-    slots: int,
-    capacity: int,
-    max_pending: int = 8,
-    page_size: int = 16,
-    dtype: jnp.dtype = jnp.float32,
-) -> MTPCache:
-    """An empty memory of the MTP layer. Its slots are those of the model's cache.
-
-    Args:
-      config: With an MTP layer.
-      slots: Requests at once.
-      capacity: Committed tokens of each.
-      max_pending: Tokens that are verified at once: a chain of drafts goes that far past the capacity at most.
-      page_size: Tokens of one page.
-      dtype: The compute dtype.
-
-    Raises:
-      ValueError: The model has no MTP layer, or a size below 1 or not a whole number.
-    """
-    check_sizes(slots=slots, capacity=capacity, max_pending=max_pending, page_size=page_size)
-    if not config.mtp_num_hidden_layers:
-        raise ValueError("the model has no MTP layer (mtp_num_hidden_layers is 0)")
-    check_sizes(slots=slots, capacity=capacity, max_pending=max_pending, page_size=page_size)
-    table = init_table(slots=slots, capacity=capacity + max_pending, page_size=page_size)
-    heads, head_dim, pages = config.num_key_value_heads, config.head_dim, 1 + slots * table.shape[1]
-    return MTPCache(init_kv(pages=pages, page_size=page_size, kv_heads=heads, head_dim=head_dim, dtype=dtype), table)
-
-
-def fork_mtp(memory: MTPCache, source: Array, target: Array) -> MTPCache:
-    """Gives each slot in `target` what the slot in `source` holds; all are read before any is written.
-
-    Args:
-      memory: Of the MTP layer.
-      source, target: int32 [rows]; a row with a 0, or whose source is its target, is left out. No target twice (under
-        jit its first row counts).
-
-    Raises:
-      ValueError: The two do not fit each other, or (where they are known) a slot is out of range or a target repeated.
-    """
-    source, target = checked_fork(source, target, memory.table.shape[0])
-    read, written = memory.table[source], memory.table[target]
-    written = jnp.where(written > 0, written, memory.kv.keys.shape[0])
-    return dataclasses.replace(memory, kv=paged.fork(memory.kv, (read, written)))
-
-
 def commit(cache: Cache, accepted: Array, *, slots: Array | None = None, path: Array | None = None) -> Cache:
     """Makes the first `accepted` (int32 [rows]) pending tokens of each slot real; only integers move.
 
@@ -266,7 +208,7 @@ def commit(cache: Cache, accepted: Array, *, slots: Array | None = None, path: A
         and the cache has no trees.
     """
     slots = all_slots(cache) if slots is None else distinct_slots(slots, cache.table.shape[0])
-    if cache.page_order is None or cache.ring_order is None:
+    if cache.page_order is None:
         if path is not None:
             raise ValueError("path needs a cache made with trees=True, got one without")
         return dataclasses.replace(cache, cursor=buffered.commit_cursor(cache.cursor, accepted, slots))
@@ -275,7 +217,7 @@ def commit(cache: Cache, accepted: Array, *, slots: Array | None = None, path: A
     accepted, ring_order, permutation = cursor.position[slots] - start, cache.ring_order, None
     if path is not None:
         permutation = path_first(jnp.asarray(path), accepted, cursor.max_pending)
-        ring_order = permute(ring_order, slots, start, permutation)
+        ring_order = None if ring_order is None else permute(ring_order, slots, start, permutation)
     page_order = advance_order(cache.page_order, slots, start, accepted, permutation)
     return dataclasses.replace(cache, cursor=cursor, ring_order=ring_order, page_order=page_order)
 

@@ -1,6 +1,5 @@
-"""Qwen3.5 checkpoints in Hugging Face's format, read and written without torch: config.json and safetensors."""
+"""Checkpoints in Hugging Face's format, read and written without torch: config.json and safetensors."""
 
-import dataclasses
 import functools
 import json
 import logging
@@ -20,12 +19,13 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxbuf.models.config import ModelConfig
+from jaxbuf.models.decoder import Decoder
+from jaxbuf.models.families import Source, config_json, family_of
 from jaxbuf.models.fields import CheckpointError as CheckpointError
 from jaxbuf.models.fields import Fields, is_there, read_fields
 from jaxbuf.models.hub import COMPANIONS, WEIGHTS
 from jaxbuf.models.layers import named_parameters, replace_parameters
-from jaxbuf.models.qwen3_5 import Qwen3_5
-from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.models.replacing import replacing
 from jaxbuf.models.sharding import check_mesh, parameter_sharding
 from jaxbuf.shown import shown
@@ -38,7 +38,6 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LISTED = 20  # names of tensors that an error gives of each kind
-IGNORED = "model.visual."
 PIECE = 1 << 24  # bytes of a tensor that are converted at a time
 ALIGNMENT = 64  # XLA takes a host buffer aligned like this as an array of the CPU, without a copy
 
@@ -77,12 +76,12 @@ def compute_dtype(dtype: str | jnp.dtype | None) -> jnp.dtype | None:
 
 def load_model(
     directory: Path,
-    config: Config,
+    config: ModelConfig,
     *,
     dtype: jnp.dtype | None = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: Progress | None = None,
-) -> tuple[Qwen3_5, Config]:
+) -> tuple[Decoder, ModelConfig]:
     """Reads the parameters, one tensor at a time, each straight to where it belongs.
 
     Beside the parameters, the host holds the tensor that is on its way at most.
@@ -107,28 +106,29 @@ def load_model(
     """
     check_mesh(mesh)
     with _open_tensors(directory) as tensors:
-        config = _what_tensors_say(config, tensors)
-        prefix = "model.language_model." if any(n.startswith("model.language_model.") for n in tensors) else "model."
-        if len(config.layer_types) > len(tensors):  # before a program is traced for so many
-            layers, count = len(config.layer_types), len(tensors)
+        family = family_of(config)
+        config = family.as_stored(config, tensors.keys())
+        if len(config.layers) > len(tensors):  # before a program is traced for so many
+            layers, count = len(config.layers), len(tensors)
             raise CheckpointError(f"{directory / CONFIG} has {layers} layers, and the files there have {count} tensors")
-        abstract = _abstract(config)
-        parameters = {tensor_name(path, prefix): param for path, param in named_parameters(abstract).items()}
-        _check(
-            directory, tensors, {name: _stored_shape(name, p.get_raw_value().shape) for name, p in parameters.items()}
-        )
+        abstract, sources = _abstract(config), family.tensors(config, tensors.keys())
+        parameters = {sources[path]: param for path, param in named_parameters(abstract).items()}
+        shapes = {source.name: source.stored_shape(p.get_raw_value().shape) for source, p in parameters.items()}
+        _check(directory, tensors, shapes, family.IGNORED)
         if dtype is None:
             platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-            embedding = tensors[prefix + "embed_tokens.weight"].get_slice(prefix + "embed_tokens.weight")
-            dtype = jnp.dtype(jnp.float32 if platform == "cpu" else STORED_DTYPES[embedding.get_dtype()])
-        sizes = {name: _stored_bytes(tensors[name].get_slice(name)) for name in parameters}
+            embedding = sources["embed_tokens"].name
+            stored = tensors[embedding].get_slice(embedding).get_dtype()
+            dtype = jnp.dtype(jnp.float32 if platform == "cpu" else STORED_DTYPES[stored])
+        sizes = {name: _stored_bytes(tensors[name].get_slice(name)) for name in shapes}
         done, values = 0, []
         if progress is not None:
             progress(0, sum(sizes.values()))
-        for name, param in parameters.items():
+        for source, param in parameters.items():
+            name = source.name
             wanted = jnp.dtype(jnp.float32) if param.keep_float32 else dtype
             sharding = parameter_sharding(param, config, mesh)
-            values.append(_read(tensors[name].get_slice(name), param.get_raw_value().shape, wanted, sharding))
+            values.append(_read(tensors[name].get_slice(name), source, param.get_raw_value().shape, wanted, sharding))
             done += sizes[name]
             if progress is not None:
                 progress(done, sum(sizes.values()))
@@ -136,14 +136,14 @@ def load_model(
 
 
 @functools.lru_cache(maxsize=4)
-def _abstract(config: Config) -> Qwen3_5:
+def _abstract(config: ModelConfig) -> Decoder:
     """The model in shapes; nobody changes it."""
-    return jax.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0)))
+    return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
 def save(
-    model: Qwen3_5,
-    config: Config,
+    model: Decoder,
+    config: ModelConfig,
     directory: Path | str,
     *,
     dtype: str | jnp.dtype = jnp.bfloat16,
@@ -185,30 +185,11 @@ def save(
             raise FileExistsError(f"{directory} holds files, but none of a checkpoint ({found[0]}, ...); expected one")
     dropped = WEIGHTS if companions is None else (*WEIGHTS, *COMPANIONS)
     with replacing(directory, dropped=dropped) as new:
-        _write_shards(new, named_parameters(model), chosen, shard_bytes)
+        _write_shards(new, named_parameters(model), family_of(config).tensors(config), chosen, shard_bytes)
         for name, content in (companions or {}).items():
             (new / name).write_bytes(content)
-        data = config.to_dict() | {"dtype": chosen.name}
+        data = config_json(config) | {"dtype": chosen.name}
         (new / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def tensor_name(path: str, prefix: str) -> str:
-    """A parameter's name in a checkpoint, from its dotted path in the module; `prefix` goes before the main model's."""
-    suffix = "" if path.endswith(("A_log", "dt_bias")) else ".weight"
-    return f"{'' if path.startswith(('mtp.', 'lm_head')) else prefix}{path}{suffix}"
-
-
-def _stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Depthwise convolutions are stored as [channels, 1, width]."""
-    return (shape[0], 1, shape[1]) if name.endswith("conv1d.weight") else tuple(shape)
-
-
-def _what_tensors_say(config: Config, names: Mapping[str, Any]) -> Config:
-    return dataclasses.replace(
-        config,
-        tie_word_embeddings=config.tie_word_embeddings and "lm_head.weight" not in names,
-        mtp_num_hidden_layers=1 if any(name.startswith("mtp.") for name in names) else config.mtp_num_hidden_layers,
-    )
 
 
 @contextmanager
@@ -268,11 +249,13 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
-def _check(directory: Path, tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:
+def _check(
+    directory: Path, tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...]
+) -> None:
     """Raises a CheckpointError that lists tensors that are missing, unexpected, misshapen or not of floats."""
-    skipped = [name for name in tensors if name.startswith(IGNORED)]
+    skipped = [name for name in tensors if name.startswith(ignored)]
     if skipped:
-        logger.info("skipping %d tensors of the vision tower (%s*) in %s", len(skipped), IGNORED, directory)
+        logger.info("skipping %d tensors (%s*) in %s", len(skipped), "*, ".join(ignored), directory)
     wrong = {
         "missing": sorted(set(expected) - set(tensors)),
         "unexpected": sorted(set(tensors) - set(expected) - set(skipped)),
@@ -300,14 +283,16 @@ def _stored_bytes(stored: Any) -> int:
     return math.prod(stored.get_shape()) * jnp.dtype(STORED_DTYPES[stored.get_dtype()]).itemsize
 
 
-def _read(stored: Any, shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def _read(
+    stored: Any, source: Source, shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding | None
+) -> jax.Array:
     """A tensor of an open file on its devices. Each device's part is read and converted on its own."""
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         whole = (slice(None),) * len(shape)
         bounds = [slice(*i.indices(size)[:2]) for i, size in zip(index or whole, shape, strict=True)]
         target = _aligned(tuple(bound.stop - bound.start for bound in bounds), dtype)
-        if len(stored.get_shape()) > len(shape):  # a depthwise convolution, see _stored_shape
+        if source.depthwise:
             bounds.insert(1, slice(0, 1))
         first, *rest = bounds
         rows = max(1, PIECE * target.shape[0] // max(1, target.nbytes))
@@ -328,7 +313,13 @@ def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _write_shards(directory: Path, parameters: Mapping[str, nnx.Param], dtype: jnp.dtype, shard_bytes: int) -> None:
+def _write_shards(
+    directory: Path,
+    parameters: Mapping[str, nnx.Param],
+    sources: Mapping[str, Source],
+    dtype: jnp.dtype,
+    shard_bytes: int,
+) -> None:
     dtypes = {path: jnp.dtype(jnp.float32) if p.keep_float32 else dtype for path, p in parameters.items()}
     shards: list[list[str]] = [[]]
     sizes = [0]
@@ -344,9 +335,8 @@ def _write_shards(directory: Path, parameters: Mapping[str, nnx.Param], dtype: j
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
         for path in paths:
-            name = tensor_name(path, "model.")
-            array = np.asarray(parameters[path][...].astype(dtypes[path]))
-            tensors[name] = np.ascontiguousarray(array.reshape(_stored_shape(name, array.shape)))
+            source, array = sources[path], np.asarray(parameters[path][...].astype(dtypes[path]))
+            tensors[source.name] = np.ascontiguousarray(array.reshape(source.stored_shape(array.shape)))
         # transformers refuses files that do not say how they were laid out
         save_file(tensors, directory / file, metadata={"format": "pt"})
         (directory / file).chmod(directory.stat().st_mode & 0o666)  # safetensors lets nobody else read it

@@ -25,9 +25,26 @@ from jaxbuf.shown import shown
 SIZE = 2**31 - 1  # the most of one dimension: XLA's indices are int32
 REQUIRED: Any = object()
 
+# So that nothing overflows when a program is made for sizes that nobody means.
+MOST_LAYERS, MOST_ROWS, MOST_ELEMENTS = 1024, 2**28, 2**40
+
 
 class CheckpointError(Exception):
     """A checkpoint does not fit its configuration, or a file of it cannot be read. The message names what."""
+
+
+def check_arrays(values: Mapping[str, Any], arrays: Iterable[tuple[str, ...]]) -> None:
+    """Raises a ValueError for arrays that nobody could hold.
+
+    Args:
+      values: Of the fields, all of them sizes.
+      arrays: For each array the fields that are multiplied to its first dimension, and last that of its last one.
+    """
+    for names in arrays:
+        sizes = [values[name] for name in names]
+        if math.prod(sizes[:-1]) > MOST_ROWS or math.prod(sizes) > MOST_ELEMENTS:
+            product = " times ".join(f"{name} ({size})" for name, size in zip(names, sizes, strict=True))
+            raise ValueError(f"{product} must be at most 2**40 elements in at most 2**28 rows")
 
 
 def is_there(path: Path) -> bool:

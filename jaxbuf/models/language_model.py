@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxbuf.arguments import check_range
-from jaxbuf.models import qwen3_5
+from jaxbuf.arguments import MOST, check_range
+from jaxbuf.models import decoder
 from jaxbuf.models.chat import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
 from jaxbuf.models.checkpoint import Progress, compute_dtype, load_model, read_description
 from jaxbuf.models.checkpoint import save as save_checkpoint
+from jaxbuf.models.config import ModelConfig
+from jaxbuf.models.families import read_config
 from jaxbuf.models.fields import CheckpointError, Fields, is_there, read_json, read_text
 from jaxbuf.models.hub import ACCEPTED, COMPANIONS, DEMO, download, find_directory, parse_id
-from jaxbuf.models.qwen3_5_config import Config, read_config
 from jaxbuf.models.scoring import score_tokens
 from jaxbuf.models.sharding import check_mesh
 from jaxbuf.progress import check_progress, progress_bar
@@ -53,8 +54,8 @@ class LanguageModel:
       directory: What it was loaded from, or None.
     """
 
-    model: qwen3_5.Qwen3_5
-    config: Config
+    model: decoder.Decoder
+    config: ModelConfig
     tokenizer: Tokenizer | None
     generation_config: dict[str, Any]
     dtype: jnp.dtype
@@ -63,7 +64,7 @@ class LanguageModel:
     directory: Path | None = None
 
     def __repr__(self) -> str:
-        return f"LanguageModel({self.name!r}, {len(self.config.layer_types)} layers, {jnp.dtype(self.dtype).name})"
+        return f"LanguageModel({self.name!r}, {len(self.config.layers)} layers, {jnp.dtype(self.dtype).name})"
 
     @property
     def vocab_size(self) -> int:
@@ -72,8 +73,8 @@ class LanguageModel:
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a sequence."""
-        return self.config.max_position_embeddings
+        """The most tokens of a sequence: 2**30 where the architecture knows no limit."""
+        return MOST if self.config.max_length is None else self.config.max_length
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -323,8 +324,8 @@ class LanguageModel:
 
 
 @jax.jit
-def _logits(model: qwen3_5.Qwen3_5, tokens: Array) -> Array:
-    return qwen3_5.logits(model, qwen3_5.forward(model, tokens))
+def _logits(model: decoder.Decoder, tokens: Array) -> Array:
+    return decoder.logits(model, decoder.forward(model, tokens))
 
 
 def load(

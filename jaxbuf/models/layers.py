@@ -1,9 +1,11 @@
-"""What the architectures share: parameters with named axes, norms, projections, rotary positions, the gated MLP.
+"""What the architectures share: parameters with named axes, norms, projections, the gated MLP.
 
 Weights have the layout of Hugging Face checkpoints: a projection is [out, in]. Every parameter carries the names of its
 axes (`Param.axes`, one name or None a dimension); `sharding.py` maps names to a mesh.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable
 
 import jax
@@ -56,10 +58,11 @@ def cast[Model: nnx.Module](model: Model, dtype: jnp.dtype) -> Model:
     return replace_parameters(model, [p[...] if p.keep_float32 else p[...].astype(dtype) for p in parameters])
 
 
-def linear(x: Array, weight: nnx.Param) -> Array:
-    """x [..., in] times weight [out, in]: [..., out] in x's dtype."""
+def linear(x: Array, weight: nnx.Param | Array, bias: nnx.Param | Array | None = None) -> Array:
+    """x [..., in] times weight [out, in], plus bias [out] if there is one: [..., out] in x's dtype."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("...i,oi->...o", x, weight[...], precision=precision)
+    y = jnp.einsum("...i,oi->...o", x, weight[...], precision=precision)
+    return y if bias is None else y + bias[...].reshape((1,) * (y.ndim - 1) + bias[...].shape)
 
 
 def linear_float32(x: Array, weight: nnx.Param) -> Array:
@@ -67,49 +70,48 @@ def linear_float32(x: Array, weight: nnx.Param) -> Array:
     return contract("...i,oi->...o", x, weight[...])
 
 
-def rms_norm(x: Array, weight: nnx.Param, *, eps: float, offset: float = 1.0) -> Array:
-    """x / rms(x) * (offset + weight) over the last axis, in float32; returns x's dtype.
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """x / rms(x) · (offset + weight) over the last axis. Weights that are centred at zero have the offset 1."""
 
-    Qwen3.5 centres its weights at zero (offset 1), except in the gated norm after the recurrence (offset 0).
-    """
+    eps: float
+    offset: float = 0.0
+
+
+def norm_weight(rngs: nnx.Rngs, size: int, norm: Norm, *, dtype: jnp.dtype) -> nnx.Param:
+    """The weight [size] of a norm that scales by 1 at first."""
+    return parameter(rngs, (size,), (None,), zeros if norm.offset else ones, dtype=dtype)
+
+
+def rms_norm(x: Array, weight: nnx.Param, norm: Norm) -> Array:
+    """A norm of x [..., size], in float32; returns x's dtype."""
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    scale = offset + weight[...].astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + norm.eps)
+    scale = norm.offset + weight[...].astype(jnp.float32)
     return (wide * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
-def rotary_angles(positions: Array, *, dim: int, theta: float) -> tuple[Array, Array]:
-    """Cosines and sines f32 [batch, time, 1, dim // 2] of int32 positions [batch, time]; dim is the rotated width."""
-    frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency[None, None, None]
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
-    """Rotates the first 2 · (angles' width) channels of x [batch, time, heads, head_dim], half against half.
-
-    Source: Su et al., RoFormer (2021), eq. 34, in the half-split order of GPT-NeoX.
-    """
-    cos, sin = angles
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
-    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*(part.astype(x.dtype) for part in turned), rest], axis=-1)
-
-
 class GatedMLP(nnx.Module):
-    """down(silu(gate x) · up x); gate_proj and up_proj [ffn, hidden], down_proj [hidden, ffn]."""
+    """down(silu(gate x) · up x); gate_proj and up_proj [ffn, hidden], down_proj [hidden, ffn].
 
-    def __init__(self, hidden: int, ffn: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
+    With `bias` each adds one, gate_bias and up_bias [ffn], down_bias [hidden]; else these are None.
+    """
+
+    def __init__(
+        self, hidden: int, ffn: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype, bias: bool = False
+    ):
         self.gate_proj = parameter(rngs, (ffn, hidden), ("ffn", None), initializer, dtype=dtype)
         self.up_proj = parameter(rngs, (ffn, hidden), ("ffn", None), initializer, dtype=dtype)
         self.down_proj = parameter(rngs, (hidden, ffn), (None, "ffn"), initializer, dtype=dtype)
+        self.gate_bias = parameter(rngs, (ffn,), ("ffn",), zeros, dtype=dtype) if bias else None
+        self.up_bias = parameter(rngs, (ffn,), ("ffn",), zeros, dtype=dtype) if bias else None
+        self.down_bias = parameter(rngs, (hidden,), (None,), zeros, dtype=dtype) if bias else None
 
 
 def gated_mlp(layer: GatedMLP, x: Array) -> Array:
     """x [..., hidden] -> [..., hidden]."""
-    return linear(jax.nn.silu(linear(x, layer.gate_proj)) * linear(x, layer.up_proj), layer.down_proj)
+    gate, up = linear(x, layer.gate_proj, layer.gate_bias), linear(x, layer.up_proj, layer.up_bias)
+    return linear(jax.nn.silu(gate) * up, layer.down_proj, layer.down_bias)
 
 
 def zeros(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
@@ -129,6 +131,26 @@ def normal(scale: float) -> Initializer:
         return scale * jax.random.normal(key, shape, dtype)
 
     return initialize
+
+
+def uniform(bound: float) -> Initializer:
+    """Initial weights from a uniform distribution in [-bound, bound]."""
+
+    def initialize(key, shape, dtype):
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return initialize
+
+
+def log_rate(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """A uniform in [1, 16], stored as its logarithm, as Mamba-2 starts it."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+
+
+def step_bias(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """The inverse softplus of a step log-uniform in [0.001, 0.1]: heads start with memories of different length."""
+    step = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(1e-1)))
+    return step + jnp.log(-jnp.expm1(-step))
 
 
 def _is_parameter(node) -> bool:

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.models.checkpoint import CONFIG, read_description
+from jaxbuf.models.config import RECURRENCE, ModelConfig
+from jaxbuf.models.decoder import Decoder
+from jaxbuf.models.families import read_config
 from jaxbuf.models.hub import ACCEPTED, download, find_directory, parse_id
-from jaxbuf.models.qwen3_5 import Qwen3_5
-from jaxbuf.models.qwen3_5_config import Config, read_config
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.shown import shown
 
@@ -25,7 +26,7 @@ class MemoryShape:
 
     Attributes:
       name: As it was asked for.
-      spec: The recurrence of each recurrent layer.
+      spec: The recurrence of each recurrent layer; None without such layers.
       recurrent_layers, attention_layers: How many there are of each.
       convolution_channels, convolution_width: Of the short convolution in front of each recurrent layer.
       kv_numbers: Numbers that a softmax layer keeps for a token: 2 · KV heads · head size, or MLA's latent and its
@@ -36,14 +37,14 @@ class MemoryShape:
     """
 
     name: str
-    spec: RecurrenceSpec
+    spec: RecurrenceSpec | None
     recurrent_layers: int
     attention_layers: int
     convolution_channels: int
     convolution_width: int
     kv_numbers: int
     parameters: int | None = None
-    config: Config | None = None
+    config: ModelConfig | None = None
     dtype: str = "bfloat16"
 
     def parameter_bytes(self, dtype) -> int:
@@ -54,20 +55,22 @@ class MemoryShape:
         if self.config is None:
             return (self.parameters or 0) * jnp.dtype(dtype).itemsize
         config = self.config
-        model = jax.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype)))
+        model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype)))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
 
 
-def from_config(config: Config, name: str, dtype: str = "bfloat16") -> MemoryShape:
-    """The sizes of a Qwen3.5 model."""
+def from_config(config: ModelConfig, name: str, dtype: str = "bfloat16") -> MemoryShape:
+    """The sizes of a model."""
+    recurrent = [mixer for mixer in config.mixers if mixer.kind == RECURRENCE]
+    softmax = [mixer.kv_numbers for mixer in config.mixers if mixer.kind != RECURRENCE]
     return MemoryShape(
         name=name,
         spec=config.spec,
-        recurrent_layers=config.layer_types.count("linear_attention"),
-        attention_layers=config.layer_types.count("full_attention"),
-        convolution_channels=config.convolution_channels,
-        convolution_width=config.linear_conv_kernel_dim,
-        kv_numbers=2 * config.num_key_value_heads * config.head_dim,
+        recurrent_layers=len(recurrent),
+        attention_layers=len(softmax),
+        convolution_channels=recurrent[0].channels if recurrent else 0,
+        convolution_width=recurrent[0].width if recurrent else 1,
+        kv_numbers=softmax[0] if softmax else 0,
         config=config,
         dtype=dtype,
     )
@@ -100,8 +103,8 @@ def find_shape(source: str | Path) -> MemoryShape:
         config = read_config(fields)
     except ValueError as error:
         raise ValueError(f"{error}; the shapes known by name are {', '.join(NAMED)}") from error
-    nested = [fields.nested("text_config")] if fields.values["model_type"] == "qwen3_5" else []
-    places = [(each, key) for each in (*nested, fields) for key in ("dtype", "torch_dtype") if each.has(key)]
+    nested = [fields.nested("text_config")] if isinstance(fields.values.get("text_config"), dict) else []
+    places = [(each, key) for each in (fields, *nested) for key in ("dtype", "torch_dtype") if each.has(key)]
     return from_config(config, str(source), places[0][0].text(places[0][1]) if places else "bfloat16")
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.models import qwen3_5
+from jaxbuf.models import decoder
 from jaxbuf.models.shapes import power_of_two_from, power_of_two_to
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def score_text(
 
 
 def score_tokens(
-    model: qwen3_5.Qwen3_5,
+    model: decoder.Decoder,
     tokens: np.ndarray,
     *,
     lengths: np.ndarray | None = None,
@@ -165,7 +165,7 @@ def score_tokens(
         group = tokens[top : top + rows]
         real = np.zeros(rows, np.int32)
         real[: len(group)] = time if lengths is None else lengths[top : top + rows]
-        cache = qwen3_5.init_cache(
+        cache = decoder.init_cache(
             model.config, slots=rows, capacity=capacity, limit=1, max_pending=1, block_size=1, dtype=dtype
         )
         padded = np.zeros((rows, -(-time // piece) * piece + 1), np.int32)
@@ -187,10 +187,10 @@ def score_tokens(
 
 @partial(jax.jit, static_argnames="block", donate_argnames="cache")
 def _score_piece(
-    model: qwen3_5.Qwen3_5, cache: qwen3_5.Cache, tokens: Array, targets: Array, lengths: Array, *, block: int
-) -> tuple[Array, qwen3_5.Cache]:
+    model: decoder.Decoder, cache: decoder.Cache, tokens: Array, targets: Array, lengths: Array, *, block: int
+) -> tuple[Array, decoder.Cache]:
     """Reads tokens int32 [rows, piece] and gives the log-probability of each target, f32 [rows, piece]."""
-    hidden, cache = qwen3_5.prefill(model, cache, tokens, lengths=lengths)
+    hidden, cache = decoder.prefill(model, cache, tokens, lengths=lengths)
     return hidden_logprobs(model, hidden, targets, block=block).chosen, cache
 
 
@@ -234,7 +234,7 @@ def token_logprobs(logits: Array, tokens: Array, top: int = 0, *, wanted: Array 
 
 
 def hidden_logprobs(
-    model: qwen3_5.Qwen3_5,
+    model: decoder.Decoder,
     hidden: Array,
     targets: Array,
     *,
@@ -249,7 +249,7 @@ def hidden_logprobs(
 
     def one_block(_, inputs):
         hidden, targets = inputs
-        return None, token_logprobs(qwen3_5.logits(model, hidden), targets, top, wanted=wanted)
+        return None, token_logprobs(decoder.logits(model, hidden), targets, top, wanted=wanted)
 
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)

@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxbuf.models.qwen3_5_config import Config
+from jaxbuf.models.config import ModelConfig
 
 TENSOR = "tensor"
 
@@ -18,7 +18,7 @@ def check_mesh(mesh: Mesh | None) -> None:
     _check_axis(mesh)
 
 
-def parameter_sharding(param: nnx.Param, config: Config, mesh: Mesh | None) -> jax.sharding.Sharding | None:
+def parameter_sharding(param: nnx.Param, config: ModelConfig, mesh: Mesh | None) -> jax.sharding.Sharding | None:
     """Where a parameter goes: its heads, MLP channels or vocabulary spread over the mesh's axis "tensor".
 
     What the axis does not divide (few key or KV heads, an odd vocabulary) is replicated. Without a mesh the answer is
@@ -30,18 +30,11 @@ def parameter_sharding(param: nnx.Param, config: Config, mesh: Mesh | None) -> j
     if mesh is None:
         return None
     _check_axis(mesh)
-    size = mesh.shape[TENSOR]
-    counts = {
-        "heads": config.linear_num_value_heads,
-        "key_heads": config.linear_num_key_heads,
-        "query_heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "ffn": config.intermediate_size,
-        "vocab": config.vocab_size,
-    }
-    if "linear_attention" in config.layer_types and counts["heads"] % size:
+    size, counts = mesh.shape[TENSOR], config.axes
+    if counts.get("heads", 0) % size:
         raise ValueError(
-            f'linear_num_value_heads ({counts["heads"]}) must be a multiple of the mesh axis "{TENSOR}" ({size})'
+            f'the value heads of the linear layers ({counts["heads"]}) must be a multiple of the mesh axis "{TENSOR}" '
+            f"({size})"
         )
     split = [TENSOR if axis is not None and counts[axis] % size == 0 else None for axis in param.axes]
     return NamedSharding(mesh, PartitionSpec(*split))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.models import qwen3_5
+from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.shapes import power_of_two_from
@@ -102,7 +102,7 @@ class Search:
       failed: bool scalar, whether some hypothesis was given up because the logits after it were NaN or infinite.
     """
 
-    cache: qwen3_5.Cache
+    cache: decoder.Cache
     last: Array
     score: Array
     tokens: Array
@@ -233,7 +233,7 @@ def check_beams(beams: int, length_penalty: float = 1.0) -> None:
 
 @partial(jax.jit, static_argnames=("beams", "capacity", "room", "ring_limit", "entry_dtype", "state_dtype"))
 def start_beams(
-    model: qwen3_5.Qwen3_5,
+    model: decoder.Decoder,
     prompts: Array,
     lengths: Array,
     limit: Array,
@@ -268,8 +268,8 @@ def start_beams(
     sizes: dict[str, Any] = {"rows": rows, "bucket": bucket, "capacity": capacity, "limit": ring_limit}
     dtypes = {"dtype": model.embed_tokens[...].dtype, "entry_dtype": entry_dtype, "state_dtype": state_dtype}
     cache = init_cache(model.config, samples, **sizes, max_pending=1, **dtypes, again=True)
-    hidden, cache = qwen3_5.prefill(model, with_limits(cache, limit), prompts, lengths=lengths, slots=readers)
-    logits = qwen3_5.logits(model, qwen3_5.last_hidden(hidden, lengths))
+    hidden, cache = decoder.prefill(model, with_limits(cache, limit), prompts, lengths=lengths, slots=readers)
+    logits = decoder.logits(model, decoder.last_hidden(hidden, lengths))
 
     def integers(*shape):
         return jnp.zeros(shape, jnp.int32)
@@ -296,7 +296,7 @@ def start_beams(
 
 
 @partial(jax.jit, donate_argnames="search")
-def search_beams(model: qwen3_5.Qwen3_5, search: Search, steps: Array | int) -> Search:
+def search_beams(model: decoder.Decoder, search: Search, steps: Array | int) -> Search:
     """Runs up to `steps` steps of a search: one `lax.while_loop`, inside which nothing returns to the host.
 
     Args:
@@ -312,9 +312,9 @@ def search_beams(model: qwen3_5.Qwen3_5, search: Search, steps: Array | int) -> 
     def step(loop):
         left, search = loop
         alive = _alive(search).reshape(-1).astype(jnp.int32)
-        hidden, cache = qwen3_5.extend(model, search.cache, search.last.reshape(-1, 1), lengths=alive)
-        logits = qwen3_5.logits(model, hidden[:, 0]).reshape(*search.last.shape, -1)
-        return left - 1, _advance(dataclasses.replace(search, cache=qwen3_5.commit(cache, alive)), logits)
+        hidden, cache = decoder.extend(model, search.cache, search.last.reshape(-1, 1), lengths=alive)
+        logits = decoder.logits(model, hidden[:, 0]).reshape(*search.last.shape, -1)
+        return left - 1, _advance(dataclasses.replace(search, cache=decoder.commit(cache, alive)), logits)
 
     return jax.lax.while_loop(running, step, (jnp.asarray(steps, jnp.int32), search))[1]
 
@@ -334,7 +334,7 @@ def _advance(search: Search, logits: Array) -> Search:
         slot = 1 + beams * jnp.arange(prompts, dtype=jnp.int32)[:, None] + parent
         source = jnp.where(_alive(search), slot, 0)
         return dataclasses.replace(
-            search, cache=qwen3_5.fork(search.cache, source.reshape(-1), all_slots(search.cache))
+            search, cache=decoder.fork(search.cache, source.reshape(-1), all_slots(search.cache))
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.models import qwen3_5
+from jaxbuf.models import decoder
 from jaxbuf.models.scoring import Logprobs, token_logprobs
 from jaxbuf.serving.acceptance import log_distribution
 from jaxbuf.serving.samples import Samples
@@ -67,7 +67,7 @@ class Carry:
       samples: Which rows continue which prompt; None: each row has a prompt of its own.
     """
 
-    cache: qwen3_5.Cache
+    cache: decoder.Cache
     history: History
     last: Array
     state: Array

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.models import qwen3_5
-from jaxbuf.models.cache import MTPCache, all_slots, fork_mtp, init_mtp
+from jaxbuf.models import decoder
+from jaxbuf.models.cache import all_slots
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.models.qwen3_5_mtp import draft_mtp, mtp_extend
+from jaxbuf.models.mtp import MTPCache, draft_mtp, fork_mtp, init_mtp, mtp_extend
 from jaxbuf.serving.acceptance import draft_keys, log_distribution
 from jaxbuf.serving.adaptive import Adaptive
 from jaxbuf.serving.carry import RUNNING, Carry, append_token
@@ -68,7 +68,7 @@ def make_drafter(
 
 
 def _check_draft_model(lm: LanguageModel, model: object) -> None:
-    if not isinstance(model, qwen3_5.Qwen3_5):
+    if not isinstance(model, decoder.Decoder):
         raise ValueError(f"model of a DraftModel must be the `model` of a LanguageModel, got a {type(model).__name__}")
     if model.config.vocab_size != lm.model.config.vocab_size:
         raise ValueError(
@@ -192,7 +192,7 @@ class MTP:
         following = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1)))
         read = {"start": jnp.zeros_like(lengths), "lengths": jnp.maximum(lengths - 1, 0), "slots": slots}
         _, memory = mtp_extend(model, memory, hidden, following, **read)
-        newest = qwen3_5.last_hidden(hidden, lengths)
+        newest = decoder.last_hidden(hidden, lengths)
         if carry.samples is not None:
             memory = fork_mtp(memory, carry.samples.source, all_slots(carry.cache))
             newest = newest[carry.samples.prompt]
@@ -253,7 +253,7 @@ class DraftModel:
       draft_tokens: The most drafts of a step (static).
     """
 
-    model: qwen3_5.Qwen3_5
+    model: decoder.Decoder
     draft_tokens: int = dataclasses.field(metadata={"static": True})
 
     def start(self, model, carry, hidden, *, capacity, limit):
@@ -263,7 +263,7 @@ class DraftModel:
         sizes |= {"limit": limit, "max_pending": 1 + self.draft_tokens}
         dtype = self.model.embed_tokens[...].dtype
         cache = init_cache(self.model.config, carry.samples, **sizes, dtype=dtype)
-        cache = qwen3_5.prefill(self.model, cache, prompts, lengths=lengths, slots=slots)[1]
+        cache = decoder.prefill(self.model, cache, prompts, lengths=lengths, slots=slots)[1]
         return cache if carry.samples is None else fork_rows(cache, carry.samples)
 
     def propose(self, model, carry, most):
@@ -277,11 +277,11 @@ class DraftModel:
             threshold = jnp.where(number == 0, jnp.maximum(limit - self.draft_tokens, 1), NEVER)
             cache = dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=threshold))
             read = (running & (number <= most)).astype(jnp.int32)
-            hidden, cache = qwen3_5.extend(self.model, cache, token[:, None], lengths=read)
-            cache = qwen3_5.commit(cache, read)
+            hidden, cache = decoder.extend(self.model, cache, token[:, None], lengths=read)
+            cache = decoder.commit(cache, read)
 
             def draft():
-                candidates, log_q = draw_drafts(carry, history, qwen3_5.logits(self.model, hidden[:, 0]), number)
+                candidates, log_q = draw_drafts(carry, history, decoder.logits(self.model, hidden[:, 0]), number)
                 return candidates[:, 0], log_q
 
             token, log_q = jax.lax.cond(number < self.draft_tokens, draft, lambda: (token, log_qs[0]))
@@ -299,7 +299,7 @@ class DraftModel:
 
     def settle(self, model, state, hidden, tokens, number):
         """Commits as many of the tokens that it read as the model did; see `Drafter.settle`."""
-        return qwen3_5.commit(state, number)
+        return decoder.commit(state, number)
 
 
 def draw_drafts(carry: Carry, history: History, logits: Array, number: Array, branches: int = 1) -> tuple[Array, Array]:

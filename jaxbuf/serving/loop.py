@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.models import qwen3_5
+from jaxbuf.models import decoder
 from jaxbuf.models.scoring import Logprobs, fitting_block, hidden_logprobs
 from jaxbuf.serving.carry import FAILED as FAILED
 from jaxbuf.serving.carry import FULL as FULL
@@ -39,7 +39,7 @@ type Array = jax.Array
     jax.jit, static_argnames=("capacity", "room", "ring_limit", "entry_dtype", "state_dtype", "report", "report_prompt")
 )
 def start(
-    model: qwen3_5.Qwen3_5,
+    model: decoder.Decoder,
     prompts: Array,
     lengths: Array,
     limit: Array,
@@ -97,8 +97,8 @@ def start(
         state_dtype=state_dtype,
     )
     slots = None if samples is None else samples.readers
-    hidden, cache = qwen3_5.prefill(model, cache, prompts, lengths=lengths, slots=slots)
-    logits = qwen3_5.logits(model, qwen3_5.last_hidden(hidden, lengths)[:, 0])
+    hidden, cache = decoder.prefill(model, cache, prompts, lengths=lengths, slots=slots)
+    logits = decoder.logits(model, decoder.last_hidden(hidden, lengths)[:, 0])
 
     def zero():
         return jnp.zeros(rows, jnp.int32)
@@ -135,7 +135,7 @@ def start(
 
 
 @partial(jax.jit, donate_argnames="carry")
-def generate_tokens(model: qwen3_5.Qwen3_5, carry: Carry, steps: Array | int, drafter: Drafter | None = None) -> Carry:
+def generate_tokens(model: decoder.Decoder, carry: Carry, steps: Array | int, drafter: Drafter | None = None) -> Carry:
     """Runs up to `steps` decoding steps; ends early when no row runs.
 
     A step gives every running row one token, or with a drafter up to 1 + draft_tokens. All is one `lax.while_loop`:
@@ -162,7 +162,7 @@ def generate_tokens(model: qwen3_5.Qwen3_5, carry: Carry, steps: Array | int, dr
     return carry
 
 
-def _step(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter | None) -> Carry:
+def _step(model: decoder.Decoder, carry: Carry, drafter: Drafter | None) -> Carry:
     """One step: the newest token of each running row is read, with drafts of what may follow it.
 
     The last token that a row gets is not read yet. So as many of the tokens that were read are committed as the row
@@ -171,8 +171,8 @@ def _step(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter | None) -> Carr
     active = (carry.state == RUNNING).astype(jnp.int32)
     if drafter is None:
         hidden, after = _read(model, carry, carry.last[:, None], active)
-        logits = qwen3_5.logits(model, hidden[:, 0])
-        after = dataclasses.replace(after, cache=qwen3_5.commit(after.cache, active))
+        logits = decoder.logits(model, hidden[:, 0])
+        after = dataclasses.replace(after, cache=decoder.commit(after.cache, active))
         return _record_next(after, logits, carry.position + 1)
     proposal, state = propose(drafter, model, carry)
     if not getattr(drafter, "adaptive", False):
@@ -186,29 +186,32 @@ def _step(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter | None) -> Carr
     )
 
 
-def _verify_drafts(model: qwen3_5.Qwen3_5, carry: Carry, drafter: Drafter, proposal: Proposal, state: Any) -> Carry:
+def _verify_drafts(model: decoder.Decoder, carry: Carry, drafter: Drafter, proposal: Proposal, state: Any) -> Carry:
     """The step after `propose`, which gave `proposal` and `state`."""
     active = (carry.state == RUNNING).astype(jnp.int32)
     parents = None if proposal.parents is None else with_root(proposal.parents)
     read = jnp.concatenate([carry.last[:, None], proposal.drafts], axis=1)
     hidden, after = _read(model, carry, read, active * (1 + proposal.count), parents)
-    logits = qwen3_5.logits(model, hidden)
+    logits = decoder.logits(model, hidden)
     tokens, number, accepted, path, failed, adjusted = verify(carry, proposal, logits)
     if path is not None:
         hidden, logits, adjusted = (jnp.take_along_axis(x, path[..., None], axis=1) for x in (hidden, logits, adjusted))
     missing = ((0, 0), (0, 1 + drafter.draft_tokens - read.shape[1]))
     state = drafter.settle(model, state, jnp.pad(hidden, (*missing, (0, 0))), jnp.pad(tokens, missing), number)
     after = dataclasses.replace(after, speculation=_count_drafts(carry, drafter, state, proposal, accepted))
-    after = dataclasses.replace(after, cache=qwen3_5.commit(after.cache, number, path=path))
+    after = dataclasses.replace(after, cache=decoder.commit(after.cache, number, path=path))
     return record(after, tokens, number, failed, logits, adjusted)
 
 
 def _read(
-    model: qwen3_5.Qwen3_5, carry: Carry, tokens: Array, lengths: Array, parents: Array | None = None
+    model: decoder.Decoder, carry: Carry, tokens: Array, lengths: Array, parents: Array | None = None
 ) -> tuple[Array, Carry]:
     """Reads the first `lengths` of tokens int32 [rows, T], which stay pending: their hidden states, and the carry."""
     before, active = carry.cache.cursor, jnp.minimum(lengths, 1)
-    hidden, cache = qwen3_5.extend(model, carry.cache, tokens, lengths=lengths, parents=parents)
+    hidden, cache = decoder.extend(model, carry.cache, tokens, lengths=lengths, parents=parents)
+    if model.config.spec is None:  # nothing folds
+        counters = dataclasses.replace(carry.counters, steps=carry.counters.steps + active)
+        return hidden, dataclasses.replace(carry, cache=cache, counters=counters)
     folds = (cache.cursor.folded > before.folded)[1:].astype(jnp.int32)
     counters = Counters(
         steps=carry.counters.steps + active,

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.models.checkpoint import compute_dtype
+from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.memory_shape import MemoryShape, find_shape, from_config
-from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.recurrence import traffic
 from jaxbuf.recurrence.cursor import init_cursor
+from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.recurrence.state_format import SPLIT, StateFormat, state_format
 
 type FormName = Literal["recurrent", "buffered", "kv-only", "snapshots"]
@@ -145,7 +146,7 @@ class Plan:
 
 
 def plan(
-    model: str | Path | LanguageModel | Config | MemoryShape,
+    model: str | Path | LanguageModel | ModelConfig | MemoryShape,
     memory_bytes: int,
     draft_tokens: int = 0,
     context: int = 8192,
@@ -208,14 +209,14 @@ def plan(
     if not _is_number(accepted) or not 1 <= accepted <= tokens:
         raise ValueError(f"accepted must be a number in [1, 1 + draft_tokens ({tokens})], got {accepted!r}")
     shape = _shape(model)
-    if not shape.recurrent_layers:
+    if not shape.recurrent_layers or shape.spec is None:
         raise ValueError(f"{shape.name} has no recurrent layers: its memory has one form, keys and values")
     chosen = _dtype("dtype", shape.dtype if dtype is None else dtype)
     state = _state_format(state_dtype)
     entry = _dtype("entry_dtype", chosen if entry_dtype is None else entry_dtype)
 
     parameters = shape.parameter_bytes(chosen) if parameter_bytes is None else parameter_bytes
-    counter = _Counter(shape, tokens, accepted, block_size, page_size, chosen, state, entry)
+    counter = _Counter(shape, shape.spec, tokens, accepted, block_size, page_size, chosen, state, entry)
     room = memory_bytes - workspace_bytes - parameters
     spec, dtypes = shape.spec, {"state_dtype": state, "entry_dtype": entry}
     crossover = traffic.crossover(spec, **dtypes, limit=limit)
@@ -253,6 +254,7 @@ class _Counter:
     """Counts the bytes of a request, with the settings that all forms share."""
 
     shape: MemoryShape
+    spec: RecurrenceSpec
     tokens: int
     accepted: float
     block_size: int
@@ -263,15 +265,15 @@ class _Counter:
 
     def ring_form(self, form: FormName, context: int, limit: int) -> FormCost:
         """A form of our own; "kv-only" without a checkpoint, and with all of its context in the ring."""
-        shape, layers = self.shape, self.shape.recurrent_layers
-        state, entry = self.state.stored_bytes(shape.spec), self._entry
+        layers = self.shape.recurrent_layers
+        state, entry = self.state.stored_bytes(self.spec), self._entry
         longest = min(limit, context + self.tokens)  # as `init_cache` takes a limit that is never reached
         ring = traffic.ring_entries(longest, self.tokens, self.block_size)
         if form == "kv-only":
-            step = traffic.kv_only_step_bytes(shape.spec, context, tokens=self.tokens, entry_dtype=self.entry_dtype)
+            step = traffic.kv_only_step_bytes(self.spec, context, tokens=self.tokens, entry_dtype=self.entry_dtype)
         else:
             dtypes = {"state_dtype": self.state, "entry_dtype": self.entry_dtype}
-            step = traffic.buffered_step_bytes(shape.spec, limit, tokens=self.tokens, accepted=self.accepted, **dtypes)
+            step = traffic.buffered_step_bytes(self.spec, limit, tokens=self.tokens, accepted=self.accepted, **dtypes)
         two, one = (_cursor_bytes(slots, longest, self.tokens, self.block_size) for slots in (2, 1))
         table = INDEX * self._pages(context)
         null = layers * (state + entry * self.block_size + self._convolution) + self._kv(1) + table
@@ -289,7 +291,7 @@ class _Counter:
 
     def snapshots(self, context: int) -> FormCost:
         """A state for the request and one for every draft position; of a ring, only the convolution's."""
-        step = traffic.snapshot_step_bytes(self.shape.spec, self.tokens, state_dtype=self.state)
+        step = traffic.snapshot_step_bytes(self.spec, self.tokens, state_dtype=self.state)
         checkpoints, index = self.tokens * self.shape.recurrent_layers, INDEX * (self._pages(context) + self.tokens)
         return self._cost(
             "snapshots",
@@ -314,7 +316,7 @@ class _Counter:
             form=form,
             context=context,
             checkpoints=checkpoints,
-            checkpoint_bytes=checkpoints * self.state.stored_bytes(shape.spec),
+            checkpoint_bytes=checkpoints * self.state.stored_bytes(self.spec),
             convolution_bytes=layers * self._convolution,
             kv_bytes=self._kv(self._pages(context)),
             requests=0,
@@ -326,7 +328,7 @@ class _Counter:
 
     @property
     def _entry(self) -> int:
-        return traffic.entry_bytes(self.shape.spec, self.entry_dtype)
+        return traffic.entry_bytes(self.spec, self.entry_dtype)
 
     @property
     def _convolution(self) -> int:
@@ -366,10 +368,10 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
-def _shape(model: str | Path | LanguageModel | Config | MemoryShape) -> MemoryShape:
+def _shape(model: str | Path | LanguageModel | ModelConfig | MemoryShape) -> MemoryShape:
     if isinstance(model, MemoryShape):
         return model
-    if isinstance(model, Config):
+    if isinstance(model, ModelConfig):
         return from_config(model, "config")
     if isinstance(model, LanguageModel):
         return from_config(model.config, model.name, jnp.dtype(model.dtype).name)

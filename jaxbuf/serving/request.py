@@ -211,7 +211,10 @@ def choose_ring(form: forms.Chosen, limit: int, capacity: int, *, drafts: bool =
 
 def choose_form(lm: LanguageModel, form: Form, rows: int) -> forms.Chosen:
     """The form that runs for so many rows."""
-    return forms.choose(lm.config.spec, rows, forms.device_kind(lm.model.norm[...])) if form == "auto" else form
+    if form != "auto":
+        return form
+    spec = lm.config.spec  # without one every form is the same
+    return "buffered" if spec is None else forms.choose(spec, rows, forms.device_kind(lm.model.norm[...]))
 
 
 def choose_state_dtype(state_dtype: str | None) -> str:

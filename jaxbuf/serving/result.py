@@ -150,13 +150,13 @@ class Row:
 
     def _stats(self, new_tokens: int, counted: dict[str, int]) -> Stats:
         config, request = self._request.lm.config, self._request
-        layers = config.layer_types.count("linear_attention")
+        spec, layers = config.spec, len(config.specs)
         work = {name: number for name, number in counted.items() if name != "accepted"}
         dtypes = {"state_dtype": request.state_dtype, "entry_dtype": request.entry_dtype}
-        moved = state_traffic(config.spec, layers, **work, **dtypes)
+        moved = 0 if spec is None else state_traffic(spec, layers, **work, **dtypes)
         work = {name: counted[name] for name in ("steps", "drafted")}
         state_dtype = state_format(request.state_dtype).written_each_step
-        snapshots = snapshot_traffic(config.spec, layers, **work, state_dtype=state_dtype)
+        snapshots = 0 if spec is None else snapshot_traffic(spec, layers, **work, state_dtype=state_dtype)
         prompt_tokens = len(request.prompts[self._index])
         return Stats(prompt_tokens, new_tokens, **counted, form=request.form, bytes=moved, snapshot_bytes=snapshots)
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.models import qwen3_5
+from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, forked_sizes
-from jaxbuf.models.qwen3_5_config import Config
+from jaxbuf.models.config import ModelConfig
 
 type Array = jax.Array
 
@@ -44,7 +44,7 @@ def group_rows(numbers: Sequence[int], *, prompts: int, rows: int) -> Samples:
 
 
 def init_cache(
-    config: Config,
+    config: ModelConfig,
     samples: Samples | None,
     *,
     rows: int,
@@ -57,7 +57,7 @@ def init_cache(
     entry_dtype: jnp.dtype | None = None,
     state_dtype: str = "float32",
     again: bool = False,
-) -> qwen3_5.Cache:
+) -> decoder.Cache:
     """A memory of `rows` slots for prompts of at most `bucket` tokens, and `capacity` with what follows them.
 
     With samples it is one that slots share, see `forked_sizes`; without, every slot has its own.
@@ -68,29 +68,29 @@ def init_cache(
         tokens: dict[str, Any] = {"prompt_tokens": bucket, "new_tokens": capacity - bucket}
         pools = forked_sizes(**sizes, prompts=samples.readers.shape[0], **tokens, again=again)
     dtypes: dict[str, Any] = {"dtype": dtype, "entry_dtype": entry_dtype, "state_dtype": state_dtype}
-    return qwen3_5.init_cache(config, **sizes, capacity=capacity, **pools, **dtypes)
+    return decoder.init_cache(config, **sizes, capacity=capacity, **pools, **dtypes)
 
 
-def with_limits(cache: qwen3_5.Cache, limit: Array) -> qwen3_5.Cache:
+def with_limits(cache: decoder.Cache, limit: Array) -> decoder.Cache:
     """The memory whose slots fold from `limit` entries (int32 [rows], or one for all), at most what it was made for."""
     limits = jnp.ones_like(cache.cursor.limit).at[1:].set(limit)
     return dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=limits))
 
 
-def fork_rows(cache: qwen3_5.Cache, samples: Samples) -> qwen3_5.Cache:
+def fork_rows(cache: decoder.Cache, samples: Samples) -> decoder.Cache:
     """Every row's slot holds its prompt, which only the slots in `readers` have read."""
-    return qwen3_5.fork(cache, samples.source, all_slots(cache))
+    return decoder.fork(cache, samples.source, all_slots(cache))
 
 
 def raise_where_memory_ran_out(carry: object) -> None:
-    """Calls `qwen3_5.raise_exhausted` on every model memory in a pytree, on the host.
+    """Calls `decoder.raise_exhausted` on every model memory in a pytree, on the host.
 
     Raises:
       PoolExhausted: One of them had too few rows, blocks or pages for an earlier launch.
     """
 
     def is_cache(x):
-        return isinstance(x, qwen3_5.Cache)
+        return isinstance(x, decoder.Cache)
 
     for cache in filter(is_cache, jax.tree.leaves(carry, is_leaf=is_cache)):
-        qwen3_5.raise_exhausted(cache)
+        decoder.raise_exhausted(cache)

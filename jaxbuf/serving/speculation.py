@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.models import qwen3_5
+from jaxbuf.models import decoder
 from jaxbuf.recurrence.tree import ancestors, check_parents
 from jaxbuf.serving.acceptance import accept, accept_tree, log_distribution, path_of, usable_log_q
 from jaxbuf.serving.carry import RUNNING, Carry
@@ -59,7 +59,7 @@ class Drafter(Protocol):
         """The most drafts of one step (static)."""
         ...
 
-    def start(self, model: qwen3_5.Qwen3_5, carry: Carry, hidden: Array, *, capacity: int, limit: int) -> Any:
+    def start(self, model: decoder.Decoder, carry: Carry, hidden: Array, *, capacity: int, limit: int) -> Any:
         """The state after the prompts were read and the first tokens chosen.
 
         Args:
@@ -73,7 +73,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, model: qwen3_5.Qwen3_5, carry: Carry, most: Array) -> tuple[Proposal, Any]:
+    def propose(self, model: decoder.Decoder, carry: Carry, most: Array) -> tuple[Proposal, Any]:
         """Drafts tokens that may follow carry.last; carry.speculation.state is the drafter's.
 
         Args:
@@ -88,7 +88,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def settle(self, model: qwen3_5.Qwen3_5, state: Any, hidden: Array, tokens: Array, number: Array) -> Any:
+    def settle(self, model: decoder.Decoder, state: Any, hidden: Array, tokens: Array, number: Array) -> Any:
         """The state after the step.
 
         Args:
@@ -167,7 +167,7 @@ def usable(proposal: Proposal, drafter: Drafter, carry: Carry) -> Proposal:
     return Proposal(drafts, count, proposal.log_q, parents)
 
 
-def propose(drafter: Drafter, model: qwen3_5.Qwen3_5, carry: Carry) -> tuple[Proposal, Any]:
+def propose(drafter: Drafter, model: decoder.Decoder, carry: Carry) -> tuple[Proposal, Any]:
     """What a drafter proposes for a step, as far as it can be verified, and its state.
 
     Raises:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.models import qwen3_5
+from jaxbuf.models import decoder
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.mtp import mtp_forward
 from jaxbuf.models.scoring import windows
 from jaxbuf.train.data import END_OF_TEXT
 
@@ -43,21 +44,21 @@ class Scores:
 
 
 @partial(jax.jit, static_argnames="block")
-def _score(model: qwen3_5.Qwen3_5, tokens: Array, first: Array, lengths: Array, *, block: int = 256) -> Array:
+def _score(model: decoder.Decoder, tokens: Array, first: Array, lengths: Array, *, block: int = 256) -> Array:
     """f32 [4]: nats, hits, MTP agreements and MTP positions of tokens [rows, time] from index `first` on."""
-    hidden = qwen3_5.forward(model, tokens, lengths=lengths)
+    hidden = decoder.forward(model, tokens, lengths=lengths)
     targets = jnp.roll(tokens, -1, axis=1)
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     counted = (position + 1 >= first[:, None]) & (position + 1 < lengths[:, None])
-    mtp = model.mtp is not None
-    further = qwen3_5.mtp_forward(model, hidden, targets, lengths=lengths - 1) if mtp else hidden
+    has_mtp = model.mtp is not None
+    further = mtp_forward(model, hidden, targets, lengths=lengths - 1) if has_mtp else hidden
 
     def part(_, inputs):
         hidden, further, targets = inputs
-        scores = qwen3_5.logits(model, hidden)
+        scores = decoder.logits(model, hidden)
         best = jnp.argmax(scores, axis=-1)
         chosen = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-        drafted = jnp.argmax(qwen3_5.logits(model, further), axis=-1)
+        drafted = jnp.argmax(decoder.logits(model, further), axis=-1)
         return None, (jax.nn.logsumexp(scores, axis=-1) - chosen, best, drafted)
 
     def split(x):  # time in blocks, so that the logits of long windows need not all exist at once

@@ -15,9 +15,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxbuf.models import qwen3_5
+from jaxbuf.models import decoder
+from jaxbuf.models.config import ModelConfig
+from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.layers import cast, named_parameters, replace_parameters
-from jaxbuf.models.qwen3_5_config import Config
+from jaxbuf.train import losses
 from jaxbuf.train.schedule import Phase, Rate, phase_at
 
 type Array = jax.Array
@@ -52,24 +54,27 @@ class Recipe:
     seed: int = 0
 
 
-def demo_config(vocab_size: int = 4096) -> Config:
+def demo_config(vocab_size: int = 4096) -> ModelConfig:
     """The embedded model: 7,883,056 parameters at 4,096 entries, embedding and MTP layer included."""
-    return Config(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=624,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        layer_types=("linear_attention", "linear_attention", "linear_attention", "full_attention") * 2,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        mtp_num_hidden_layers=1,
-        eos_token_ids=(0,),
+    return config_from_dict(
+        {
+            "model_type": "qwen3_5_text",
+            "vocab_size": vocab_size,
+            "hidden_size": 256,
+            "intermediate_size": 624,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "mtp_num_hidden_layers": 1,
+            "eos_token_id": 0,
+        }
     )
 
 
@@ -86,7 +91,7 @@ PRESETS = {
 class TrainState:
     """Float32 parameters and the optimiser's moments."""
 
-    model: qwen3_5.Qwen3_5
+    model: decoder.Decoder
     moments: optax.OptState
 
 
@@ -100,13 +105,13 @@ class Position:
 
 
 @partial(jax.jit, static_argnames=("config", "recipe"))
-def init_state(config: Config, recipe: Recipe) -> TrainState:
+def init_state(config: ModelConfig, recipe: Recipe) -> TrainState:
     """Fresh parameters from the recipe's seed, and empty moments."""
-    model = qwen3_5.Qwen3_5(config, rngs=nnx.Rngs(recipe.seed), dtype=jnp.float32)
+    model = decoder.Decoder(config, rngs=nnx.Rngs(recipe.seed), dtype=jnp.float32)
     return TrainState(model, optimiser(recipe).init(parameters(model)))
 
 
-def parameters(model: qwen3_5.Qwen3_5) -> dict[str, Array]:
+def parameters(model: decoder.Decoder) -> dict[str, Array]:
     """The model's arrays under their dotted paths."""
     return {name: param[...] for name, param in named_parameters(model).items()}
 
@@ -130,9 +135,9 @@ def optimiser(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
-def loss_function(model: qwen3_5.Qwen3_5, tokens: Array, recipe: Recipe) -> tuple[Array, dict[str, Array]]:
+def loss_function(model: decoder.Decoder, tokens: Array, recipe: Recipe) -> tuple[Array, dict[str, Array]]:
     """The training loss of int32 tokens [rows, length], in nats a token, with the forward in the compute dtype."""
-    return qwen3_5.language_model_loss(
+    return losses.language_model_loss(
         cast(model, jnp.dtype(recipe.compute_dtype)), tokens, mtp_weight=recipe.mtp_weight
     )
 
@@ -220,14 +225,14 @@ def ring(tokens: np.ndarray, phases: tuple[Phase, ...]) -> Array:
 
 
 @partial(jax.jit, static_argnames="recipe")
-def _evaluate(model: qwen3_5.Qwen3_5, rows: Array, recipe: Recipe) -> dict[str, Array]:
+def _evaluate(model: decoder.Decoder, rows: Array, recipe: Recipe) -> dict[str, Array]:
     def one(_, tokens):
         return None, loss_function(model, tokens, recipe)[1]
 
     return jax.tree.map(jnp.mean, jax.lax.scan(one, None, rows)[1])
 
 
-def evaluate(model: qwen3_5.Qwen3_5, rows: np.ndarray, recipe: Recipe, *, batch: int = 16) -> dict[str, float]:
+def evaluate(model: decoder.Decoder, rows: np.ndarray, recipe: Recipe, *, batch: int = 16) -> dict[str, float]:
     """Mean metrics over int [n, length + 1] held-out rows (those that fill whole batches)."""
     batch = min(batch, len(rows))
     whole = len(rows) // batch * batch
@@ -352,10 +357,10 @@ def _options(ocp):
     return ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
 
 
-def write_generation_files(directory: Path, config: Config) -> None:
+def write_generation_files(directory: Path, config: ModelConfig) -> None:
     """Writes generation_config.json and tokenizer_config.json beside a model with byte-level BPE."""
     end = config.eos_token_ids[0]
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    tokenizer |= {"model_max_length": config.max_position_embeddings, "clean_up_tokenization_spaces": False}
+    tokenizer |= {"model_max_length": config.max_length, "clean_up_tokenization_spaces": False}
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end}, indent=2) + "\n")

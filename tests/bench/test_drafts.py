@@ -10,9 +10,9 @@ import pytest
 from rich.progress import Progress
 
 from jaxbuf.bench import drafts, texts
-from jaxbuf.models import qwen3_5
-from jaxbuf.models.cache import init_mtp
+from jaxbuf.models import decoder, mtp
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.mtp import init_mtp
 from jaxbuf.serving import GenerationResult
 from jaxbuf.serving.stats import Stats
 from tests.serving.conftest import EOS
@@ -70,8 +70,8 @@ def test_drafts_are_those_of_a_chain_that_reads_the_text(lm, rng):
 
     @jax.jit
     def layer(hidden, following):  # causal: what lies past a place does not matter to it
-        further = qwen3_5.mtp_forward(lm.model, hidden, following)
-        return further, qwen3_5.logits(lm.model, further)
+        further = mtp.mtp_forward(lm.model, hidden, following)
+        return further, decoder.logits(lm.model, further)
 
     following = jnp.roll(jnp.asarray(tokens), -1, axis=1)
     for newest in (1, 7, window - K):

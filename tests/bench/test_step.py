@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from jaxbuf.bench import random_model, step, step_figures
+from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.layers import named_parameters
-from jaxbuf.models.qwen3_5 import Qwen3_5
 from jaxbuf.pallas import platform
 from jaxbuf.serving import loop
 from jaxbuf.serving.profiling import Operation
@@ -85,14 +85,15 @@ def test_the_bytes_are_those_counted_by_hand(measured):
         np.testing.assert_allclose(found["keys and values"], 3 * 4 * 2 * 8 * np.mean(held))
 
 
-def shapes() -> Qwen3_5:
+def shapes() -> Decoder:
     config = random_model.configuration(**SIZES)
     return jax.eval_shape(lambda: random_model.random_model(config, jnp.dtype("float32")).model)
 
 
 def test_the_shape_of_the_random_model_is_that_of_qwen3_5_4b():
     config = random_model.configuration()
-    assert config.layer_types.count("linear_attention") == 24 and config.layer_types[3::4] == ("full_attention",) * 8
+    kinds = config.source.layer_types
+    assert kinds.count("linear_attention") == 24 and kinds[3::4] == ("full_attention",) * 8
     model = jax.eval_shape(lambda: random_model.random_model(config, jnp.dtype("bfloat16")).model)
     assert round(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model)) / 1e9, 2) == 8.41
 
@@ -100,11 +101,11 @@ def test_the_shape_of_the_random_model_is_that_of_qwen3_5_4b():
 def test_the_random_model_has_the_parameters_of_the_architecture_each_its_own():
     config, dtype = random_model.configuration(**(SIZES | {"layers": 12})), jnp.dtype("bfloat16")
     model = random_model.random_model(config, dtype).model
-    wanted = jax.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0), dtype=dtype))
+    wanted = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
     for parameter, shape in zip(jax.tree.leaves(model), jax.tree.leaves(wanted), strict=True):
         assert (parameter.shape, parameter.dtype) == (shape.shape, shape.dtype)
     found = named_parameters(model)
-    assert found["layers.0.linear_attn.A_log"][...].dtype == jnp.float32
+    assert found["layers.0.mixers.0.A_log"][...].dtype == jnp.float32
     values = [np.asarray(found[f"layers.{n}.mlp.up_proj"][...], np.float32) for n in range(12)]
     assert len({value.tobytes() for value in values}) == 12
     assert all(0.015 < value.std() < 0.025 for value in values)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxbuf.models.checkpoint import CheckpointError, save
+from jaxbuf.models.families.qwen3_5 import Config
 from jaxbuf.models.language_model import load
-from jaxbuf.models.qwen3_5_config import Config
 from tests.serving.conftest import byte_tokenizer
 from tests.tiny import random_model
 
@@ -31,7 +31,7 @@ CONFIG = Config(
     max_position_embeddings=128,
     tie_word_embeddings=True,
     eos_token_ids=(EOS,),
-)
+).model()
 GENERATION = {
     "do_sample": True,
     "temperature": 0.6,

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.models import qwen3_5
+from jaxbuf.models import decoder
 from jaxbuf.models.cache import forked_sizes
-from jaxbuf.models.qwen3_5 import Config
+from jaxbuf.models.families.qwen3_5 import Config
 from jaxbuf.sharing import PoolExhausted
 from tests.tiny import SIZES, abstract, random_model
 
@@ -19,12 +19,12 @@ CONFIG = Config(
     # A head's output is tiny where a query happens to be across all keys. Divided by its root mean square, its rounding
     # error would be amplified a thousand times, which exceeds any tolerance for one random model in some hundred.
     rms_norm_eps=1e-2,
-)
+).model()
 SLOTS, PENDING, TIME = 3, 5, 64
 ALL = np.arange(1, SLOTS + 1, dtype=np.int32)
 _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-forward, prefill, extend = _jit(qwen3_5.forward), _jit(qwen3_5.prefill), _jit(qwen3_5.extend)
-commit, fork, reset = _jit(qwen3_5.commit), _jit(qwen3_5.fork), _jit(qwen3_5.reset)
+forward, prefill, extend = _jit(decoder.forward), _jit(decoder.prefill), _jit(decoder.extend)
+commit, fork, reset = _jit(decoder.commit), _jit(decoder.fork), _jit(decoder.reset)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def model():
 
 
 def new_cache(**sizes):
-    return qwen3_5.init_cache(
+    return decoder.init_cache(
         CONFIG, slots=SLOTS, capacity=TIME, limit=np.array([1, 8, 16]), max_pending=PENDING, page_size=4, **sizes
     )
 
@@ -71,7 +71,7 @@ def test_trees_and_forks_equal_their_branches_alone(model, rng, sizes):
         hidden, cache = extend(model, cache, tokens, parents=parents)
         if is_exhausted(cache):
             with pytest.raises(PoolExhausted):
-                qwen3_5.raise_exhausted(cache)
+                decoder.raise_exhausted(cache)
             slot = int(np.argmax([len(tokens) for tokens in history]))
             cache, history[slot] = reset(cache, np.array([slot], np.int32)), []
             continue
@@ -111,11 +111,11 @@ def test_no_call_changes_the_shape_of_a_cache():
         cache = jax.eval_shape(partial(new_cache, **sizes))
         parents = tokens if sizes else None
         after = [
-            jax.eval_shape(qwen3_5.prefill, model, cache, tokens)[1],
-            jax.eval_shape(lambda *x: qwen3_5.extend(*x[:3], parents=x[3]), model, cache, tokens, parents)[1],
-            jax.eval_shape(lambda *x: qwen3_5.commit(*x[:2], path=x[2]), cache, rows, parents),
-            jax.eval_shape(qwen3_5.fork, cache, rows, rows),
-            jax.eval_shape(qwen3_5.reset, cache, rows),
+            jax.eval_shape(decoder.prefill, model, cache, tokens)[1],
+            jax.eval_shape(lambda *x: decoder.extend(*x[:3], parents=x[3]), model, cache, tokens, parents)[1],
+            jax.eval_shape(lambda *x: decoder.commit(*x[:2], path=x[2]), cache, rows, parents),
+            jax.eval_shape(decoder.fork, cache, rows, rows),
+            jax.eval_shape(decoder.reset, cache, rows),
         ]
         for each in after:
             assert jax.tree.structure(each) == jax.tree.structure(cache)
@@ -142,16 +142,16 @@ def test_a_limit_beyond_the_capacity_makes_no_larger_ring():
     sizes = {"slots": 2, "capacity": 40, "max_pending": 4}
     rings = {}
     for limit in (8, 40, 44, 45, 10**9, 2**31, 2**70):
-        cache = jax.eval_shape(lambda limit=limit: qwen3_5.init_cache(CONFIG, **sizes, limit=limit))
+        cache = jax.eval_shape(lambda limit=limit: decoder.init_cache(CONFIG, **sizes, limit=limit))
         rings[limit] = cache.cursor.ring
         assert cache.layers[0].pool.keys.shape[:2] == (1 + 2 * rings[limit] // 8, 8)
     assert list(rings.values()) == [16, 48, 48, 48, 48, 48, 48]
-    cache = qwen3_5.init_cache(CONFIG, **sizes, limit=np.array([7, 10**9]))
+    cache = decoder.init_cache(CONFIG, **sizes, limit=np.array([7, 10**9]))
     assert cache.cursor.limit.tolist() == [1, 7, 44], "40 committed tokens and 4 pending ones fold nothing yet"
     prompts = {"slots": 2, "prompts": 1, "prompt_tokens": 30, "new_tokens": 10, "max_pending": 4}
     assert forked_sizes(**prompts, limit=10**9) == forked_sizes(**prompts, limit=44)
     with pytest.raises(ValueError, match="limit must be at most 1048576, got 3000004"):
-        qwen3_5.init_cache(CONFIG, **(sizes | {"capacity": 3 * 10**6}), limit=10**9)
+        decoder.init_cache(CONFIG, **(sizes | {"capacity": 3 * 10**6}), limit=10**9)
 
 
 @pytest.mark.parametrize("wrong", [1.5, True, "16", 0])
@@ -162,12 +162,12 @@ def test_sizes_of_a_cache_are_whole_numbers(name, wrong):
     sizes = {"slots": 2, "capacity": 40} | {name: wrong}
     expected = "at least" if wrong == 0 else "a whole number, got"
     with pytest.raises(ValueError, match=f"{name} must be {expected}"):
-        qwen3_5.init_cache(CONFIG, **sizes)
+        decoder.init_cache(CONFIG, **sizes)
 
 
 def test_a_cache_without_trees_says_so(model):
     cache, tokens = new_cache(), np.zeros((SLOTS, 2), np.int32)
     with pytest.raises(ValueError, match="parents need a cache made with trees=True"):
-        qwen3_5.extend(model, cache, tokens, parents=np.full((SLOTS, 2), -1, np.int32))
+        decoder.extend(model, cache, tokens, parents=np.full((SLOTS, 2), -1, np.int32))
     with pytest.raises(ValueError, match="path needs a cache made with trees=True"):
-        qwen3_5.commit(cache, np.zeros(SLOTS, np.int32), path=tokens)
+        decoder.commit(cache, np.zeros(SLOTS, np.int32), path=tokens)

@@ -21,10 +21,10 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from jaxbuf.models import checkpoint, replacing
 from jaxbuf.models.checkpoint import CheckpointError, save
+from jaxbuf.models.families.qwen3_5 import Config
 from jaxbuf.models.language_model import load
 from jaxbuf.models.layers import named_parameters
-from jaxbuf.models.qwen3_5 import Config
-from tests.tiny import random_model
+from tests.tiny import changed, random_model
 
 CONFIG = Config(
     vocab_size=37,
@@ -41,7 +41,7 @@ CONFIG = Config(
     max_position_embeddings=128,
     mtp_num_hidden_layers=1,
     eos_token_ids=(2,),
-)
+).model()
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_vision_language_names(model, directory, caplog):
 def test_a_head_that_is_there_counts_whatever_the_flag_says(model, directory):
     change_config(directory, tie_word_embeddings=True)
     lm = load(directory)
-    assert not lm.config.tie_word_embeddings
+    assert not lm.config.tied
     np.testing.assert_array_equal(lm.model.lm_head[...], model.lm_head[...].astype(jnp.bfloat16).astype(jnp.float32))
 
 
@@ -164,7 +164,7 @@ def test_a_head_that_is_not_there_is_tied_or_missing(directory):
 def test_an_mtp_layer_that_is_there_counts_whatever_the_configuration_says(directory):
     change_config(directory, mtp_num_hidden_layers=0)
     lm = load(directory)
-    assert lm.config.mtp_num_hidden_layers == 1 and lm.model.mtp is not None
+    assert lm.config.source.mtp_num_hidden_layers == 1 and lm.model.mtp is not None
 
 
 def test_an_mtp_layer_that_is_not_there_is_missing_or_not_asked_for(directory):
@@ -307,7 +307,7 @@ def test_tokens_that_logits_refuses(directory):
 
 
 def test_saving_needs_no_more_than_the_parameters_say(model, tmp_path):
-    tied = dataclasses.replace(CONFIG, tie_word_embeddings=True, mtp_num_hidden_layers=0)
+    tied = changed(CONFIG, tie_word_embeddings=True, mtp_num_hidden_layers=0)
     small = random_model(tied)
     save(small, tied, tmp_path, dtype=jnp.float32)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")

@@ -14,9 +14,9 @@ import pytest
 
 import jaxbuf
 from jaxbuf.models.checkpoint import CheckpointError
+from jaxbuf.models.families import config_from_dict, config_json
 from jaxbuf.models.language_model import load
 from jaxbuf.models.memory_shape import find_shape
-from jaxbuf.models.qwen3_5_config import Config
 from tests.models.model_directory import CONFIG, INDEX, nest, write_model
 
 OUTSIDE = "outside.safetensors"  # a whole shard beside the directory, for names that lead out of it
@@ -147,7 +147,7 @@ def remove(path):
 
 def check_usable(lm, directory, forward):
     """What a user does first either works or raises a documented error that names the file."""
-    assert Config.from_dict(json.loads(json.dumps(lm.config.to_dict()))) == lm.config
+    assert config_from_dict(json.loads(json.dumps(config_json(lm.config)))) == lm.config
     assert all(isinstance(token, int) and 0 <= token < lm.vocab_size for token in lm.stop_ids)
     assert lm.known_ids.shape == (lm.vocab_size,)
     attempts = {

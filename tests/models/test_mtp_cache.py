@@ -1,6 +1,5 @@
 """The MTP layer with a memory: always its plain forward over whole sequences, whatever was rejected before."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -8,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.models import qwen3_5, qwen3_5_mtp
-from jaxbuf.models.cache import fork_mtp, init_mtp
-from jaxbuf.models.qwen3_5 import Config
-from tests.tiny import SIZES, abstract, random_model
+from jaxbuf.models import decoder, mtp
+from jaxbuf.models.families.qwen3_5 import Config
+from jaxbuf.models.mtp import fork_mtp, init_mtp
+from tests.tiny import SIZES, abstract, changed, random_model
 
-CONFIG = Config(**SIZES, layer_types=("full_attention",), mtp_num_hidden_layers=1)
+CONFIG = Config(**SIZES, layer_types=("full_attention",), mtp_num_hidden_layers=1).model()
 SLOTS, PENDING, DRAFTS, TIME = 4, 4, 3, 40  # PENDING = 1 + DRAFTS, and a null row beside the slots: a batch has 5
 ROWS, TOLERANCE = SLOTS + 1, 2e-3
 _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -21,27 +20,25 @@ _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 def shifted_choice(scores, number, state):
     """The best token moved by the draft's number: tells which number each draft got, and what was read after it."""
-    best, _, _ = qwen3_5_mtp.most_probable(scores, number, state)
+    best, _, _ = mtp.most_probable(scores, number, state)
     return (best + number) % CONFIG.vocab_size, scores, state
 
 
 @_jit
 def run_whole(model, hidden, next_tokens, lengths):
-    further = qwen3_5.mtp_forward(model, hidden, next_tokens, lengths=lengths)
-    return further, qwen3_5.logits(model, further)
+    further = mtp.mtp_forward(model, hidden, next_tokens, lengths=lengths)
+    return further, decoder.logits(model, further)
 
 
 @_jit
 def run_extend(model, memory, hidden, next_tokens, start, lengths, slots):
-    return qwen3_5_mtp.mtp_extend(model, memory, hidden, next_tokens, start=start, lengths=lengths, slots=slots)
+    return mtp.mtp_extend(model, memory, hidden, next_tokens, start=start, lengths=lengths, slots=slots)
 
 
 @_jit
 def run_draft(model, memory, hidden, next_tokens, start, lengths, slots, most=DRAFTS):
     settings = {"draft_tokens": DRAFTS, "most": most, "choose": shifted_choice}
-    return qwen3_5_mtp.draft_mtp(
-        model, memory, hidden, next_tokens, start=start, lengths=lengths, slots=slots, **settings
-    )
+    return mtp.draft_mtp(model, memory, hidden, next_tokens, start=start, lengths=lengths, slots=slots, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -179,10 +176,10 @@ def test_no_call_changes_the_shape_of_a_memory(dtype):
     tokens, start = jax.ShapeDtypeStruct((SLOTS, PENDING), jnp.int32), jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
 
     def extend(model, memory, hidden, tokens, start):
-        return qwen3_5_mtp.mtp_extend(model, memory, hidden, tokens, start=start)
+        return mtp.mtp_extend(model, memory, hidden, tokens, start=start)
 
     def draft(model, memory, hidden, tokens, start, draft_tokens):
-        return qwen3_5_mtp.draft_mtp(model, memory, hidden, tokens, start=start, draft_tokens=draft_tokens)
+        return mtp.draft_mtp(model, memory, hidden, tokens, start=start, draft_tokens=draft_tokens)
 
     further, after = jax.eval_shape(extend, model, memory, hidden, tokens, start)
     assert (further, after) == (hidden, memory)
@@ -196,15 +193,15 @@ def test_no_call_changes_the_shape_of_a_memory(dtype):
 
 
 def test_errors_say_what_is_wrong(model):
-    memory, without = new_memory(), abstract(dataclasses.replace(CONFIG, mtp_num_hidden_layers=0))
+    memory, without = new_memory(), abstract(changed(CONFIG, mtp_num_hidden_layers=0))
     hidden, tokens = np.zeros((SLOTS, 2, CONFIG.hidden_size), np.float32), np.zeros((SLOTS, 2), np.int32)
     start = np.zeros(SLOTS, np.int32)
     with pytest.raises(ValueError, match="no MTP layer"):
         init_mtp(without.config, slots=SLOTS, capacity=TIME)
     with pytest.raises(ValueError, match="no MTP layer"):
-        jax.eval_shape(lambda *x: qwen3_5_mtp.mtp_extend(*x, start=start), without, memory, hidden, tokens)
+        jax.eval_shape(lambda *x: mtp.mtp_extend(*x, start=start), without, memory, hidden, tokens)
     with pytest.raises(ValueError, match="draft_tokens must be at least 1, got 0"):
-        qwen3_5_mtp.draft_mtp(model, memory, hidden, tokens, start=start, draft_tokens=0)
+        mtp.draft_mtp(model, memory, hidden, tokens, start=start, draft_tokens=0)
     for few in ((hidden[:3], tokens[:3]), (hidden, tokens[:, :1])):
         with pytest.raises(ValueError, match=r"one row a slot \(4\) and as many positions, got shapes"):
-            qwen3_5_mtp.mtp_extend(model, memory, *few, start=start)
+            mtp.mtp_extend(model, memory, *few, start=start)

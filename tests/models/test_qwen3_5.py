@@ -15,12 +15,15 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from jaxbuf.models import qwen3_5
+from jaxbuf.attention.rotary import Rotary
+from jaxbuf.models import decoder, mtp
 from jaxbuf.models.checkpoint import save
+from jaxbuf.models.families import config_from_dict, config_json
+from jaxbuf.models.families.qwen3_5 import Config
 from jaxbuf.models.layers import cast, named_parameters, replace_parameters
-from jaxbuf.models.qwen3_5 import Config
 from jaxbuf.models.sharding import parameter_sharding
-from tests.tiny import abstract, random_model
+from jaxbuf.train import losses
+from tests.tiny import abstract, changed, random_model
 
 LINEAR, FULL = "linear_attention", "full_attention"
 CONFIG = Config(
@@ -40,13 +43,13 @@ CONFIG = Config(
     # A head's output is tiny where a query happens to be across all keys: at 1e-6 its rounding error would be amplified
     # a thousand times, which exceeds any tolerance for a few random models.
     rms_norm_eps=1e-2,
-)
+).model()
 ROWS, TIME, PENDING = 4, 100, 5
 
 
 @jax.jit
 def run_forward(model, tokens, lengths):
-    return qwen3_5.forward(model, tokens, lengths=lengths)
+    return decoder.forward(model, tokens, lengths=lengths)
 
 
 ALL_SLOTS, NO_KEEP = np.arange(1, ROWS + 1, dtype=np.int32), np.zeros(ROWS, np.int32)
@@ -55,18 +58,18 @@ WHOLE = np.full(ROWS, TIME, np.int32)
 
 @jax.jit
 def run_prefill(model, cache, tokens, lengths, slots, keep):
-    return qwen3_5.prefill(model, cache, tokens, lengths=lengths, slots=slots, keep=keep)
+    return decoder.prefill(model, cache, tokens, lengths=lengths, slots=slots, keep=keep)
 
 
 @jax.jit
 def run_extend(model, cache, tokens, lengths, slots, accepted):
-    hidden, cache = qwen3_5.extend(model, cache, tokens, lengths=lengths, slots=slots)
-    return hidden, qwen3_5.commit(cache, accepted, slots=slots)
+    hidden, cache = decoder.extend(model, cache, tokens, lengths=lengths, slots=slots)
+    return hidden, decoder.commit(cache, accepted, slots=slots)
 
 
 # Unoptimised: the largest program here, and only its numbers matter.
 run_loss = jax.jit(
-    jax.value_and_grad(partial(qwen3_5.language_model_loss, mtp_weight=0.3), has_aux=True),
+    jax.value_and_grad(partial(losses.language_model_loss, mtp_weight=0.3), has_aux=True),
     compiler_options={"xla_backend_optimization_level": 0},
 )
 
@@ -89,9 +92,7 @@ def hidden(model, tokens):
 def test_model_is_a_tree_of_named_parameters(model):
     names = named_parameters(model)
     assert len(names) == len(jax.tree.leaves(model)) == 1 + 14 + 11 + 1 + 1 + 15
-    assert {"layers.0.linear_attn.A_log", "layers.1.self_attn.q_norm", "mtp.layers.0.mlp.up_proj", "lm_head"} <= set(
-        names
-    )
+    assert {"layers.0.mixers.0.A_log", "layers.1.mixers.0.q_norm", "mtp.layers.0.mlp.up_proj", "lm_head"} <= set(names)
     for param in names.values():
         assert len(param.axes) == param[...].ndim
     doubled = replace_parameters(model, [2.0 * leaf for leaf in jax.tree.leaves(model)])
@@ -100,13 +101,13 @@ def test_model_is_a_tree_of_named_parameters(model):
 
 
 def test_a_new_model_starts_where_training_can():
-    config = dataclasses.replace(CONFIG, layer_types=(LINEAR,), mtp_num_hidden_layers=0)
+    config = changed(CONFIG, layer_types=(LINEAR,), mtp_num_hidden_layers=0)
     seed = np.random.SeedSequence().generate_state(1)[0]
-    layer = jax.jit(lambda key: qwen3_5.Qwen3_5(config, rngs=nnx.Rngs(key)))(jax.random.key(seed)).layers[0]
-    np.testing.assert_array_equal(layer.input_layernorm[...], 0.0)  # scales of one: these are centred at zero
-    np.testing.assert_array_equal(layer.linear_attn.norm[...], 1.0)
+    layer = jax.jit(lambda key: decoder.Decoder(config, rngs=nnx.Rngs(key)))(jax.random.key(seed)).layers[0]
+    np.testing.assert_array_equal(layer.before_mixers[...], 0.0)  # scales of one: these are centred at zero
+    np.testing.assert_array_equal(layer.mixers[0].norm[...], 1.0)
     assert 0.2 < np.std(layer.mlp.up_proj[...]) < 0.4  # initializer_range 0.3
-    rate, step = np.exp(layer.linear_attn.A_log[...]), np.log1p(np.exp(layer.linear_attn.dt_bias[...]))
+    rate, step = np.exp(layer.mixers[0].A_log[...]), np.log1p(np.exp(layer.mixers[0].dt_bias[...]))
     assert (rate >= 0.999).all() and (rate <= 16.001).all()
     assert (step >= 0.999e-3).all() and (step <= 0.1001).all()
 
@@ -115,7 +116,7 @@ def test_gates_stay_float32(model):
     half = cast(model, jnp.bfloat16)
     dtypes = {name: param[...].dtype for name, param in named_parameters(half).items()}
     kept = {name for name, dtype in dtypes.items() if dtype == jnp.float32}
-    assert kept == {"layers.0.linear_attn.A_log", "layers.0.linear_attn.dt_bias"}
+    assert kept == {"layers.0.mixers.0.A_log", "layers.0.mixers.0.dt_bias"}
 
 
 def test_padding_changes_nothing_before_it(model, tokens, hidden):
@@ -138,7 +139,7 @@ def test_no_token_sees_a_later_one(model, tokens, hidden):
 @pytest.mark.parametrize("poisoned", [False, True], ids=["", "poisoned"])
 def test_cache_under_random_schedules(model, tokens, hidden, rng, poisoned):
     """Prefill and pending tokens, accepted in part, slots in any order: always the forward over what was committed."""
-    cache = qwen3_5.init_cache(CONFIG, slots=ROWS, capacity=TIME, limit=16, max_pending=PENDING)
+    cache = decoder.init_cache(CONFIG, slots=ROWS, capacity=TIME, limit=16, max_pending=PENDING)
     pages = jnp.asarray(rng.permutation(np.arange(1, cache.layers[1].keys.shape[0], dtype=np.int32)))
     cache = dataclasses.replace(cache, table=cache.table.at[1:].set(pages.reshape(ROWS, -1)))
     if poisoned:  # whoever had the slots before
@@ -164,7 +165,7 @@ def test_cache_under_random_schedules(model, tokens, hidden, rng, poisoned):
 
 
 def test_prompts_in_pieces_and_kept_entries(model, tokens, hidden):
-    cache = qwen3_5.init_cache(CONFIG, slots=ROWS, capacity=TIME, limit=16, max_pending=PENDING)
+    cache = decoder.init_cache(CONFIG, slots=ROWS, capacity=TIME, limit=16, max_pending=PENDING)
     first = np.array([32, 7, 0, 20], np.int32)
     _, cache = run_prefill(model, cache, tokens[:, :32], first, ALL_SLOTS, NO_KEEP)
     offsets = first[:, None] + np.arange(32)
@@ -181,7 +182,7 @@ def test_prompts_in_pieces_and_kept_entries(model, tokens, hidden):
 
 
 def test_null_rows_disturb_nobody(model, tokens, hidden):
-    cache = qwen3_5.init_cache(CONFIG, slots=ROWS, capacity=TIME, limit=16, max_pending=PENDING)
+    cache = decoder.init_cache(CONFIG, slots=ROWS, capacity=TIME, limit=16, max_pending=PENDING)
     slots = np.array([2, 0, 4, 0], np.int32)
     lengths = np.full(ROWS, 32, np.int32)
     before = jax.tree.map(np.asarray, cache)
@@ -200,11 +201,11 @@ def test_null_rows_disturb_nobody(model, tokens, hidden):
 
 
 def test_what_a_cache_refuses(model, tokens):
-    cache = qwen3_5.init_cache(CONFIG, slots=ROWS, capacity=TIME, max_pending=PENDING)
+    cache = decoder.init_cache(CONFIG, slots=ROWS, capacity=TIME, max_pending=PENDING)
     with pytest.raises(ValueError, match=r"tokens must have one row a slot \(4\), got shape \(3, 5\)"):
-        qwen3_5.extend(model, cache, tokens[:3, :PENDING])
+        decoder.extend(model, cache, tokens[:3, :PENDING])
     with pytest.raises(ValueError, match=r"max_pending \(5\)"):
-        qwen3_5.extend(model, cache, tokens[:, : PENDING + 1])
+        decoder.extend(model, cache, tokens[:, : PENDING + 1])
 
 
 def cross_entropy(scores, targets, mask):
@@ -220,8 +221,8 @@ def test_loss_counts_what_the_mask_says(model, tokens, hidden, rng):
 
     @jax.jit
     def run(model, hidden, tokens):
-        further = qwen3_5.mtp_forward(model, hidden[:, :-1], tokens[:, 1:])
-        return qwen3_5.logits(model, hidden), qwen3_5.logits(model, further)
+        further = mtp.mtp_forward(model, hidden[:, :-1], tokens[:, 1:])
+        return decoder.logits(model, hidden), decoder.logits(model, further)
 
     scores, further = run(model, hidden, tokens)
     expected = cross_entropy(scores[:, :-1], tokens[:, 1:], mask[:, 1:])
@@ -249,47 +250,49 @@ def test_every_parameter_has_a_finite_gradient_that_points_downhill(model, token
 
 
 def test_a_model_without_mtp_has_neither_its_loss_nor_its_forward(tokens):
-    plain = abstract(dataclasses.replace(CONFIG, mtp_num_hidden_layers=0))
-    _, metrics = jax.eval_shape(qwen3_5.language_model_loss, plain, tokens)
+    plain = abstract(changed(CONFIG, mtp_num_hidden_layers=0))
+    _, metrics = jax.eval_shape(losses.language_model_loss, plain, tokens)
     assert set(metrics) == {"next_token_loss", "next_token_accuracy", "tokens"}
     with pytest.raises(ValueError, match="no MTP layer"):
-        qwen3_5.mtp_forward(plain, jnp.zeros((ROWS, TIME, CONFIG.hidden_size)), tokens)
+        mtp.mtp_forward(plain, jnp.zeros((ROWS, TIME, CONFIG.hidden_size)), tokens)
 
 
 def test_configuration_survives_its_file():
-    assert Config.from_dict(CONFIG.to_dict()) == CONFIG
-    several = dataclasses.replace(CONFIG, eos_token_ids=(3, 4), rope_theta=5e5, partial_rotary_factor=0.5)
-    assert Config.from_dict(several.to_dict()) == several
+    assert config_from_dict(config_json(CONFIG)) == CONFIG
+    several = changed(CONFIG, eos_token_ids=(3, 4), rope_theta=5e5, partial_rotary_factor=0.5)
+    assert config_from_dict(config_json(several)) == several
 
 
 def test_layers_from_an_interval():
-    data = CONFIG.to_dict() | {"num_hidden_layers": 5, "full_attention_interval": 2}
+    data = config_json(CONFIG) | {"num_hidden_layers": 5, "full_attention_interval": 2}
     del data["layer_types"]
-    assert Config.from_dict(data).layer_types == (LINEAR, FULL, LINEAR, FULL, LINEAR)
+    assert config_from_dict(data).source.layer_types == (LINEAR, FULL, LINEAR, FULL, LINEAR)
     del data["full_attention_interval"]
-    assert Config.from_dict(data).layer_types == (LINEAR, LINEAR, LINEAR, FULL, LINEAR)
+    assert config_from_dict(data).source.layer_types == (LINEAR, LINEAR, LINEAR, FULL, LINEAR)
 
 
 def test_rotary_settings_at_the_top_level():
-    data = CONFIG.to_dict() | {"rope_theta": 123.0, "partial_rotary_factor": 0.5, "rope_parameters": None}
-    config = Config.from_dict(data)
-    assert (config.rope_theta, config.partial_rotary_factor, config.rotary_dim) == (123.0, 0.5, 8)
+    data = config_json(CONFIG) | {"rope_theta": 123.0, "partial_rotary_factor": 0.5, "rope_parameters": None}
+    config = config_from_dict(data)
+    source = config.source
+    assert (source.rope_theta, source.partial_rotary_factor, source.rotary_dim) == (123.0, 0.5, 8)
+    assert config.layers[1].mixers[0].rotary == Rotary(8, 123.0)
 
 
 def test_vision_language_configuration_nests_the_text_model():
-    text = CONFIG.to_dict() | {"tie_word_embeddings": False, "eos_token_id": 7}
-    config = Config.from_dict({"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": True})
-    assert config.tie_word_embeddings, "the root's flag counts"
+    text = config_json(CONFIG) | {"tie_word_embeddings": False, "eos_token_id": 7}
+    config = config_from_dict({"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": True})
+    assert config.tied, "the root's flag counts"
     assert config.eos_token_ids == (7,)
-    assert dataclasses.replace(config, tie_word_embeddings=False, eos_token_ids=()) == CONFIG
+    assert changed(config, tie_word_embeddings=False, eos_token_ids=()) == CONFIG
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"model_type": "llama"},
-            r"model_type must be one of \('qwen3_5', .* \(jaxbuf serves dense text models of the .*\), got 'llama'",
+            {"model_type": "gpt2"},
+            r"model_type must be one of \('llama', .* \(jaxbuf serves .* dense text models of the .*\), got 'gpt2'",
         ),
         ({"model_type": "qwen3_5"}, "lacks text_config"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
@@ -309,15 +312,15 @@ def test_vision_language_configuration_nests_the_text_model():
 )
 def test_configurations_that_are_not_served(changes, message):
     with pytest.raises(ValueError, match=message):
-        Config.from_dict(CONFIG.to_dict() | changes)
+        config_from_dict(config_json(CONFIG) | changes)
 
 
 def test_fields_that_are_missing_are_all_named():
-    data = CONFIG.to_dict()
+    data = config_json(CONFIG)
     for name in ("hidden_size", "head_dim", "layer_types", "num_hidden_layers"):
         del data[name]
     with pytest.raises(ValueError, match="lacks hidden_size, head_dim, layer_types or num_hidden_layers"):
-        Config.from_dict(data)
+        config_from_dict(data)
 
 
 SHARDED = """
@@ -359,20 +362,20 @@ def test_parameters_spread_over_a_mesh_give_the_same_logits(model, tokens, hidde
     found = run_sharded(tmp_path, model, tokens, 2)
     assert isinstance(found, dict), found
     assert found["devices"] == 2
-    assert found["shard"]["layers.0.linear_attn.in_proj_z"] == [6 * 24 // 2, 32]
-    assert found["shard"]["layers.0.linear_attn.A_log"] == [3]
-    assert found["shard"]["layers.1.self_attn.o_proj"] == [32, 6 * 16 // 2]
+    assert found["shard"]["layers.0.mixers.0.in_proj_z"] == [6 * 24 // 2, 32]
+    assert found["shard"]["layers.0.mixers.0.A_log"] == [3]
+    assert found["shard"]["layers.1.mixers.0.o_proj"] == [32, 6 * 16 // 2]
     assert found["shard"]["layers.1.mlp.down_proj"] == [32, 24]
     assert found["shard"]["embed_tokens"] == [61, 32], "an odd vocabulary is replicated"
     assert found["shard"]["norm"] == [32]
-    np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), qwen3_5.logits(model, hidden), atol=1e-4)
+    np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), decoder.logits(model, hidden), atol=1e-4)
     assert found["wrong"] == "mesh must have an axis \"tensor\", got ('data',)"
 
 
 def test_value_heads_must_divide_over_the_mesh():
     param = nnx.Param(jnp.zeros((6, 32)), axes=("heads", None), keep_float32=False)
     with pytest.raises(
-        ValueError, match=r'linear_num_value_heads \(6\) must be a multiple of the mesh axis "tensor" \(4\)'
+        ValueError, match=r'value heads of the linear layers \(6\) must be a multiple of the mesh axis "tensor" \(4\)'
     ):
         parameter_sharding(param, CONFIG, AbstractMesh((4,), ("tensor",)))
     assert parameter_sharding(param, CONFIG, None) is None

@@ -13,13 +13,14 @@ import pytest
 
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.pages import advance_order
-from jaxbuf.models import qwen3_5
-from jaxbuf.models.cache import commit, fork, fork_mtp, init_cache, init_mtp, reset, take_pages
+from jaxbuf.models import decoder
+from jaxbuf.models.cache import commit, fork, init_cache, reset, take_pages
+from jaxbuf.models.mtp import fork_mtp, init_mtp
 from jaxbuf.recurrence import buffered
 from jaxbuf.sharing import PoolExhausted
 from tests.models.test_cache import CONFIG
 from tests.recurrence.twin import assert_owned
-from tests.tiny import random_model
+from tests.tiny import changed, random_model
 
 SLOTS, ROWS, PENDING, PROMPT, PAGE_SIZE = 4, 3, 4, 10, 4
 _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -194,7 +195,7 @@ def test_calls_refuse_slots_that_are_known_to_be_repeated(rng):
     with pytest.raises(ValueError, match=r"slots must be in \[0, 4\], got 99 at row 0"):
         reset(cache, np.int32([99]))
     model = jax.eval_shape(lambda: random_model(CONFIG))
-    for call in (qwen3_5.prefill, qwen3_5.extend):
+    for call in (decoder.prefill, decoder.extend):
         with pytest.raises(ValueError, match="slots must have each slot once, got slot 2 in 2 rows"):
             call(model, cache, tree, slots=twice)
         with pytest.raises(ValueError, match=r"tokens must be int32 \[rows, T\], got float32 \(3, 4\)"):
@@ -202,7 +203,7 @@ def test_calls_refuse_slots_that_are_known_to_be_repeated(rng):
 
 
 def test_a_fork_of_the_mtp_layers_memory_writes_no_slot_but_its_targets(rng):
-    config = dataclasses.replace(CONFIG, mtp_num_hidden_layers=1)
+    config = changed(CONFIG, mtp_num_hidden_layers=1)
     memory = init_mtp(config, slots=SLOTS, capacity=8, page_size=PAGE_SIZE)
     memory = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), memory.kv)
     memory = dataclasses.replace(init_mtp(config, slots=SLOTS, capacity=8, page_size=PAGE_SIZE), kv=memory)

@@ -1,6 +1,5 @@
 """Log-probabilities in pieces are those of the whole logits, and the scores of texts are their sums."""
 
-import dataclasses
 import math
 
 import jax
@@ -9,11 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxbuf.models import qwen3_5, scoring
+from jaxbuf.models import decoder, scoring
 from jaxbuf.models.language_model import load
 from jaxbuf.models.shapes import power_of_two_from, power_of_two_to
 from tests.serving.conftest import EOS
 from tests.serving.conftest import lm as lm  # the tiny random model; a fixture
+from tests.tiny import changed
 
 TOLERANCE = 1e-4
 
@@ -80,8 +80,8 @@ def test_the_most_probable_tokens_are_found_in_blocks(lm, rng):
 
 @pytest.mark.slow
 def test_a_hundred_thousand_tokens_fit_at_a_vocabulary_of_248_320(lm, monkeypatch):
-    config = dataclasses.replace(lm.config, vocab_size=248_320, max_position_embeddings=2**17)
-    model = qwen3_5.Qwen3_5(config, rngs=nnx.Rngs(0))
+    config = changed(lm.config, vocab_size=248_320, max_position_embeddings=2**17)
+    model = decoder.Decoder(config, rngs=nnx.Rngs(0))
     program, needed = scoring._score_piece, []
 
     def compile_only(model, cache, tokens, *arguments, block):

@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from jaxbuf.models.decoder import Decoder
+from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.models.qwen3_5 import Qwen3_5
-from jaxbuf.models.qwen3_5_config import Config
 
 EOS = 256
 
@@ -49,8 +49,8 @@ def byte_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def lm() -> LanguageModel:
     """A random model whose parameters are all random, norms and gates included, so that nothing is left at identity."""
-    config = Config.from_dict(CONFIG)
-    model = Qwen3_5(config, rngs=nnx.Rngs(0))
+    config = config_from_dict(CONFIG)
+    model = Decoder(config, rngs=nnx.Rngs(0))
     leaves, tree = jax.tree.flatten(model)
     rng = np.random.default_rng(11)
     noisy = [x + jnp.asarray(0.15 * rng.standard_normal(x.shape), x.dtype) for x in leaves]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.recurrence.tree import ancestors
 from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
 from jaxbuf.serving.speculation import Proposal
@@ -31,7 +31,7 @@ TIE = 1e-4
 
 def random_qwen3_5(seed: int, **changes) -> LanguageModel:
     """A Qwen3.5 model with an MTP layer whose parameters are all random; `changes` are of its configuration."""
-    config = Config.from_dict({**CONFIG, "mtp_num_hidden_layers": 1, **changes})
+    config = config_from_dict({**CONFIG, "mtp_num_hidden_layers": 1, **changes})
     model = random_model(config, scale=0.15, seed=seed)
     tokenizer = byte_tokenizer() if config.vocab_size == CONFIG["vocab_size"] else None
     return LanguageModel(model, config, tokenizer, {}, jnp.dtype("float32"), "tiny")

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import replace_parameters
-from jaxbuf.models.qwen3_5_config import Config
 from jaxbuf.serving import SamplingParams, beam_search, beams, generate, request
 from tests.serving.conftest import CONFIG
 from tests.serving.program import check_on_device, check_reused, made_in_loops, written_in_loops
@@ -220,7 +220,7 @@ MANY = VOCAB ** (SHORT - 1)
 @pytest.fixture(scope="module")
 def tiny():
     """A model of five tokens, of which the last one ends a text."""
-    config = Config.from_dict(CONFIG | TINY)
+    config = config_from_dict(CONFIG | TINY)
     return LanguageModel(random_model(config), config, None, {}, jnp.dtype("float32"), "tiny")
 
 

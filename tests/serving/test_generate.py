@@ -9,11 +9,12 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from jaxbuf.models.qwen3_5 import Qwen3_5
+from jaxbuf.models.decoder import Decoder
 from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
 from jaxbuf.serving.stats import checkpoint_bytes, entry_bytes
 from tests.serving.ties import are_clear
+from tests.tiny import changed
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 NEW = 40  # crosses several folds at limit 16
@@ -99,7 +100,7 @@ def test_stats_are_what_a_count_by_hand_gives(lm, prompts, form):
     state = 4 * spec.heads * spec.value_dim * spec.key_dim
     entry = 4 * (spec.key_heads * spec.key_dim + spec.heads * spec.value_dim + spec.heads)
     assert (state, entry) == (checkpoint_bytes(spec, "float32"), entry_bytes(spec, "float32"))
-    layers = lm.config.layer_types.count("linear_attention")
+    layers = len(lm.config.specs)
     expected = layers * (state * (NEW - 1 + folds) + entry * (live + NEW - 1))
     for prompt, result in zip(prompts, results, strict=True):
         stats = result.stats
@@ -192,13 +193,13 @@ def check_top(found, logits, number):
 
 def test_prompt_logprobs_never_hold_the_logits_of_a_whole_prompt(lm):
     """Of 2,048 tokens at a vocabulary of 248,320: no array of the program comes near [rows, time, vocab]."""
-    config = dataclasses.replace(lm.config, vocab_size=248_320, max_position_embeddings=4096)
+    config = changed(lm.config, vocab_size=248_320, max_position_embeddings=4096)
     wide = dataclasses.replace(lm, config=config, tokenizer=None)
     sampling = SamplingParams(prompt_logprobs=5)
     arguments = request.check(wide, [[1] * 2048], 12, sampling, 16, "auto", None).arguments
     static = ("capacity", "room", "ring_limit", "entry_dtype", "state_dtype", "report", "report_prompt")
     named = {name: arguments.pop(name) for name in static}
-    model = nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     traced = jax.make_jaxpr(partial(start.__wrapped__, **named))(model, **arguments)
     sizes = [var.aval.size for equation in equations(traced.jaxpr) for var in equation.outvars]
     assert 248_320 * 64 < max(sizes) < 2048 * 248_320 / 8

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxbuf
-from jaxbuf.models import memory_shape, qwen3_5
+from jaxbuf.models import decoder, memory_shape
 from jaxbuf.models.memory_shape import NAMED, find_shape
 from jaxbuf.recurrence import traffic
 from jaxbuf.recurrence.state_format import SPLIT
 from jaxbuf.serving.plan import plan
+from tests.tiny import changed
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 MODELS = ["demo", *(str(FIXTURES / name / "checkpoint") for name in ("tied", "untied_mtp", "vision_language"))]
@@ -31,7 +32,7 @@ def cache_bytes(found, *, slots: int, **sizes) -> int:
     settings |= {"block_size": found.block_size, "page_size": found.page_size, "dtype": jnp.dtype(found.dtype)}
     settings |= {"entry_dtype": jnp.dtype(found.entry_dtype), "state_dtype": found.state_dtype} | sizes
     config = find_shape(found.model).config
-    return tree_bytes(jax.eval_shape(lambda: qwen3_5.init_cache(config, slots=slots, **settings)))
+    return tree_bytes(jax.eval_shape(lambda: decoder.init_cache(config, slots=slots, **settings)))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: Path(model).parts[-2] if "/" in model else model)
@@ -200,4 +201,4 @@ def test_a_model_that_is_not_known_is_an_error_that_says_what_is(tmp_path):
 def test_a_model_without_recurrent_layers_has_nothing_to_plan():
     config = find_shape("demo").config
     with pytest.raises(ValueError, match="config has no recurrent layers"):
-        plan(dataclasses.replace(config, layer_types=("full_attention",)), 10**9)
+        plan(changed(config, layer_types=("full_attention",)), 10**9)

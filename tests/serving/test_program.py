@@ -49,7 +49,7 @@ def copying_loop(lm, carry):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxbuf.recurrence.buffered.extend_pool", fold_by_selection)
-        patch.setattr("jaxbuf.models.qwen3_5.append", append_by_selection)
+        patch.setattr("jaxbuf.attention.paged.append", append_by_selection)
         return hlo(fresh, lm, carry)
 
 

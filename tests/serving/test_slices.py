@@ -12,6 +12,7 @@ import pytest
 from jaxbuf.models.language_model import load
 from jaxbuf.serving import SamplingParams, beams, generate, loop, slices
 from jaxbuf.serving.slices import SECONDS, run_slices
+from tests.tiny import changed
 
 
 class Device:
@@ -65,7 +66,7 @@ def interrupt_after(calls, function):
 def test_after_a_ctrl_c_the_device_is_free(monkeypatch):
     """A generation of 100,000 tokens, and a beam search: the next call of a compiled program starts within a second."""
     demo = load("demo")
-    config = dataclasses.replace(demo.config, max_position_embeddings=2**18)
+    config = changed(demo.config, max_position_embeddings=2**18)
     lm = dataclasses.replace(demo, config=config)
     tokens = np.arange(20)[None]
     lm.score(tokens)  # compiled

@@ -103,7 +103,7 @@ def test_the_recurrent_form_and_small_limits_take_drafts_too(lm, prompts, greedy
 
 
 def test_bytes_of_the_state_are_those_of_a_count_by_hand(lm, prompts, greedy):
-    spec, layers = lm.config.spec, lm.config.layer_types.count("linear_attention")
+    spec, layers = lm.config.spec, len(lm.config.specs)
     state, entry = checkpoint_bytes(spec, "float32"), entry_bytes(spec, "float32")
     right = 2
     for result in generate(lm, prompts, NEW, GREEDY, drafter=script(greedy, right)):
@@ -243,7 +243,7 @@ def test_drafts_cost_entries_and_no_states(lm, prompts):
                 continue
             assert after.pool.checkpoints.shape == before.pool.checkpoints.shape
             assert 0 <= nbytes(after.pool) - nbytes(before.pool) <= ROWS * blocks * entry_bytes(spec, "float32")
-            assert after.ring.size - before.ring.size == (ROWS + 1) * DRAFTS * lm.config.convolution_channels
+            assert after.ring.size - before.ring.size == (ROWS + 1) * DRAFTS * next(lm.config.mixers).channels
 
 
 @some_slow("mtp", exhaustive=("ngram", "model"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jaxbuf.models.qwen3_5_config import Config
+from jaxbuf.models.families import config_from_dict
 from jaxbuf.train import data, sources
 
 ROOT = Path(__file__).parents[2]
@@ -60,10 +60,10 @@ def test_the_weights_are_finite_and_the_mtp_layer_is_there(weights):
 
 
 def test_the_configuration_is_long_enough_and_has_the_mtp_layer():
-    config = Config.from_dict(json.loads((MODEL / "config.json").read_text()))
-    assert config.max_position_embeddings >= 8192
-    assert config.mtp_num_hidden_layers == 1
-    assert set(config.layer_types) == {"linear_attention", "full_attention"}
+    config = config_from_dict(json.loads((MODEL / "config.json").read_text()))
+    assert config.max_length >= 8192
+    assert config.mtp is not None
+    assert set(config.source.layer_types) == {"linear_attention", "full_attention"}
     assert max(phase["length"] for phase in record("demo_training.json")["recipe"]["phases"]) >= 4096
 
 

@@ -1,14 +1,13 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jaxbuf.models import decoder, mtp
 from jaxbuf.models import language_model as models
-from jaxbuf.models import qwen3_5
 from jaxbuf.train import data, evaluation
+from tests.tiny import changed
 from tests.train.test_language_model import CONFIG
 
 
@@ -16,8 +15,8 @@ from tests.train.test_language_model import CONFIG
 def lm():
     tokenizer = data.train_tokenizer(["some text about a language model, and about text"], 300)
     layers = ("linear_attention", "full_attention")
-    config = dataclasses.replace(CONFIG, layer_types=layers, vocab_size=tokenizer.get_vocab_size())
-    model = jax.jit(lambda: qwen3_5.Qwen3_5(config, rngs=nnx.Rngs(1)))()
+    config = changed(CONFIG, layer_types=layers, vocab_size=tokenizer.get_vocab_size())
+    model = jax.jit(lambda: decoder.Decoder(config, rngs=nnx.Rngs(1)))()
     model = jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, model)  # sharp enough for the choices to differ
     return models.LanguageModel(model, config, tokenizer, {}, jnp.dtype("float32"), "tiny")
 
@@ -25,10 +24,10 @@ def lm():
 @jax.jit
 def choices(model, ids):
     """Log-probabilities of the next token, and the MTP layer's first choice of the one after it."""
-    hidden = qwen3_5.forward(model, ids)
-    further = qwen3_5.mtp_forward(model, hidden[:, :-1], ids[:, 1:])
-    scores = jax.nn.log_softmax(qwen3_5.logits(model, hidden), axis=-1)
-    return scores[0], jnp.argmax(qwen3_5.logits(model, further), axis=-1)[0]
+    hidden = decoder.forward(model, ids)
+    further = mtp.mtp_forward(model, hidden[:, :-1], ids[:, 1:])
+    scores = jax.nn.log_softmax(decoder.logits(model, hidden), axis=-1)
+    return scores[0], jnp.argmax(decoder.logits(model, further), axis=-1)[0]
 
 
 def reference(lm, texts):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.models.qwen3_5_config import Config
+from jaxbuf.models.families.qwen3_5 import Config
 from jaxbuf.train import language_model
 from jaxbuf.train.schedule import Phase, Rate, StepPace
 
@@ -24,7 +24,7 @@ CONFIG = Config(
     tie_word_embeddings=True,
     mtp_num_hidden_layers=1,
     eos_token_ids=(0,),
-)
+).model()
 RECIPE = language_model.Recipe(
     phases=(Phase(0.5, 16, 4), Phase(1.0, 16, 4)), rate=Rate(1e-2, warmup=0.1), block=2, evaluate_every=0.5
 )
@@ -110,8 +110,8 @@ def test_sequences_run_over_the_end_of_the_ring():
 
 def test_the_embedded_model_fits_its_budget():
     model = jax.eval_shape(
-        lambda: language_model.qwen3_5.Qwen3_5(language_model.demo_config(), rngs=language_model.nnx.Rngs(0))
+        lambda: language_model.decoder.Decoder(language_model.demo_config(), rngs=language_model.nnx.Rngs(0))
     )
     count = sum(leaf.size for leaf in jax.tree.leaves(model))
     assert count == 7_883_056
-    assert language_model.demo_config().max_position_embeddings >= 8192
+    assert language_model.demo_config().max_length >= 8192

@@ -1,11 +1,15 @@
-"""The configuration of a Qwen3.5 text model, read from a Hugging Face `config.json`."""
+"""Qwen3.5, dense text models: Gated DeltaNet and gated softmax attention, and a layer that predicts a token further."""
 
 import dataclasses
-import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any, Literal, cast
 
-from jaxbuf.models.fields import SIZE, Fields
+from jaxbuf.attention.rotary import Rotary
+from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
+from jaxbuf.models.families import Source
+from jaxbuf.models.fields import MOST_LAYERS, SIZE, Fields, check_arrays
+from jaxbuf.models.mixers.attention import Attention
+from jaxbuf.models.mixers.gated_delta_net import GatedDeltaNet
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.shown import shown
 
@@ -14,6 +18,7 @@ type LayerType = Literal["linear_attention", "full_attention"]
 LAYER_TYPES = ("linear_attention", "full_attention")
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 SERVED = "dense text models of the Qwen3.5 architecture"
+IGNORED = ("model.visual.",)  # the vision tower
 NEEDED = (
     "vocab_size",
     "hidden_size",
@@ -33,9 +38,6 @@ RANGES = {
     "initializer_range": {"least": 0},
 }
 
-# So that nothing overflows when a program is made for sizes that nobody means. Of each array, the fields of its first
-# dimension are multiplied, and the last field is its last dimension; q | gate and q | k | v are a few of them together.
-MOST_LAYERS, MOST_ROWS, MOST_ELEMENTS = 1024, 2**28, 2**40
 ARRAYS = (
     ("vocab_size", "hidden_size"),
     ("intermediate_size", "hidden_size"),
@@ -109,11 +111,7 @@ class Config:
                 f"head_dim ({self.head_dim}) times partial_rotary_factor ({self.partial_rotary_factor}) must be "
                 f"an even number of channels, got {self.rotary_dim}"
             )
-        for names in ARRAYS:
-            sizes = [getattr(self, name) for name in names]
-            if math.prod(sizes[:-1]) > MOST_ROWS or math.prod(sizes) > MOST_ELEMENTS:
-                product = " times ".join(f"{name} ({size})" for name, size in zip(names, sizes, strict=True))
-                raise ValueError(f"{product} must be at most 2**40 elements in at most 2**28 rows")
+        check_arrays(vars(self), ARRAYS)
 
     @property
     def spec(self) -> RecurrenceSpec:
@@ -132,26 +130,38 @@ class Config:
         """How many channels of a head are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
-    @property
-    def convolution_channels(self) -> int:
-        """Channels of q, k and v together."""
-        spec = self.spec
-        return 2 * spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Config":
-        """Reads a `config.json`: text only (`qwen3_5_text`, flat) or vision-language (`qwen3_5`, the text model only).
-
-        Raises:
-          ValueError: Another model_type, a field that is missing, of another type or out of range, or one whose value
-            this forward does not compute.
-        """
-        if not isinstance(data, Mapping):
-            raise ValueError(f"a configuration must be a mapping of names to values, got {shown(data)}")
-        return read_config(Fields(data))
+    def model(self) -> ModelConfig:
+        """What the decoder is built from."""
+        norm = Norm(self.rms_norm_eps, offset=1.0)
+        attention = Attention(
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            rotary=Rotary(self.rotary_dim, self.rope_theta),
+            norm=norm,
+            gate=True,
+        )
+        mixers = {
+            "linear_attention": GatedDeltaNet(self.spec, self.linear_conv_kernel_dim, self.rms_norm_eps),
+            "full_attention": attention,
+        }
+        layers = {kind: LayerConfig((mixer,), MLP(self.intermediate_size), norm) for kind, mixer in mixers.items()}
+        return ModelConfig(
+            family="qwen3_5",
+            source=self,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            layers=tuple(layers[kind] for kind in self.layer_types),
+            norm=norm,
+            tied=self.tie_word_embeddings,
+            mtp=layers["full_attention"] if self.mtp_num_hidden_layers else None,
+            max_length=self.max_position_embeddings,
+            eos_token_ids=self.eos_token_ids,
+            initializer_range=self.initializer_range,
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """The `config.json` of a text-only checkpoint; `from_dict` reads it back."""
+        """The `config.json` of a text-only checkpoint; `read_config` reads it back."""
         data = dataclasses.asdict(self)
         theta, factor = data.pop("rope_theta"), data.pop("partial_rotary_factor")
         eos = data.pop("eos_token_ids")
@@ -167,15 +177,9 @@ class Config:
         }
 
 
-def read_config(fields: Fields) -> Config:
-    """As `Config.from_dict`; where the fields are those of a file, errors name it.
-
-    Raises:
-      CheckpointError: A field of the file is missing, of another type or out of range.
-      ValueError: The architecture or a setting is not served; or, where no file is known, any of the above.
-    """
-    model_type = fields.serve("model_type", *MODEL_TYPES, words=f" (jaxbuf serves {SERVED})")
-    text = fields.nested("text_config") if model_type == "qwen3_5" else fields
+def read_config(fields: Fields) -> ModelConfig:
+    """Text only (`qwen3_5_text`, flat) or vision-language (`qwen3_5`, the text model only)."""
+    text = fields.nested("text_config") if fields.values["model_type"] == "qwen3_5" else fields
     text.serve("hidden_act", "silu", default="silu")
     text.serve("attention_bias", False, default=False)
     text.serve("attn_output_gate", True, default=True)
@@ -197,7 +201,7 @@ def read_config(fields: Fields) -> Config:
     for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", 0.25)):
         values[name] = (rope if name in rope.values else text).number(name, default, **RANGES[name])
     try:
-        return Config(**values)
+        return Config(**values).model()
     except ValueError as error:  # of fields that do not fit together
         raise text.error(str(error)) from error
 
@@ -212,3 +216,45 @@ def _layer_types(text: Fields) -> tuple[LayerType, ...]:
     if count != len(given):
         raise text.error(f"layer_types has {len(given)} entries, num_hidden_layers is {count}")
     return given
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    return config.source.to_dict()
+
+
+def as_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """A head or an MTP layer that is there counts, whatever the configuration says."""
+    source = config.source
+    tied = source.tie_word_embeddings and "lm_head.weight" not in names
+    mtp = 1 if any(name.startswith("mtp.") for name in names) else source.mtp_num_hidden_layers
+    return dataclasses.replace(source, tie_word_embeddings=tied, mtp_num_hidden_layers=mtp).model()
+
+
+def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:
+    inside = any(name.startswith("model.language_model.") for name in names)
+    model = "model.language_model." if inside else "model."
+    found = {path: Source(f"{model}{path}.weight") for path in ("embed_tokens", "norm")}
+    for number, layer in enumerate(config.layers):
+        found |= _layer_tensors(f"layers.{number}.", f"{model}layers.{number}.", layer)
+    if not config.tied:
+        found["lm_head"] = Source("lm_head.weight")
+    if config.mtp is not None:
+        parts = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        found |= {f"mtp.{part}": Source(f"mtp.{part}.weight") for part in parts}
+        found |= _layer_tensors("mtp.layers.0.", "mtp.layers.0.", config.mtp)
+    return found
+
+
+def _layer_tensors(path: str, name: str, layer: LayerConfig) -> dict[str, Source]:
+    if isinstance(layer.mixers[0], GatedDeltaNet):
+        mixer, parts = "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj")
+    else:
+        mixer, parts = "self_attn", ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    found = {f"mixers.0.{part}": f"{mixer}.{part}.weight" for part in parts}
+    found |= {f"mlp.{part}": f"mlp.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")}
+    found |= {"before_mixers": "input_layernorm.weight", "before_mlp": "post_attention_layernorm.weight"}
+    sources = {path + part: Source(name + tensor) for part, tensor in found.items()}
+    if mixer == "linear_attn":
+        sources |= {f"{path}mixers.0.{part}": Source(f"{name}{mixer}.{part}") for part in ("A_log", "dt_bias")}
+        sources[f"{path}mixers.0.conv1d"] = Source(f"{name}{mixer}.conv1d.weight", depthwise=True)
+    return sources

@@ -1,26 +1,127 @@
-"""Qwen3.5's MTP layer as a drafter: it reads with a memory of its own and drafts tokens in a chain.
+"""The MTP layer: its forward, its memory, and the chain of tokens that it drafts.
 
 Letters in shapes: T time, D hidden size, V vocabulary. Position t of the layer reads the hidden state h_t and the token
 x_{t+1}, and its own hidden state there scores x_{t+2}.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.attention.paged import append, attend
-from jaxbuf.models.cache import MTPCache
-from jaxbuf.models.gated_attention import gated_attention
-from jaxbuf.models.layers import rotary_angles
-from jaxbuf.models.qwen3_5 import Qwen3_5, last_hidden, logits, mtp_layer
+from jaxbuf.arguments import check_sizes, checked_fork
+from jaxbuf.attention import paged
+from jaxbuf.attention.attention_plan import Launch, LaunchedAttention
+from jaxbuf.attention.paged import PagedKV, init_table
+from jaxbuf.models.cache import Sizes
+from jaxbuf.models.config import ATTENTION, ModelConfig
+from jaxbuf.models.decoder import Decoder, Plans, apply_layer, embed, last_hidden, logits, whole_plans
+from jaxbuf.models.layers import linear, rms_norm
 
 type Array = jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MTPCache:
+    """Memory of the MTP layer, beside the model's `Cache`.
+
+    The keys and values of a token lie at the token's position. How many there are is not stored: callers say where they
+    write and how far they read.
+
+    Attributes:
+      kv: The layer's keys and values.
+      table: int32 [slots + 1, max_pages], the pages of each slot, which it has for good.
+    """
+
+    kv: PagedKV
+    table: Array
+
+
+def init_mtp(
+    config: ModelConfig,
+    *,
+    slots: int,
+    capacity: int,
+    max_pending: int = 8,
+    page_size: int = 16,
+    dtype: jnp.dtype = jnp.float32,
+) -> MTPCache:
+    """An empty memory of the MTP layer. Its slots are those of the model's cache.
+
+    Args:
+      config: With an MTP layer.
+      slots: Requests at once.
+      capacity: Committed tokens of each.
+      max_pending: Tokens that are verified at once: a chain of drafts goes that far past the capacity at most.
+      page_size: Tokens of one page.
+      dtype: The compute dtype.
+
+    Raises:
+      ValueError: The model has no MTP layer, or a size below 1 or not a whole number.
+    """
+    check_sizes(slots=slots, capacity=capacity, max_pending=max_pending, page_size=page_size)
+    if config.mtp is None:
+        raise ValueError("the model has no MTP layer (mtp_num_hidden_layers is 0)")
+    table = init_table(slots=slots, capacity=capacity + max_pending, page_size=page_size)
+    (mixer,), pages = config.mtp.mixers, 1 + slots * table.shape[1]
+    return MTPCache(mixer.memory(Sizes(None, pages, page_size, dtype, dtype, dtype)), table)
+
+
+def fork_mtp(memory: MTPCache, source: Array, target: Array) -> MTPCache:
+    """Gives each slot in `target` what the slot in `source` holds; all are read before any is written.
+
+    Args:
+      memory: Of the MTP layer.
+      source, target: int32 [rows]; a row with a 0, or whose source is its target, is left out. No target twice (under
+        jit its first row counts).
+
+    Raises:
+      ValueError: The two do not fit each other, or (where they are known) a slot is out of range or a target repeated.
+    """
+    source, target = checked_fork(source, target, memory.table.shape[0])
+    read, written = memory.table[source], memory.table[target]
+    written = jnp.where(written > 0, written, memory.kv.keys.shape[0])
+    return dataclasses.replace(memory, kv=paged.fork(memory.kv, (read, written)))
+
+
+def mtp_forward(model: Decoder, hidden: Array, next_tokens: Array, *, lengths: Array | None = None) -> Array:
+    """Runs the MTP layer over whole sequences: from h_t and x_{t+1} to a hidden state whose logits are x_{t+2}'s.
+
+    Args:
+      model: With an MTP layer.
+      hidden: [b, t, D] from `forward` (after the final norm), or from here, to predict a token further.
+      next_tokens: int32 [b, t]; next_tokens[:, i] follows the token that hidden[:, i] read.
+      lengths: int32 [b], real positions of each row; None: all.
+
+    Returns:
+      [b, t, D] after the MTP layer's norm; `logits` turns it into the prediction.
+
+    Raises:
+      ValueError: The model has no MTP layer.
+
+    Source: DeepSeek-V3 (2024), section 2.2, with the embedding first as Qwen3.5 has it.
+    """
+    return _mtp_layer(model, hidden, next_tokens, None, whole_plans(next_tokens.shape[1], lengths))[0]
+
+
+def _mtp_layer(model: Decoder, hidden: Array, next_tokens: Array, memory: Any, plans: Plans) -> tuple[Array, Any]:
+    """The MTP layer on some memory; see `mtp_forward`."""
+    mtp, norm = model.mtp, model.config.norm
+    if mtp is None:
+        raise ValueError("the model has no MTP layer (mtp_num_hidden_layers is 0)")
+    with jax.named_scope("mtp"):
+        embedding = rms_norm(embed(model, next_tokens), mtp.pre_fc_norm_embedding, norm)
+        hidden = rms_norm(hidden, mtp.pre_fc_norm_hidden, norm)
+        x = linear(jnp.concatenate([embedding, hidden], axis=-1), mtp.fc)
+        x, (memory,) = apply_layer(mtp.layers[0], x, [memory], plans)
+        return rms_norm(x, mtp.norm, norm), memory
+
+
 def mtp_extend(
-    model: Qwen3_5,
+    model: Decoder,
     memory: MTPCache,
     hidden: Array,
     next_tokens: Array,
@@ -29,7 +130,7 @@ def mtp_extend(
     lengths: Array | None = None,
     slots: Array | None = None,
 ) -> tuple[Array, MTPCache]:
-    """Reads T positions a row: the cached form of `qwen3_5.mtp_forward`.
+    """Reads T positions a row: the cached form of `mtp_forward`.
 
     Nothing is committed or dropped: what lies at or past `start` in the memory before the call is dead, so whoever
     rejects drafts goes on from a smaller start, and a slot's next owner from 0.
@@ -61,18 +162,9 @@ def mtp_extend(
         )
     time = next_tokens.shape[1]
     lengths = jnp.full(rows.shape, time, jnp.int32) if lengths is None else lengths
-    positions = start[:, None] + jnp.arange(time, dtype=jnp.int32)[None]
-    angles = rotary_angles(positions, dim=model.config.rotary_dim, theta=model.config.rope_theta)
-    where = {"slots": rows, "start": start, "lengths": lengths}
-
-    def attend_cached(q, k, v):
-        kv = append(memory.kv, memory.table, k, v, **where)
-        return attend(q, kv, memory.table, **where), kv
-
-    def mix(layer, x):
-        return gated_attention(layer.mixer, x, angles=angles, attend=attend_cached)
-
-    further, kv = mtp_layer(model, hidden, next_tokens, mix)
+    launch = Launch(rows, start, lengths, jnp.arange(time, dtype=jnp.int32)[None])
+    plans = {ATTENTION: LaunchedAttention(launch, memory.table)}
+    further, kv = _mtp_layer(model, hidden, next_tokens, memory.kv, plans)
     return further, MTPCache(kv, memory.table)
 
 
@@ -82,7 +174,7 @@ def most_probable(scores: Array, number: Array, state: Any) -> tuple[Array, Arra
 
 
 def draft_mtp(
-    model: Qwen3_5,
+    model: Decoder,
     memory: MTPCache,
     hidden: Array,
     next_tokens: Array,

@@ -1,0 +1,156 @@
+"""What an architecture is: frozen descriptions, from which the one decoder is built and run.
+
+A family's config reader makes them (`jaxbuf.models.families`). They are static: hashable, and part of jit's key.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxbuf.models.layers import Initializer, Norm
+from jaxbuf.recurrence.spec import RecurrenceSpec
+
+type Array = jax.Array
+
+RECURRENCE, ATTENTION = "recurrence", "attention"  # kinds of memory
+
+
+class Mixer(Protocol):
+    """What mixes the tokens of a sequence in a layer: its sizes, its parameters, its mathematics and its memory.
+
+    The same code serves training, prefill and decoding. What differs between them is the plan that it is called with:
+    `jaxbuf.recurrence.recurrent_plan` and `jaxbuf.attention.attention_plan` have one for whole sequences without a
+    memory, and one for a launch on a cache.
+
+    Attributes:
+      kind: Of its memory, RECURRENCE or ATTENTION: which plan it is called with.
+    """
+
+    kind: ClassVar[str]
+
+    @property
+    def width(self) -> int:
+        """Taps of its convolution; 0 without one."""
+        ...
+
+    @property
+    def channels(self) -> int:
+        """Channels of its convolution; 0 without one."""
+        ...
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of its parameters' logical axes: how many heads, key heads and so on there are to spread."""
+        ...
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers that its memory keeps for each token; 0 for a recurrence, whose memory does not grow."""
+        ...
+
+    def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype) -> nnx.Module:
+        """New parameters for inputs [..., hidden]."""
+        ...
+
+    def memory(self, sizes: Any) -> Any:
+        """An empty memory of a layer, for `jaxbuf.models.cache.Sizes`."""
+        ...
+
+    def __call__(self, parameters: Any, x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:
+        """Mixes x [rows, time, hidden]; returns an array like x, and the memory with what was read."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class MLP:
+    """down(silu(gate x) · up x), `size` wide; with `bias` each of the three adds one."""
+
+    size: int
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """A layer: x + residual_scale · mixers(x), then x + residual_scale · feed_forward(x).
+
+    Attributes:
+      mixers: They read the same input, and their outputs are added; without one a layer is its feed_forward alone.
+      feed_forward: None: the layer has none.
+      before, after: The norms in front of and behind each of the two; None: there is none.
+      residual_scale: Of what is added to x.
+    """
+
+    mixers: tuple[Mixer, ...]
+    feed_forward: MLP | None
+    before: Norm | None
+    after: Norm | None = None
+    residual_scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A model: everything that its parameters' shapes and its forward depend on.
+
+    Attributes:
+      family: The module of `jaxbuf.models.families` that made it and knows its files.
+      source: What the family's config.json said, as the family keeps it.
+      vocab_size, hidden_size: Of the embedding table.
+      layers: In order.
+      norm: The last one.
+      tied: Whether the embedding table is the head, too.
+      mtp: The layer of the multi-token-prediction module; None without one.
+      max_length: The most tokens of a sequence; None: as many as you like.
+      eos_token_ids: Tokens that end a text.
+      embedding_scale, logits_scale: Embeddings and logits are multiplied with them.
+      initializer_range: Standard deviation of new weights.
+    """
+
+    family: str
+    source: Any
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    norm: Norm
+    tied: bool
+    mtp: LayerConfig | None = None
+    max_length: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    initializer_range: float = 0.02
+
+    @property
+    def mixers(self) -> Iterator[Mixer]:
+        """The mixers of all layers, in the order of the memories in a `Cache`."""
+        return (mixer for layer in self.layers for mixer in layer.mixers)
+
+    @property
+    def specs(self) -> tuple[RecurrenceSpec, ...]:
+        """The recurrence of each recurrent mixer."""
+        return tuple(mixer.spec for mixer in self.mixers if mixer.kind == RECURRENCE)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def spec(self) -> RecurrenceSpec | None:
+        """The recurrence that all recurrent mixers share; None without one."""
+        return next(iter(self.specs), None)
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers that all softmax layers together keep for each token."""
+        return sum(mixer.kv_numbers for mixer in self.mixers)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the parameters' logical axes: where layers differ, what divides all of them."""
+        found = {"vocab": self.vocab_size}
+        layers = (*self.layers, *([self.mtp] if self.mtp else []))
+        each = [mixer.axes for layer in layers for mixer in layer.mixers]
+        each += [{"ffn": layer.feed_forward.size} for layer in layers if layer.feed_forward]
+        for axes in each:
+            found |= {name: math.gcd(size, found.get(name, 0)) for name, size in axes.items()}
+        return found

@@ -1,0 +1,280 @@
+"""The one decoder: parameters, the plain forward, and serving from a cache, of whatever `ModelConfig` describes.
+
+Letters in shapes: b batch, t time, D hidden size, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxbuf.attention.attention_plan import Launch, LaunchedAttention, WholeAttention
+from jaxbuf.attention.pages import advance_order
+from jaxbuf.models.cache import Cache as Cache
+from jaxbuf.models.cache import all_slots, take_pages
+from jaxbuf.models.cache import commit as commit
+from jaxbuf.models.cache import fork as fork
+from jaxbuf.models.cache import init_cache as init_cache
+from jaxbuf.models.cache import raise_exhausted as raise_exhausted
+from jaxbuf.models.cache import reset as reset
+from jaxbuf.models.config import ATTENTION, RECURRENCE, LayerConfig, ModelConfig
+from jaxbuf.models.layers import (
+    GatedMLP,
+    Initializer,
+    gated_mlp,
+    linear_float32,
+    norm_weight,
+    normal,
+    parameter,
+    rms_norm,
+)
+from jaxbuf.recurrence import buffered
+from jaxbuf.recurrence.recurrent_plan import LaunchedRecurrence, WholeRecurrence
+
+type Array = jax.Array
+type Plans = Mapping[str, Any]  # a plan for each kind of memory
+
+
+class DecoderLayer(nnx.Module):
+    """The parameters of one layer.
+
+    Attributes:
+      config: Static.
+      mixers: Those of each mixer.
+      mlp: GatedMLP, or None.
+      before_mixers, after_mixers, before_mlp, after_mlp: [D], the norms around the two; None where there is none.
+    """
+
+    def __init__(self, config: LayerConfig, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
+        given = {"initializer": initializer, "rngs": rngs, "dtype": dtype}
+
+        def weight(norm, part):
+            return norm_weight(rngs, hidden, norm, dtype=dtype) if norm and part else None
+
+        mlp = config.feed_forward
+        self.config = config
+        self.mixers = nnx.List([mixer.parameters(hidden, **given) for mixer in config.mixers])
+        self.mlp = GatedMLP(hidden, mlp.size, bias=mlp.bias, **given) if mlp else None
+        self.before_mixers, self.after_mixers = (weight(norm, config.mixers) for norm in (config.before, config.after))
+        self.before_mlp, self.after_mlp = (weight(norm, mlp) for norm in (config.before, config.after))
+
+
+class MultiTokenPrediction(nnx.Module):
+    """The parameters of the layer that predicts one token further: fc [D, 2D], three norms and one layer."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        hidden, initializer = config.hidden_size, normal(config.initializer_range)
+        given = {"rngs": rngs, "dtype": dtype}
+        self.fc = parameter(rngs, (hidden, 2 * hidden), (None, None), initializer, dtype=dtype)
+        self.pre_fc_norm_embedding = norm_weight(rngs, hidden, config.norm, dtype=dtype)
+        self.pre_fc_norm_hidden = norm_weight(rngs, hidden, config.norm, dtype=dtype)
+        self.layers = nnx.List([DecoderLayer(layer, hidden, initializer=initializer, **given)])
+        self.norm = norm_weight(rngs, hidden, config.norm, dtype=dtype)
+
+
+class Decoder(nnx.Module):
+    """The model's parameters. A pytree: pass it to jit, grad and tree.map as it is.
+
+    Attributes:
+      config: Static.
+      embed_tokens: [V, D].
+      layers: One DecoderLayer a layer.
+      norm: [D].
+      lm_head: [V, D], or None when the embedding is the head.
+      mtp: MultiTokenPrediction, or None.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+        self.config = config
+        table, axes = (config.vocab_size, config.hidden_size), ("vocab", None)
+        initializer = normal(config.initializer_range)
+        given = {"initializer": initializer, "rngs": rngs, "dtype": dtype}
+        self.embed_tokens = parameter(rngs, table, axes, initializer, dtype=dtype)
+        self.layers = nnx.List([DecoderLayer(layer, config.hidden_size, **given) for layer in config.layers])
+        self.norm = norm_weight(rngs, config.hidden_size, config.norm, dtype=dtype)
+        self.lm_head = None if config.tied else parameter(rngs, table, axes, initializer, dtype=dtype)
+        mtp = config.mtp
+        self.mtp = None if mtp is None else MultiTokenPrediction(config, mtp, rngs=rngs, dtype=dtype)
+
+
+def embed(model: Decoder, tokens: Array) -> Array:
+    """Rows of the embedding table, [b, t, D]."""
+    with jax.named_scope("embedding"):
+        return _scaled(model.embed_tokens[...][tokens], model.config.embedding_scale)
+
+
+def apply_layer(layer: DecoderLayer, x: Array, memories: Iterable[Any], plans: Plans) -> tuple[Array, list]:
+    """One layer on x [b, t, D], with a memory for each of its mixers; returns them with what was read."""
+    config, after = layer.config, []
+
+    def norm(y, weight, which):
+        return y if weight is None else rms_norm(y, weight, which)
+
+    if config.mixers:
+        y, outs = norm(x, layer.before_mixers, config.before), []
+        for mixer, parameters, memory in zip(config.mixers, layer.mixers, memories, strict=True):
+            out, memory = mixer(parameters, y, memory, plans[mixer.kind])
+            outs.append(out)
+            after.append(memory)
+        mixed = functools.reduce(jnp.add, outs)
+        x = x + _scaled(norm(mixed, layer.after_mixers, config.after), config.residual_scale)
+    if layer.mlp is not None:
+        with jax.named_scope("mlp"):
+            y = gated_mlp(layer.mlp, norm(x, layer.before_mlp, config.before))
+            x = x + _scaled(norm(y, layer.after_mlp, config.after), config.residual_scale)
+    return x, after
+
+
+def _scaled(x: Array, scale: float) -> Array:
+    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
+
+def _run(model: Decoder, tokens: Array, memories: Iterable[Any], plans: Plans) -> tuple[Array, tuple]:
+    """All layers: hidden states [b, t, D] after the final norm, and the memories, one a mixer."""
+    x, left, after = embed(model, tokens), iter(memories), []
+    for number, layer in enumerate(model.layers):
+        with jax.named_scope(f"layer_{number}"):
+            x, found = apply_layer(layer, x, [next(left) for _ in layer.config.mixers], plans)
+        after += found
+    return rms_norm(x, model.norm, model.config.norm), tuple(after)
+
+
+def whole_plans(time: int, lengths: Array | None = None, chunk_size: int = 64) -> Plans:
+    """Plans for sequences of `time` tokens that start from nothing, without a cache; their memories are None."""
+    return {RECURRENCE: WholeRecurrence(lengths, chunk_size), ATTENTION: WholeAttention(time, lengths)}
+
+
+def forward(model: Decoder, tokens: Array, *, lengths: Array | None = None, chunk_size: int = 64) -> Array:
+    """Runs the model over whole sequences, without a cache. Differentiable.
+
+    Args:
+      model: The parameters; their dtype is the compute dtype.
+      tokens: int32 [b, t], right-padded.
+      lengths: int32 [b], real tokens of each row; None: all. Hidden states past a length are finite and unspecified.
+      chunk_size: Of the chunk-parallel recurrence.
+
+    Returns:
+      Hidden states [b, t, D] after the final norm.
+    """
+    memories = [None for _ in model.config.mixers]
+    return _run(model, tokens, memories, whole_plans(tokens.shape[1], lengths, chunk_size))[0]
+
+
+def last_hidden(hidden: Array, lengths: Array) -> Array:
+    """[b, 1, D]: the hidden state at each row's last real position, of hidden states [b, t, D] and int32 lengths [b].
+
+    A row without one gets what stands at its first position.
+    """
+    return jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
+
+
+def logits(model: Decoder, hidden: Array) -> Array:
+    """f32 [..., V] of hidden states [..., D]: by the model's own head if it has one, else by its embedding."""
+    with jax.named_scope("head"):
+        head = model.embed_tokens if model.lm_head is None else model.lm_head
+        return _scaled(linear_float32(hidden, head), model.config.logits_scale)
+
+
+def prefill(
+    model: Decoder,
+    cache: Cache,
+    tokens: Array,
+    *,
+    lengths: Array | None = None,
+    slots: Array | None = None,
+    keep: int | Array = 0,
+) -> tuple[Array, Cache]:
+    """Reads prompts, or more of them, and commits what it read.
+
+    Args:
+      model: The parameters.
+      cache: Each row goes on from its slot's own position.
+      tokens: int32 [rows, T], right-padded.
+      lengths: int32 [rows], real tokens of each row, in [0, T]; None: all T.
+      slots: int32 [rows], physical slots (0 is null and holds nothing), no other slot twice; None: all slots in order.
+      keep: How many last tokens stay as entries of the recurrence, unfolded.
+
+    Returns:
+      Hidden states [rows, T, D] after the final norm (finite and unspecified past the lengths), and the cache.
+
+    Raises:
+      ValueError: slots is None and there are not as many rows as slots; a shape or dtype does not fit; or slots,
+        lengths or keep are out of range or a slot is repeated, where they are known. Under jit lengths and keep are
+        clamped, the first row of a slot counts, and rows of a slot out of range are as rows of slot 0.
+    """
+    cache, rows, lengths = _rows(cache, tokens, slots, lengths)
+    step, cursor = buffered.begin_prefill(cache.cursor, rows, lengths, keep, time=tokens.shape[1])
+    hidden, after = _serve(model, cache, tokens, step, cursor)
+    if cache.page_order is None:
+        return hidden, after
+    order = advance_order(cache.page_order, step.slots, step.start, step.lengths)
+    return hidden, dataclasses.replace(after, page_order=order)
+
+
+def extend(
+    model: Decoder,
+    cache: Cache,
+    tokens: Array,
+    *,
+    lengths: Array | None = None,
+    slots: Array | None = None,
+    parents: Array | None = None,
+) -> tuple[Array, Cache]:
+    """Reads T pending tokens a row; `commit` makes the first of them real. Earlier pending tokens are dropped.
+
+    Args:
+      model: The parameters.
+      cache: Changed only past each slot's committed position (and by folds, which change no output).
+      tokens: int32 [rows, T], T at most the cache's max_pending.
+      lengths, slots: As in `prefill`.
+      parents: int32 [rows, T], for a tree of tokens: the one before each, of a lower index; -1 is the committed tail. A
+        token sees what was committed and its ancestors, and its position follows theirs. Needs a cache made with
+        trees=True. None: each token follows the one before.
+
+    Returns:
+      Hidden states [rows, T, D] after the final norm, and the cache. A draft whose embedding is not finite may make
+      the hidden states of other tokens of its row NaN, and with them what later layers keep of these, see
+      `buffered.extend`: tokens must be ids of the vocabulary.
+
+    Raises:
+      ValueError: T exceeds max_pending, slots is None and there are not as many rows as slots, a shape or dtype does
+        not fit, or (where that is known) parents, lengths or slots are out of range or a slot is repeated; under jit
+        as in `prefill`.
+      PoolExhausted: Shared rows, blocks or pages ran out, where that is known; see `raise_exhausted`.
+    """
+    if parents is not None and cache.page_order is None:
+        raise ValueError("parents need a cache made with trees=True, got one without")
+    cache, rows, lengths = _rows(cache, tokens, slots, lengths)
+    step, cursor = buffered.begin(cache.cursor, rows, lengths, tokens.shape[1], parents)
+    return _serve(model, cache, tokens, step, cursor)
+
+
+def _rows(cache: Cache, tokens: Array, slots: Array | None, lengths: Array | None) -> tuple[Cache, Array, Array]:
+    """The physical slot and the number of real tokens of each row, and the cache with pages for them."""
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be int32 [rows, T], got {tokens.dtype} {tokens.shape}")
+    rows = all_slots(cache) if slots is None else slots
+    if jnp.shape(rows) != tokens.shape[:1]:
+        number = len(rows) if jnp.ndim(rows) else 1
+        raise ValueError(f"tokens must have one row a slot ({number}), got shape {tokens.shape}")
+    if lengths is None:
+        lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+    cache, lengths = take_pages(cache, rows, lengths, tokens.shape[1])
+    return cache, rows, lengths
+
+
+def _serve(model: Decoder, cache: Cache, tokens: Array, step, cursor) -> tuple[Array, Cache]:
+    """The layers over a cache; `step` has the integers of the launch."""
+    ancestors = step.ancestors if isinstance(step, buffered.Step) else None
+    offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if ancestors is None else step.depth
+    launch = Launch(step.slots, step.start, step.lengths, offset, ancestors)
+    plans = {
+        RECURRENCE: LaunchedRecurrence(step, cache.ring_order),
+        ATTENTION: LaunchedAttention(launch, cache.table, cache.page_order),
+    }
+    hidden, memories = _run(model, tokens, cache.layers, plans)
+    return hidden, dataclasses.replace(cache, cursor=cursor, layers=memories)

@@ -1,0 +1,175 @@
+"""Llama: softmax attention alone, plain norms, and in Llama 3.1 and later positions that are stretched."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from jaxbuf.attention.rotary import Llama3Scaling, Rotary
+from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
+from jaxbuf.models.families import Source
+from jaxbuf.models.fields import MOST_LAYERS, Fields, check_arrays
+from jaxbuf.models.mixers.attention import Attention
+
+MODEL_TYPES = ("llama",)
+SERVED = "text models of the Llama architecture"
+IGNORED = ("rotary_emb.",)
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+ARRAYS = (
+    ("vocab_size", "hidden_size"),
+    ("intermediate_size", "hidden_size"),
+    ("num_attention_heads", "head_dim", "hidden_size"),
+)
+# Of "llama3" positions: names in config.json, and those of Llama3Scaling.
+SCALING = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The static facts of a Llama model, under the names that its config.json uses.
+
+    `rope_theta` and `scaling` are nested in `rope_parameters` there, and `eos_token_ids` is `eos_token_id`.
+
+    Raises:
+      ValueError: Head counts that do not divide, an odd head_dim, or sizes whose arrays nobody could hold.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    scaling: Llama3Scaling | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    initializer_range: float = 0.02
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, for its channels are turned in pairs, got {self.head_dim}")
+        check_arrays(vars(self), ARRAYS)
+
+    def model(self) -> ModelConfig:
+        """What the decoder is built from."""
+        norm = Norm(self.rms_norm_eps)
+        attention = Attention(
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            rotary=Rotary(self.head_dim, self.rope_theta, self.scaling),
+            bias=self.attention_bias,
+        )
+        layer = LayerConfig((attention,), MLP(self.intermediate_size, bias=self.mlp_bias), norm)
+        return ModelConfig(
+            family="llama",
+            source=self,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            layers=(layer,) * self.num_hidden_layers,
+            norm=norm,
+            tied=self.tie_word_embeddings,
+            max_length=self.max_position_embeddings,
+            eos_token_ids=self.eos_token_ids,
+            initializer_range=self.initializer_range,
+        )
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    fields.serve("hidden_act", "silu", default="silu")
+    fields.require(*NEEDED)
+    values: dict[str, Any] = {name: fields.size(name) for name in NEEDED}
+    values["num_hidden_layers"] = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
+    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    values["num_key_value_heads"] = fields.size("num_key_value_heads", heads)
+    if fields.has("head_dim"):
+        values["head_dim"] = fields.size("head_dim")
+    elif hidden % heads:
+        raise fields.error(f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
+    else:
+        values["head_dim"] = hidden // heads
+    values["rope_theta"], values["scaling"] = _read_rope(fields)
+    values |= {
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0, most=1),
+        "max_position_embeddings": fields.size("max_position_embeddings", 2048),
+        "initializer_range": fields.number("initializer_range", 0.02, least=0),
+        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=values["vocab_size"]),
+    }
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        values[name] = fields.flag(name, False)
+    try:
+        return Config(**values).model()
+    except ValueError as error:  # of fields that do not fit together
+        raise fields.error(str(error)) from error
+
+
+def _read_rope(fields: Fields) -> tuple[float, Llama3Scaling | None]:
+    """The base of the positions' frequencies, and how they are stretched; older files have these in rope_scaling."""
+    rope = next((fields.nested(name) for name in ("rope_parameters", "rope_scaling") if fields.has(name)), fields)
+    theta = (rope if "rope_theta" in rope.values else fields).number("rope_theta", 10_000.0, above=0)
+    if rope is fields:
+        return theta, None
+    kind = rope.serve("rope_type" if "rope_type" in rope.values else "type", "default", "llama3", default="default")
+    if kind == "default":
+        return theta, None
+    rope.require(*SCALING, "original_max_position_embeddings")
+    numbers = {name: rope.number(key, above=0) for key, name in SCALING.items()}
+    if numbers["low"] >= numbers["high"]:
+        raise rope.error(f"low_freq_factor ({numbers['low']}) must be below high_freq_factor ({numbers['high']})")
+    return theta, Llama3Scaling(**numbers, context=rope.size("original_max_position_embeddings"))
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    source: Config = config.source
+    data = dataclasses.asdict(source)
+    eos, theta, _ = data.pop("eos_token_ids"), data.pop("rope_theta"), data.pop("scaling")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if source.scaling is not None:
+        rope |= {key: getattr(source.scaling, name) for key, name in SCALING.items()}
+        rope |= {"rope_type": "llama3", "original_max_position_embeddings": source.scaling.context}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **data,
+        "hidden_act": "silu",
+        "rope_parameters": rope,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+    }
+
+
+def as_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """A head that is there counts, whatever the configuration says."""
+    tied = config.tied and "lm_head.weight" not in names
+    return dataclasses.replace(config.source, tie_word_embeddings=tied).model()
+
+
+def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:
+    found = {path: Source(f"model.{path}.weight") for path in ("embed_tokens", "norm")}
+    if not config.tied:
+        found["lm_head"] = Source("lm_head.weight")
+    for number in range(len(config.layers)):
+        layer = f"layers.{number}."
+        found |= {layer + path: Source(f"model.{layer}{name}") for path, name in _layer_tensors(config.source).items()}
+    return found
+
+
+def _layer_tensors(source: Config) -> dict[str, str]:
+    """The parameters of a layer, and their tensors."""
+    found = {"before_mixers": "input_layernorm.weight", "before_mlp": "post_attention_layernorm.weight"}
+    for part in "qkvo":
+        found[f"mixers.0.{part}_proj"] = f"self_attn.{part}_proj.weight"
+        if source.attention_bias:
+            found[f"mixers.0.{part}_bias"] = f"self_attn.{part}_proj.bias"
+    for part in ("gate", "up", "down"):
+        found[f"mlp.{part}_proj"] = f"mlp.{part}_proj.weight"
+        if source.mlp_bias:
+            found[f"mlp.{part}_bias"] = f"mlp.{part}_proj.bias"
+    return found

@@ -1,0 +1,167 @@
+"""Mamba-2: recurrent layers alone, without an MLP and without a limit of length."""
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import Any
+
+from jaxbuf.models.config import LayerConfig, ModelConfig, Norm
+from jaxbuf.models.families import Source
+from jaxbuf.models.fields import MOST_LAYERS, SIZE, Fields, check_arrays
+from jaxbuf.models.mixers.mamba2 import Mamba2
+from jaxbuf.recurrence.spec import RecurrenceSpec
+
+MODEL_TYPES = ("mamba2",)
+SERVED = "Mamba-2 text models"
+IGNORED = ()
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "state_size")
+ARRAYS = (
+    ("vocab_size", "hidden_size"),
+    ("num_heads", "head_dim", "hidden_size"),
+    ("n_groups", "state_size", "hidden_size"),
+    ("num_heads", "head_dim", "state_size"),
+    ("num_heads", "head_dim", "conv_kernel"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The static facts of a Mamba-2 model, under the names that its config.json uses; `eos_token_ids` is
+    `eos_token_id` there.
+
+    Raises:
+      ValueError: Heads that the groups do not divide, sizes that do not fit each other, or whose arrays nobody could
+        hold.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_heads: int
+    head_dim: int
+    state_size: int
+    n_groups: int = 8
+    conv_kernel: int = 4
+    expand: int | float = 2
+    layer_norm_epsilon: float = 1e-5
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.1
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        heads, inner = self.num_heads, self.num_heads * self.head_dim
+        if heads % self.n_groups:
+            raise ValueError(f"num_heads ({heads}) must be a multiple of n_groups ({self.n_groups})")
+        if int(self.expand * self.hidden_size) != inner:
+            product = f"expand ({self.expand}) times hidden_size ({self.hidden_size})"
+            raise ValueError(f"{product} must be num_heads ({heads}) times head_dim ({self.head_dim})")
+        if self.conv_kernel < 2:
+            raise ValueError(f"conv_kernel must be at least 2, got {self.conv_kernel}")
+        check_arrays(vars(self), ARRAYS)
+
+    def model(self) -> ModelConfig:
+        """What the decoder is built from."""
+        norm = Norm(self.layer_norm_epsilon)
+        spec = RecurrenceSpec(self.num_heads, self.n_groups, self.state_size, self.head_dim, decay="head", delta=False)
+        mixer = Mamba2(
+            spec=spec,
+            width=self.conv_kernel,
+            eps=self.layer_norm_epsilon,
+            least_step=self.time_step_limit[0],
+            most_step=self.time_step_limit[1],
+            bias=self.use_bias,
+            convolution_bias=self.use_conv_bias,
+        )
+        return ModelConfig(
+            family="mamba2",
+            source=self,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            layers=(LayerConfig((mixer,), None, norm),) * self.num_hidden_layers,
+            norm=norm,
+            tied=self.tie_word_embeddings,
+            eos_token_ids=self.eos_token_ids,
+            initializer_range=self.initializer_range,
+        )
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    fields.serve("hidden_act", "silu", default="silu")
+    fields.serve("rms_norm", True, default=True)
+    fields.require(*NEEDED)
+    values: dict[str, Any] = {name: fields.size(name) for name in NEEDED}
+    values["num_hidden_layers"] = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
+    values |= {
+        "n_groups": fields.size("n_groups", 8),
+        "conv_kernel": fields.integer("conv_kernel", 4, least=2, most=SIZE),
+        "expand": fields.number("expand", 2, above=0),
+        "layer_norm_epsilon": fields.number("layer_norm_epsilon", 1e-5, above=0, most=1),
+        "time_step_limit": _read_limits(fields),
+        "initializer_range": fields.number("initializer_range", 0.1, least=0),
+        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=values["vocab_size"]),
+    }
+    for name, default in (("use_bias", False), ("use_conv_bias", True), ("tie_word_embeddings", False)):
+        values[name] = fields.flag(name, default)
+    try:
+        return Config(**values).model()
+    except ValueError as error:  # of fields that do not fit together
+        raise fields.error(str(error)) from error
+
+
+def _read_limits(fields: Fields) -> tuple[float, float]:
+    if not fields.has("time_step_limit"):
+        return 0.0, math.inf
+    limits = fields.values["time_step_limit"]
+    if isinstance(limits, list | tuple):  # transformers writes infinity as an object, for JSON has none
+        limits = [math.inf if x == {"__float__": "Infinity"} else x for x in limits]
+    numbers = isinstance(limits, list | tuple) and all(type(x) in (int, float) for x in limits) and len(limits) == 2
+    if not numbers or not 0 <= limits[0] <= limits[1]:
+        fields.fail("time_step_limit", "two numbers, the second at least the first, which is at least 0")
+    return float(limits[0]), float(limits[1])
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    data = dataclasses.asdict(config.source)
+    eos = data.pop("eos_token_ids")
+    return {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        **data,
+        "time_step_limit": [{"__float__": "Infinity"} if x == math.inf else x for x in config.source.time_step_limit],
+        "hidden_act": "silu",
+        "rms_norm": True,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+    }
+
+
+def as_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """A head that is there counts, whatever the configuration says."""
+    tied = config.tied and "lm_head.weight" not in names
+    return dataclasses.replace(config.source, tie_word_embeddings=tied).model()
+
+
+def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:
+    # The first released models call the table "embedding", and a few "embeddings".
+    table = next((name for name in names if name == "backbone.embedding.weight"), "backbone.embeddings.weight")
+    found = {"embed_tokens": Source(table), "norm": Source("backbone.norm_f.weight")}
+    if not config.tied:
+        found["lm_head"] = Source("lm_head.weight")
+    for number in range(len(config.layers)):
+        found |= _layer_tensors(f"layers.{number}.", f"backbone.layers.{number}.", config.source)
+    return found
+
+
+def _layer_tensors(path: str, name: str, source: Config) -> dict[str, Source]:
+    found = {f"{path}before_mixers": Source(f"{name}norm.weight")}
+    path, name = f"{path}mixers.0.", f"{name}mixer."
+    found |= {path + part: Source(name + part) for part in ("A_log", "D", "dt_bias")}
+    found |= {path + part: Source(f"{name}{part}.weight") for part in ("in_proj", "norm", "out_proj")}
+    found[f"{path}conv1d"] = Source(f"{name}conv1d.weight", depthwise=True)
+    if source.use_conv_bias:
+        found[f"{path}conv1d_bias"] = Source(f"{name}conv1d.bias")
+    if source.use_bias:
+        found |= {f"{path}{part}_bias": Source(f"{name}{part}_proj.bias") for part in ("in", "out")}
+    return found

@@ -1,0 +1,122 @@
+"""Softmax attention with grouped queries: rotary positions, and, where an architecture has them, norms of queries and
+keys, biases, and a gate on the output."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxbuf.attention.paged import init_kv
+from jaxbuf.attention.rotary import Rotary, rotate
+from jaxbuf.models.config import ATTENTION
+from jaxbuf.models.layers import Initializer, Norm, linear, norm_weight, parameter, rms_norm, zeros
+
+type Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """The mixer.
+
+    Attributes:
+      heads, kv_heads: Query heads, a multiple of the key and value heads.
+      head_dim: Of queries, keys and values.
+      rotary: The positions.
+      norm: Of each head's queries and keys, before they are turned; None: there is none.
+      gate: Whether the outputs are multiplied with the sigmoid of a projection of the input.
+      bias: Whether the four projections add one.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: Rotary
+    norm: Norm | None = None
+    gate: bool = False
+    bias: bool = False
+
+    kind: ClassVar = ATTENTION
+
+    @property
+    def width(self) -> int:
+        return 0
+
+    @property
+    def channels(self) -> int:
+        return 0
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {"query_heads": self.heads, "kv_heads": self.kv_heads}
+
+    @property
+    def kv_numbers(self) -> int:
+        return 2 * self.kv_heads * self.head_dim
+
+    def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
+        return AttentionParameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
+
+    def memory(self, sizes):
+        return init_kv(
+            pages=sizes.pages,
+            page_size=sizes.page_size,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=sizes.dtype,
+        )
+
+    def __call__(self, parameters: "AttentionParameters", x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:
+        """Applies the layer; `plan` is one of `jaxbuf.attention.attention_plan`."""
+        p, (batch, time) = parameters, x.shape[:2]
+
+        def project(weight, bias, heads):
+            return linear(x, weight, bias).reshape(batch, time, heads, -1)
+
+        with jax.named_scope("projections"):
+            q, gate = project(p.q_proj, p.q_bias, self.heads), None
+            if self.gate:
+                q, gate = jnp.split(q, 2, axis=-1)
+            k, v = project(p.k_proj, p.k_bias, self.kv_heads), project(p.v_proj, p.v_bias, self.kv_heads)
+            if self.norm is not None and p.q_norm is not None and p.k_norm is not None:
+                q, k = rms_norm(q, p.q_norm, self.norm), rms_norm(k, p.k_norm, self.norm)
+            angles = plan.angles(self.rotary)
+            q, k = rotate(q, angles), rotate(k, angles)
+        with jax.named_scope("attention"):
+            out, memory = plan.attend(memory, q, k, v)
+        with jax.named_scope("output"):
+            if gate is not None:
+                out = out * jax.nn.sigmoid(gate)
+            return linear(out.reshape(batch, time, self.heads * self.head_dim), p.o_proj, p.o_bias), memory
+
+
+class AttentionParameters(nnx.Module):
+    """Parameters of the mixer; those that it does not have are None.
+
+    Attributes:
+      q_proj: [heads · head_dim, hidden]; with a gate twice as many rows, each head's are query | gate.
+      k_proj, v_proj: [kv_heads · head_dim, hidden].
+      q_norm, k_norm: [head_dim].
+      o_proj: [hidden, heads · head_dim].
+      q_bias, k_bias, v_bias, o_bias: One number for each row of the projection.
+    """
+
+    def __init__(self, mixer: Attention, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
+        queries, keys, norm = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim, mixer.norm
+
+        def matrix(rows, columns, axes):
+            return parameter(rngs, (rows, columns), axes, initializer, dtype=dtype)
+
+        def bias(rows, axis):
+            return parameter(rngs, (rows,), (axis,), zeros, dtype=dtype) if mixer.bias else None
+
+        read = 2 * queries if mixer.gate else queries
+        self.q_proj = matrix(read, hidden, ("query_heads", None))
+        self.k_proj = matrix(keys, hidden, ("kv_heads", None))
+        self.v_proj = matrix(keys, hidden, ("kv_heads", None))
+        self.o_proj = matrix(hidden, queries, (None, "query_heads"))
+        self.q_norm = None if norm is None else norm_weight(rngs, mixer.head_dim, norm, dtype=dtype)
+        self.k_norm = None if norm is None else norm_weight(rngs, mixer.head_dim, norm, dtype=dtype)
+        self.q_bias, self.o_bias = bias(read, "query_heads"), bias(hidden, None)
+        self.k_bias, self.v_bias = bias(keys, "kv_heads"), bias(keys, "kv_heads")

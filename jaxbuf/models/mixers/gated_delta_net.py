@@ -1,0 +1,105 @@
+"""The Gated DeltaNet mixer: Qwen3-Next's and Qwen3.5's recurrent layer."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxbuf.models.config import RECURRENCE
+from jaxbuf.models.layers import Initializer, linear, linear_float32, log_rate, ones, parameter, step_bias, uniform
+from jaxbuf.recurrence.gated_norm import gated_norm
+from jaxbuf.recurrence.prepare import Weights
+from jaxbuf.recurrence.recurrent_plan import init_recurrent
+from jaxbuf.recurrence.spec import RecurrenceSpec
+
+type Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNet:
+    """The mixer.
+
+    Attributes:
+      spec: The recurrence.
+      width: Of the short convolution in front of it.
+      eps: Of the norm behind it.
+
+    Source: Yang et al., Gated Delta Networks (2024), section 3.4, as Qwen3.5 has it.
+    """
+
+    spec: RecurrenceSpec
+    width: int
+    eps: float
+
+    kind: ClassVar = RECURRENCE
+
+    @property
+    def kv_numbers(self) -> int:
+        return 0
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {"heads": self.spec.heads, "key_heads": self.spec.key_heads}
+
+    @property
+    def channels(self) -> int:
+        """Channels of q, k and v together: those of the convolution."""
+        return 2 * self.spec.key_heads * self.spec.key_dim + self.spec.heads * self.spec.value_dim
+
+    def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
+        return GatedDeltaNetParameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
+
+    def memory(self, sizes):
+        return init_recurrent(
+            self.spec,
+            sizes.cursor,
+            channels=self.channels,
+            width=self.width,
+            dtype=sizes.dtype,
+            entry_dtype=sizes.entry_dtype,
+            state_dtype=sizes.state_dtype,
+        )
+
+    def __call__(self, parameters: "GatedDeltaNetParameters", x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:
+        """Applies the layer; `plan` is one of `jaxbuf.recurrence.recurrent_plan`."""
+        p = parameters
+        with jax.named_scope("projections"):
+            qkv, z = linear(x, p.in_proj_qkv), linear(x, p.in_proj_z)
+            a, b = linear_float32(x, p.in_proj_a), linear_float32(x, p.in_proj_b)
+        weights = Weights(p.conv1d[...], p.A_log[...], p.dt_bias[...])
+        inputs, memory = plan.prepare(memory, self.spec, weights, qkv, a, b)
+        out, memory = plan.recur(memory, self.spec, *inputs)
+        out = gated_norm(out, z, p.norm[...], eps=self.eps, implementation=plan.implementation)
+        with jax.named_scope("output"):
+            return linear(out, p.out_proj), memory
+
+
+class GatedDeltaNetParameters(nnx.Module):
+    """Parameters of the mixer, with the names, order and shapes of a Qwen3.5 checkpoint's `linear_attn`.
+
+    Attributes:
+      in_proj_qkv: [2 · key_heads · key_dim + heads · value_dim, hidden], rows ordered q | k | v.
+      in_proj_z: [heads · value_dim, hidden], the output norm's gate.
+      in_proj_b, in_proj_a: [heads, hidden], write strength and decay.
+      conv1d: [rows of in_proj_qkv, width].
+      A_log, dt_bias: f32 [heads].
+      norm: [value_dim], a plain scale.
+      out_proj: [hidden, heads · value_dim].
+    """
+
+    def __init__(
+        self, mixer: GatedDeltaNet, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype
+    ):
+        spec, channels, width = mixer.spec, mixer.channels, mixer.width
+        values = spec.heads * spec.value_dim
+        self.in_proj_qkv = parameter(rngs, (channels, hidden), ("key_heads", None), initializer, dtype=dtype)
+        self.in_proj_z = parameter(rngs, (values, hidden), ("heads", None), initializer, dtype=dtype)
+        self.in_proj_b = parameter(rngs, (spec.heads, hidden), ("heads", None), initializer, dtype=dtype)
+        self.in_proj_a = parameter(rngs, (spec.heads, hidden), ("heads", None), initializer, dtype=dtype)
+        self.conv1d = parameter(rngs, (channels, width), ("key_heads", None), uniform(width**-0.5), dtype=dtype)
+        self.A_log = parameter(rngs, (spec.heads,), ("heads",), log_rate, dtype=dtype, keep_float32=True)
+        self.dt_bias = parameter(rngs, (spec.heads,), ("heads",), step_bias, dtype=dtype, keep_float32=True)
+        self.norm = parameter(rngs, (spec.value_dim,), (None,), ones, dtype=dtype)
+        self.out_proj = parameter(rngs, (hidden, values), (None, "heads"), initializer, dtype=dtype)

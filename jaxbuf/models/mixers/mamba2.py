@@ -1,0 +1,145 @@
+"""The Mamba-2 mixer: a recurrence without the delta rule, whose write strength and decay come from one step size."""
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxbuf.attention.contraction import contract
+from jaxbuf.models.config import RECURRENCE
+from jaxbuf.models.layers import Initializer, linear, log_rate, ones, parameter, step_bias, uniform, zeros
+from jaxbuf.recurrence.recurrent_plan import init_recurrent
+from jaxbuf.recurrence.spec import RecurrenceSpec
+
+type Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2:
+    """The mixer.
+
+    Attributes:
+      spec: The recurrence: keys are B, queries C, and values x; a key head is a group.
+      width: Of the short convolution in front of x, B and C.
+      eps: Of the gated norm behind the recurrence, one for each group.
+      least_step, most_step: Step sizes are clamped to these.
+      bias: Whether the two projections add one.
+      convolution_bias: Whether the convolution does.
+
+    Source: Dao and Gu, Transformers are SSMs (2024), sections 5 and 7.
+    """
+
+    spec: RecurrenceSpec
+    width: int
+    eps: float
+    least_step: float = 0.0
+    most_step: float = math.inf
+    bias: bool = False
+    convolution_bias: bool = True
+
+    kind: ClassVar = RECURRENCE
+
+    @property
+    def kv_numbers(self) -> int:
+        return 0
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {"heads": self.spec.heads, "key_heads": self.spec.key_heads}
+
+    @property
+    def inner(self) -> int:
+        """Numbers of all values together."""
+        return self.spec.heads * self.spec.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of x, B and C together: those of the convolution."""
+        return self.inner + 2 * self.spec.key_heads * self.spec.key_dim
+
+    def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
+        return Mamba2Parameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
+
+    def memory(self, sizes):
+        return init_recurrent(
+            self.spec,
+            sizes.cursor,
+            channels=self.channels,
+            width=self.width,
+            dtype=sizes.dtype,
+            entry_dtype=sizes.entry_dtype,
+            state_dtype=sizes.state_dtype,
+        )
+
+    def __call__(self, parameters: "Mamba2Parameters", x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:
+        """Applies the layer; `plan` is one of `jaxbuf.recurrence.recurrent_plan`."""
+        p, spec, (batch, time) = parameters, self.spec, x.shape[:2]
+        with jax.named_scope("projections"):
+            z, mixed, raw_step = self._project(p, x)
+        with jax.named_scope("convolution"):
+            mixed, memory = plan.convolve(memory, p.conv1d[...], mixed)
+            if p.conv1d_bias is not None:
+                mixed = mixed + p.conv1d_bias[...][None, None]
+            keys = spec.key_heads * spec.key_dim
+            values, b, c = jnp.split(jax.nn.silu(mixed), [self.inner, self.inner + keys], axis=-1)
+        values = values.reshape(batch, time, spec.heads, spec.value_dim)
+        b, c = (y.reshape(batch, time, spec.key_heads, spec.key_dim) for y in (b, c))
+        step = jnp.clip(jax.nn.softplus(raw_step + p.dt_bias[...][None, None]), self.least_step, self.most_step)
+        log_decay = -jnp.exp(p.A_log[...])[None, None] * step
+        out, memory = plan.recur(memory, spec, c, b, values, log_decay, step)
+        out = out + (p.D[...][None, None, :, None] * values.astype(jnp.float32)).astype(out.dtype)
+        with jax.named_scope("output"):
+            out = self._norm(out.reshape(batch, time, self.inner), z, p.norm)
+            return linear(out, p.out_proj, p.out_bias), memory
+
+    def _project(self, p: "Mamba2Parameters", x: Array) -> tuple[Array, Array, Array]:
+        """z [batch, time, inner], x | B | C [batch, time, channels], and f32 [batch, time, heads] behind the steps."""
+        weight, first = p.in_proj[...], self.inner + self.channels
+        both = linear(x, weight[:first], None if p.in_bias is None else p.in_bias[...][:first])
+        step = contract("...i,oi->...o", x, weight[first:])
+        if p.in_bias is not None:
+            step = step + p.in_bias[...][None, None, first:].astype(jnp.float32)
+        return both[..., : self.inner], both[..., self.inner :], step
+
+    def _norm(self, out: Array, z: Array, weight: nnx.Param) -> Array:
+        """The norm of out · silu(z), of each group by itself, in float32; returns out's dtype."""
+        wide = out.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+        grouped = wide.reshape(*out.shape[:2], self.spec.key_heads, -1)
+        scale = jax.lax.rsqrt(jnp.mean(grouped * grouped, axis=-1, keepdims=True) + self.eps)
+        wide = (grouped * scale).reshape(out.shape)
+        return (wide * weight[...].astype(jnp.float32)[None, None]).astype(out.dtype)
+
+
+class Mamba2Parameters(nnx.Module):
+    """Parameters of the mixer; those that it does not have are None.
+
+    Attributes:
+      in_proj: [2 · inner + 2 · groups · state + heads, hidden], rows ordered z | x | B | C | steps; inner is
+        heads · value_dim. in_bias: One number for each row.
+      conv1d: [inner + 2 · groups · state, width]. conv1d_bias: One number for each channel.
+      A_log, D, dt_bias: f32 [heads].
+      norm: [inner], a plain scale.
+      out_proj: [hidden, inner]. out_bias: [hidden].
+    """
+
+    def __init__(self, mixer: Mamba2, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
+        heads, rows = (mixer.spec.heads,), mixer.inner + mixer.channels + mixer.spec.heads
+
+        def of_heads(initialize):
+            return parameter(rngs, heads, ("heads",), initialize, dtype=dtype, keep_float32=True)
+
+        def bias(size, there):
+            return parameter(rngs, (size,), (None,), zeros, dtype=dtype) if there else None
+
+        self.in_proj = parameter(rngs, (rows, hidden), (None, None), initializer, dtype=dtype)
+        self.in_bias = bias(rows, mixer.bias)
+        taps = mixer.channels, mixer.width
+        self.conv1d = parameter(rngs, taps, (None, None), uniform(mixer.width**-0.5), dtype=dtype)
+        self.conv1d_bias = bias(mixer.channels, mixer.convolution_bias)
+        self.A_log, self.D, self.dt_bias = of_heads(log_rate), of_heads(ones), of_heads(step_bias)
+        self.norm = parameter(rngs, (mixer.inner,), (None,), ones, dtype=dtype)
+        self.out_proj = parameter(rngs, (hidden, mixer.inner), (None, None), initializer, dtype=dtype)
+        self.out_bias = bias(hidden, mixer.bias)

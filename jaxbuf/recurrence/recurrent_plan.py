@@ -1,0 +1,116 @@
+"""What a recurrent mixer does with its memory: on whole sequences without one, or in a launch on a cache.
+
+Both plans have the same functions, so that a mixer is written once: `prepare` (Gated DeltaNet's inputs, the convolution
+among them), `convolve` (the convolution alone) and `recur`.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+
+from jaxbuf.recurrence import buffered
+from jaxbuf.recurrence.buffered import Pool
+from jaxbuf.recurrence.chunked import chunked
+from jaxbuf.recurrence.convolution import causal_convolution, extend_ring, init_ring
+from jaxbuf.recurrence.cursor import Cursor, PrefillStep, Step
+from jaxbuf.recurrence.prepare import Inputs, Weights, prepare, prepare_sequence
+from jaxbuf.recurrence.spec import RecurrenceSpec
+
+type Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecurrentCache:
+    """Memory of one recurrent layer: the buffered state's pool, and the ring of the convolution's last inputs."""
+
+    pool: Pool
+    ring: Array
+
+
+def init_recurrent(
+    spec: RecurrenceSpec, cursor: Cursor, *, channels: int, width: int, dtype, entry_dtype, state_dtype: object
+) -> RecurrentCache:
+    """An empty memory of a layer.
+
+    Args:
+      spec: Its recurrence.
+      cursor: The integers of all recurrent layers.
+      channels, width: Of its convolution: channels and taps.
+      dtype: Of the convolution's inputs.
+      entry_dtype, state_dtype: As in `buffered.init_pool`.
+    """
+    slots = cursor.length.shape[0] - 1
+    return RecurrentCache(
+        pool=buffered.init_pool(spec, cursor, state_dtype=state_dtype, entry_dtype=entry_dtype),
+        ring=init_ring(slots=slots, channels=channels, width=width, max_pending=cursor.max_pending, dtype=dtype),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeRecurrence:
+    """Sequences that start from nothing, without a memory: it is None. Differentiable.
+
+    Attributes:
+      lengths: int32 [batch], real tokens of each row; None: all.
+      chunk_size: Of the chunk-parallel recurrence.
+      implementation: Of what a mixer does beside these functions.
+    """
+
+    lengths: Array | None = None
+    chunk_size: int = 64
+    implementation: ClassVar = "xla"  # the only one with a gradient
+
+    def prepare(self, memory: None, spec: RecurrenceSpec, weights: Weights, *inputs: Array) -> tuple[Inputs, None]:
+        """Gated DeltaNet's inputs from its projections, see `prepare_sequence`."""
+        return prepare_sequence(spec, weights, *inputs), None
+
+    def convolve(self, memory: None, weight: Array, x: Array) -> tuple[Array, None]:
+        """The causal convolution of x [batch, time, channels], before bias and activation."""
+        return causal_convolution(x, weight), None
+
+    def recur(self, memory: None, spec: RecurrenceSpec, *inputs: Any) -> tuple[Array, None]:
+        """The outputs [batch, time, heads, value_dim] for q, k, v, log_decay and beta."""
+        out, *_ = chunked(spec, None, *inputs, chunk_size=self.chunk_size, lengths=self.lengths)
+        return out, None
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchedRecurrence:
+    """A launch on a cache: its memory is a RecurrentCache.
+
+    Attributes:
+      step: The launch's integers: of an `extend`, or of a `prefill`.
+      ring_order: int32 [slots + 1, ring], the rows of the convolutions' rings; None without trees.
+      implementation: Of what a mixer does beside these functions.
+    """
+
+    step: Step | PrefillStep
+    ring_order: Array | None = None
+    implementation: ClassVar = "auto"
+
+    def prepare(
+        self, memory: RecurrentCache, spec: RecurrenceSpec, weights: Weights, *inputs: Array
+    ) -> tuple[Inputs, RecurrentCache]:
+        """Gated DeltaNet's inputs from its projections, see `jaxbuf.recurrence.prepare.prepare`."""
+        found, ring = prepare(spec, weights, memory.ring, *inputs, **self._where)
+        return found, dataclasses.replace(memory, ring=ring)
+
+    def convolve(self, memory: RecurrentCache, weight: Array, x: Array) -> tuple[Array, RecurrentCache]:
+        """The causal convolution of x [rows, time, channels], before bias and activation."""
+        y, ring = extend_ring(memory.ring, weight, x, **self._where)
+        return y, dataclasses.replace(memory, ring=ring)
+
+    def recur(self, memory: RecurrentCache, spec: RecurrenceSpec, *inputs: Any) -> tuple[Array, RecurrentCache]:
+        """The outputs [rows, time, heads, value_dim] for q, k, v, log_decay and beta."""
+        recur_pool = buffered.extend_pool if isinstance(self.step, Step) else buffered.prefill_pool
+        out, pool = recur_pool(spec, memory.pool, self.step, *inputs)
+        return out, dataclasses.replace(memory, pool=pool)
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        step = self.step
+        parents = step.parents if isinstance(step, Step) else None
+        launch = {"slots": step.slots, "start": step.start, "lengths": step.lengths}
+        return launch | {"order": self.ring_order, "parents": parents}
