@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -216,3 +217,24 @@ def test_logging_goes_to_the_logger_of_the_library():
                 if name not in ("'jaxbuf'", "__name__"):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
     assert wrong == []
+
+
+@pytest.mark.slow
+def test_no_family_needs_another(tmp_path):
+    """With Qwen3.5's module deleted, everything imports, and the other families are what they were."""
+    copy = tmp_path / "copy"
+    ignored = shutil.ignore_patterns("__pycache__", ".pytest_cache", "demo")
+    for name in ("jaxbuf", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    (copy / "jaxbuf" / "models" / "families" / "qwen3_5.py").unlink()
+    walk = "import importlib, pkgutil, jaxbuf; assert jaxbuf.__file__.startswith({!r})\n"
+    walk += "for module in pkgutil.walk_packages(jaxbuf.__path__, 'jaxbuf.'):\n"
+    walk += "    module.name.endswith('__main__') or importlib.import_module(module.name)"
+    environment = os.environ | {"PYTHONPATH": str(copy), "JAX_PLATFORMS": "cpu"}
+    arguments = {"cwd": copy, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", walk.format(str(copy))], **arguments)
+    assert done.returncode == 0, done.stderr
+    parity = ["tests/models/test_parity.py", "-k", "llama or mamba2", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *parity], **arguments)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]

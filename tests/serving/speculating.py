@@ -31,14 +31,36 @@ TIE = 1e-4
 
 def random_qwen3_5(seed: int, **changes) -> LanguageModel:
     """A Qwen3.5 model with an MTP layer whose parameters are all random; `changes` are of its configuration."""
-    config = config_from_dict({**CONFIG, "mtp_num_hidden_layers": 1, **changes})
+    return _random(seed, {**CONFIG, "mtp_num_hidden_layers": 1, **changes})
+
+
+def random_llama(seed: int, **changes) -> LanguageModel:
+    """The same of a Llama model: it has no recurrent layer, no convolution and no MTP layer."""
+    return _random(seed, {**CONFIG, "model_type": "llama", "attention_bias": True, **changes})
+
+
+def random_mamba2(seed: int, **changes) -> LanguageModel:
+    """The same of a Mamba-2 model: it has no softmax layer, no MLP, no MTP layer and no limit of length."""
+    fields = {**CONFIG, "model_type": "mamba2", "state_size": 16, "n_groups": 2, **changes}
+    return _random(seed, fields | {"num_heads": 2 * fields["hidden_size"] // fields["head_dim"]})
+
+
+def _random(seed: int, fields: dict) -> LanguageModel:
+    config = config_from_dict(fields)
     model = random_model(config, scale=0.15, seed=seed)
     tokenizer = byte_tokenizer() if config.vocab_size == CONFIG["vocab_size"] else None
     return LanguageModel(model, config, tokenizer, {}, jnp.dtype("float32"), "tiny")
 
 
 # name -> (seed, changes of the configuration) -> a random model
-MODELS: dict[str, Callable[..., LanguageModel]] = {"qwen3_5": random_qwen3_5}
+MODELS: dict[str, Callable[..., LanguageModel]] = {
+    "qwen3_5": random_qwen3_5,
+    "llama": random_llama,
+    "mamba2": random_mamba2,
+}
+# Every test of these files compiles programs of its own for each architecture: `test_architectures.py` has for all of
+# them what each must hold.
+FIRST, *OTHERS = MODELS
 
 
 @functools.cache
@@ -58,7 +80,7 @@ def greedy_case(architecture: str) -> tuple[list[list[int]], list]:
             return prompts, results
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[FIRST, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in OTHERS)])
 def architecture(request):
     return request.param
 

@@ -54,6 +54,8 @@ def other(architecture):
 
 
 def drafter_named(name, lm, other):
+    if name == "mtp" and lm.model.mtp is None:
+        pytest.skip("the architecture has no MTP layer")
     return {"model": other, "itself": lm}.get(name, name)
 
 
@@ -99,11 +101,15 @@ def test_the_recurrent_form_and_small_limits_take_drafts_too(lm, prompts, greedy
         results = generate(lm, prompts, NEW, GREEDY, drafter=drafter, form=form)
         assert check_equal(lm, prompts, results, greedy) == 0
         for result in results:
-            assert form == "buffered" or result.stats.folds == result.stats.steps - 1
+            assert form == "buffered" or not lm.config.specs or result.stats.folds == result.stats.steps - 1
 
 
 def test_bytes_of_the_state_are_those_of_a_count_by_hand(lm, prompts, greedy):
     spec, layers = lm.config.spec, len(lm.config.specs)
+    if spec is None:
+        (result, *_) = generate(lm, prompts, NEW, GREEDY, drafter=script(greedy, 2))
+        assert (result.stats.bytes, result.stats.folds, result.stats.snapshot_bytes) == (0, 0, 0)
+        return
     state, entry = checkpoint_bytes(spec, "float32"), entry_bytes(spec, "float32")
     right = 2
     for result in generate(lm, prompts, NEW, GREEDY, drafter=script(greedy, right)):

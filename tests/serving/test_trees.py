@@ -78,7 +78,7 @@ def test_paths_that_are_right_wrong_or_both_change_no_token(lm, prompts, greedy,
         for row, result in enumerate(results):
             stats = result.stats
             assert (stats.steps, stats.drafted, stats.accepted) == count_by_hand(tree, row, NEW), row
-            assert form == "buffered" or stats.folds == stats.steps - 1
+            assert form == "buffered" or not lm.config.specs or stats.folds == stats.steps - 1
             np.testing.assert_allclose(result.logprobs, greedy[row].logprobs, rtol=0, atol=1e-4)
     assert [result.stats.steps for result in results[:3]] == [13, 13, NEW - 1]
 
