@@ -12,10 +12,10 @@ from jaxbuf.version import __version__
 
 if TYPE_CHECKING:
     from jaxbuf.compilation import cache_compilations
-    from jaxbuf.models.checkpoint import CheckpointError
     from jaxbuf.models.language_model import LanguageModel, load
+    from jaxbuf.models.loading.checkpoint import CheckpointError
+    from jaxbuf.planning.memory_plan import plan
     from jaxbuf.serving import Beam, Event, GenerationResult, SamplingParams, beam_search, generate
-    from jaxbuf.serving.plan import plan
 
 __all__ = [
     "Beam",
@@ -34,11 +34,11 @@ __all__ = [
 
 # JAX takes a second to import, which `jaxbuf --help` need not wait for.
 _HOME = {
-    "CheckpointError": "jaxbuf.models.checkpoint",
+    "CheckpointError": "jaxbuf.models.loading.checkpoint",
     "LanguageModel": "jaxbuf.models.language_model",
     "cache_compilations": "jaxbuf.compilation",
     "load": "jaxbuf.models.language_model",
-    "plan": "jaxbuf.serving.plan",
+    "plan": "jaxbuf.planning.memory_plan",
 }
 
 

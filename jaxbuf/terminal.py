@@ -110,7 +110,7 @@ def _width(cell: Any) -> int:
 
 def line_of(error: BaseException) -> str | None:
     """What an error that a user can cause says in one line; None for others, which are faults of the program."""
-    checkpoint = sys.modules.get("jaxbuf.models.checkpoint")
+    checkpoint = sys.modules.get("jaxbuf.models.loading.checkpoint")
     text = " ".join(str(error).split("\n")).strip()
     if isinstance(error, OSError) and error.strerror and error.filename is None:
         text = error.strerror  # without its number

@@ -157,9 +157,9 @@ def test_memory_that_runs_out_and_a_platform_that_is_not_there_are_lines(monkeyp
         def plan(*_, raised=raised, **__):
             raise raised
 
-        monkeypatch.setattr("jaxbuf.serving.plan.plan", plan)
+        monkeypatch.setattr("jaxbuf.planning.memory_plan.plan", plan)
         assert error_of(invoke("plan")) == line
-    monkeypatch.setattr("jaxbuf.serving.plan.plan", lambda *_, **__: {}["a fault of the program"])
+    monkeypatch.setattr("jaxbuf.planning.memory_plan.plan", lambda *_, **__: {}["a fault of the program"])
     assert isinstance(invoke("plan").exception, KeyError), "is not hidden"
 
 

@@ -23,12 +23,14 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # What each part of the package may import of the others; within itself a part is free.
 LAYERS = {
     "pallas": set(),
-    "recurrence": {"pallas"},
-    "attention": {"pallas"},
-    "models": {"recurrence", "attention", "pallas"},
-    "serving": {"models", "recurrence", "attention", "pallas"},
-    "train": {"models", "recurrence", "attention", "pallas"},
-    "bench": {"serving", "models", "recurrence", "attention", "pallas"},
+    "memory": set(),
+    "recurrence": {"memory", "pallas"},
+    "attention": {"memory", "pallas"},
+    "models": {"recurrence", "attention", "memory", "pallas"},
+    "planning": {"models", "recurrence", "attention", "memory", "pallas"},
+    "serving": {"models", "recurrence", "attention", "memory", "pallas"},
+    "train": {"models", "recurrence", "attention", "memory", "pallas"},
+    "bench": {"serving", "train", "planning", "models", "recurrence", "attention", "memory", "pallas"},
 }
 
 

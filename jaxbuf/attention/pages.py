@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import checked_fork, checked_slots, distinct_slots, first_rows
-from jaxbuf.sharing import (
+from jaxbuf.memory.ownership import (
     NOWHERE,
     Ownership,
     flag_missing,

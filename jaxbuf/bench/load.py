@@ -21,11 +21,11 @@ from rich.table import Table
 
 from jaxbuf.bench import report
 from jaxbuf.bench.arguments import Parser, errors_are_lines, output, whole
-from jaxbuf.models.checkpoint import save
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.layers import replace_parameters
+from jaxbuf.models.loading.checkpoint import save
 
 DTYPES = ("bfloat16", "float32")
 FACTOR = 1.3

@@ -12,7 +12,7 @@ from jaxbuf.cli import options
 from jaxbuf.terminal import print_table
 
 if TYPE_CHECKING:
-    from jaxbuf.serving.plan import FormCost, Plan
+    from jaxbuf.planning.memory_plan import FormCost, Plan
 
 UNITS = {"": 1, "B": 1} | {f"{unit}B": 1000**i for i, unit in enumerate("kMGT", 1)}
 MOST_BYTES = 2**63 - 1
@@ -135,7 +135,7 @@ def plan(
 
       jaxbuf plan ./checkpoint --memory 24GB --context 4096 --json
     """
-    from jaxbuf.serving.plan import plan as make_plan
+    from jaxbuf.planning.memory_plan import plan as make_plan
 
     if model is not None and named is not None and model != named:
         raise ValueError(f"--model must be left out or the same as MODEL ({model!r}), got {named!r}")

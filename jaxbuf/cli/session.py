@@ -91,7 +91,7 @@ def check_arguments(
 
 
 def _check_drafter(name: str) -> None:
-    from jaxbuf.models.hub import parse_id
+    from jaxbuf.models.loading.hub import parse_id
 
     if name not in ("ngram", "mtp", "demo") and not (name and os.path.isdir(name)) and parse_id(name) is None:
         raise ValueError(f'--drafter must be "ngram", "mtp" or a model (a directory or an id), got {name!r}')
@@ -124,7 +124,7 @@ def load_model(err: Console, model: str, dtype: str | None) -> "LanguageModel":
     with err.status("starting JAX"):
         import jax
 
-        from jaxbuf.models.checkpoint import compute_dtype
+        from jaxbuf.models.loading.checkpoint import compute_dtype
 
         try:
             device = jax.devices()[0]

@@ -18,16 +18,16 @@ from jaxbuf.attention.pages import (
     release_pages,
     reserve_pages,
 )
+from jaxbuf.memory.ownership import NOWHERE, Ownership, clear_flag, init_ownership, raise_missing
 from jaxbuf.models.config import RECURRENCE, ModelConfig
 from jaxbuf.recurrence import Cursor, buffered
 from jaxbuf.recurrence.convolution import init_ring_order
 from jaxbuf.recurrence.cursor import checked_limits
 from jaxbuf.recurrence.recurrent_plan import RecurrentCache
-from jaxbuf.recurrence.sharing import raise_missing_rows
+from jaxbuf.recurrence.shared_rows import raise_missing_rows
 from jaxbuf.recurrence.spec import check_rows
 from jaxbuf.recurrence.traffic import ring_entries
 from jaxbuf.recurrence.tree import path_first, permute
-from jaxbuf.sharing import NOWHERE, Ownership, clear_flag, init_ownership, raise_missing
 
 type Array = jax.Array
 

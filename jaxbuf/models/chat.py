@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxbuf.models.fields import Fields, is_there, read_fields, read_text
+from jaxbuf.models.loading.fields import Fields, is_there, read_fields, read_text
 
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -17,14 +17,14 @@ from tokenizers import Tokenizer
 from jaxbuf.arguments import MOST, check_range
 from jaxbuf.models import decoder
 from jaxbuf.models.chat import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
-from jaxbuf.models.checkpoint import Progress, compute_dtype, load_model, read_description
-from jaxbuf.models.checkpoint import save as save_checkpoint
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.families import read_config
-from jaxbuf.models.fields import CheckpointError, Fields, is_there, read_json, read_text
-from jaxbuf.models.hub import ACCEPTED, COMPANIONS, DEMO, download, find_directory, parse_id
+from jaxbuf.models.loading.checkpoint import Progress, compute_dtype, load_model, read_description
+from jaxbuf.models.loading.checkpoint import save as save_checkpoint
+from jaxbuf.models.loading.fields import CheckpointError, Fields, is_there, read_json, read_text
+from jaxbuf.models.loading.hub import ACCEPTED, COMPANIONS, DEMO, download, find_directory, parse_id
+from jaxbuf.models.loading.sharding import check_mesh
 from jaxbuf.models.scoring import score_tokens
-from jaxbuf.models.sharding import check_mesh
 from jaxbuf.progress import check_progress, progress_bar
 from jaxbuf.shown import shown
 

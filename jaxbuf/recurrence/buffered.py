@@ -51,7 +51,7 @@ from jaxbuf.recurrence.cursor import (
 )
 from jaxbuf.recurrence.launch import extend_pool, fold_pool
 from jaxbuf.recurrence.pool import Pool, fork_pool, init_pool, prefill_pool, read_pool, store_states
-from jaxbuf.recurrence.sharing import raise_missing_rows
+from jaxbuf.recurrence.shared_rows import raise_missing_rows
 from jaxbuf.recurrence.slots import Copies, fork_cursor, load_cursor, reset_cursor
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs, check_rows, check_state
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.arguments import check_range, check_sizes, distinct_slots
-from jaxbuf.recurrence.sharing import (
+from jaxbuf.memory.ownership import NOWHERE
+from jaxbuf.recurrence.shared_rows import (
     Sharing,
     count_places,
     default_counts,
@@ -23,7 +24,6 @@ from jaxbuf.recurrence.sharing import (
 from jaxbuf.recurrence.spec import Array, check_rows
 from jaxbuf.recurrence.traffic import MOST_LIMIT, ring_entries
 from jaxbuf.recurrence.tree import ancestors, check_parents, check_path, path_first, permute
-from jaxbuf.sharing import NOWHERE
 
 
 @jax.tree_util.register_dataclass

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_range, checked_fork, checked_slots, distinct_slots, first_rows
+from jaxbuf.memory.ownership import NOWHERE, clear_flag, flag_missing, release_rows, share_rows, short_of, take_rows
 from jaxbuf.recurrence.cursor import Cursor, put
-from jaxbuf.recurrence.sharing import Sharing, count_places, raise_missing_rows
+from jaxbuf.recurrence.shared_rows import Sharing, count_places, raise_missing_rows
 from jaxbuf.recurrence.spec import Array, check_rows
-from jaxbuf.sharing import NOWHERE, clear_flag, flag_missing, release_rows, share_rows, short_of, take_rows
 
 
 @jax.tree_util.register_dataclass

@@ -5,8 +5,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.recurrence.spec import Array
-from jaxbuf.sharing import NOWHERE
 
 
 def check_parents(parents: Array, rows: int, time: int) -> Array:

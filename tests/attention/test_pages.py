@@ -14,7 +14,7 @@ from jaxbuf.attention.pages import (
     release_pages,
     reserve_pages,
 )
-from jaxbuf.sharing import PoolExhausted, clear_flag, init_ownership, raise_missing
+from jaxbuf.memory.ownership import PoolExhausted, clear_flag, init_ownership, raise_missing
 from tests.attention.definition import attention
 
 SLOTS, TIME, PAGE_SIZE, MAX_PAGES = 4, 6, 4, 40

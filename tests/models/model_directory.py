@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxbuf.models.checkpoint import CheckpointError, save
 from jaxbuf.models.families.qwen3_5 import Config
 from jaxbuf.models.language_model import load
+from jaxbuf.models.loading.checkpoint import CheckpointError, save
 from tests.serving.conftest import byte_tokenizer
 from tests.tiny import random_model
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import forked_sizes
 from jaxbuf.models.families.qwen3_5 import Config
-from jaxbuf.sharing import PoolExhausted
 from tests.tiny import SIZES, abstract, random_model
 
 CONFIG = Config(

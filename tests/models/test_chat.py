@@ -6,8 +6,8 @@ import json
 import pytest
 
 from jaxbuf.models.chat import read_chat_template
-from jaxbuf.models.checkpoint import CheckpointError, save
 from jaxbuf.models.language_model import load
+from jaxbuf.models.loading.checkpoint import CheckpointError, save
 from tests.serving.conftest import byte_tokenizer
 from tests.serving.conftest import lm as lm  # the tiny random model; a fixture
 

@@ -19,11 +19,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from jaxbuf.models import checkpoint, replacing
-from jaxbuf.models.checkpoint import CheckpointError, save
 from jaxbuf.models.families.qwen3_5 import Config
 from jaxbuf.models.language_model import load
 from jaxbuf.models.layers import named_parameters
+from jaxbuf.models.loading import checkpoint, replacing
+from jaxbuf.models.loading.checkpoint import CheckpointError, save
 from tests.tiny import changed, random_model
 
 CONFIG = Config(
@@ -355,7 +355,7 @@ def contents(folder):
 SAVER = """
 import dataclasses, sys, time
 import jax
-from jaxbuf.models import checkpoint
+from jaxbuf.models.loading import checkpoint
 from jaxbuf.models.language_model import load
 lm = load(sys.argv[1])
 write, files = checkpoint.save_file, []

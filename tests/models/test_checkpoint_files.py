@@ -15,11 +15,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxbuf
-from jaxbuf.models.checkpoint import CheckpointError
 from jaxbuf.models.families import config_from_dict, config_json
 from jaxbuf.models.families.qwen3_5 import Config
 from jaxbuf.models.language_model import load
-from jaxbuf.models.memory_shape import find_shape
+from jaxbuf.models.loading.checkpoint import CheckpointError
+from jaxbuf.planning.model_sizes import find_sizes
 from tests.models.model_directory import CONFIG, EOS, INDEX, VOCAB, change, fails, nest, put
 from tests.models.model_directory import directory as directory  # a fresh copy of the tiny model; a fixture
 from tests.models.model_directory import written as written
@@ -151,7 +151,7 @@ def test_an_architecture_that_is_not_served_names_the_file_and_those_that_are(di
     message = f"model_type must be one of {served}, got {re.escape(repr(model_type))}"
     fails(directory, "config.json", message, ValueError)
     with pytest.raises(ValueError, match=rf"config\.json: {message}; the shapes known by name are Qwen3"):
-        find_shape(directory)
+        find_sizes(directory)
 
 
 @pytest.mark.parametrize("value", [[], [1], 5, "x", None])

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf.models.checkpoint import CheckpointError
 from jaxbuf.models.families import config_from_dict, config_json
 from jaxbuf.models.language_model import load
-from jaxbuf.models.memory_shape import find_shape
+from jaxbuf.models.loading.checkpoint import CheckpointError
+from jaxbuf.planning.model_sizes import find_sizes
 from tests.models.model_directory import CONFIG, INDEX, nest, write_model
 
 OUTSIDE = "outside.safetensors"  # a whole shard beside the directory, for names that lead out of it
@@ -151,7 +151,7 @@ def check_usable(lm, directory, forward):
     assert all(isinstance(token, int) and 0 <= token < lm.vocab_size for token in lm.stop_ids)
     assert lm.known_ids.shape == (lm.vocab_size,)
     attempts = {
-        "config.json": lambda: find_shape(directory),
+        "config.json": lambda: find_sizes(directory),
         "generation_config.json": lambda: jaxbuf.SamplingParams(**lm.sampling_defaults),
         "tokenizer.json": lambda: lm.decode([*check_ids(lm, lm.encode("hé <|endoftext|>")), 0]),
         "tokenizer_config.json": lambda: lm.chat([{"role": "user", "content": "Hi"}]),

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxbuf.models.fields import CheckpointError, Fields, is_there, read_fields
+from jaxbuf.models.loading.fields import CheckpointError, Fields, is_there, read_fields
 from jaxbuf.shown import shown
 
 DATA = {

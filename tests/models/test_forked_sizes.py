@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.models.cache import commit, fork, forked_sizes, init_cache, raise_exhausted, take_pages
 from jaxbuf.recurrence import buffered
-from jaxbuf.sharing import PoolExhausted
 from tests.models.test_cache import CONFIG
 
 pytestmark = pytest.mark.slow

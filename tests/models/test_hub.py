@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from jaxbuf.models.hub import parse_id
 from jaxbuf.models.language_model import load
+from jaxbuf.models.loading.hub import parse_id
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "tests/fixtures/tied/checkpoint"

@@ -17,11 +17,11 @@ from jax.sharding import AbstractMesh
 
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.models import decoder, mtp
-from jaxbuf.models.checkpoint import save
 from jaxbuf.models.families import config_from_dict, config_json
 from jaxbuf.models.families.qwen3_5 import Config
 from jaxbuf.models.layers import cast, named_parameters, replace_parameters
-from jaxbuf.models.sharding import parameter_sharding
+from jaxbuf.models.loading.checkpoint import save
+from jaxbuf.models.loading.sharding import parameter_sharding
 from jaxbuf.train import losses
 from tests.tiny import abstract, changed, random_model
 

@@ -13,11 +13,11 @@ import pytest
 
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.pages import advance_order
+from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import commit, fork, init_cache, reset, take_pages
 from jaxbuf.models.mtp import fork_mtp, init_mtp
 from jaxbuf.recurrence import buffered
-from jaxbuf.sharing import PoolExhausted
 from tests.models.test_cache import CONFIG
 from tests.recurrence.twin import assert_owned
 from tests.tiny import changed, random_model

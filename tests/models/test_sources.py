@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf.models.checkpoint import CheckpointError
 from jaxbuf.models.language_model import load
-from jaxbuf.models.memory_shape import find_shape
+from jaxbuf.models.loading.checkpoint import CheckpointError
+from jaxbuf.planning.model_sizes import find_sizes
 from tests.models.model_directory import CONFIG, change
 from tests.models.model_directory import directory as directory  # a fresh copy of the tiny model; a fixture
 from tests.models.model_directory import written as written
 
 
-@pytest.mark.parametrize("find", [load, find_shape, partial(jaxbuf.plan, memory_bytes=10**9)])
+@pytest.mark.parametrize("find", [load, find_sizes, partial(jaxbuf.plan, memory_bytes=10**9)])
 @pytest.mark.parametrize("source", ["", None, 5, True, b"demo", ["demo"], {}, 1.5])
 def test_what_is_no_name_of_a_model(find, source, directory, monkeypatch):
     monkeypatch.chdir(directory)  # whose name is not ""
@@ -24,7 +24,7 @@ def test_what_is_no_name_of_a_model(find, source, directory, monkeypatch):
         find(source)
 
 
-@pytest.mark.parametrize("find", [load, find_shape])
+@pytest.mark.parametrize("find", [load, find_sizes])
 def test_names_of_no_model(find, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
@@ -54,18 +54,18 @@ def test_a_file_is_said_to_be_one(directory):
 def test_a_shape_of_a_wrong_dtype(directory, value):
     change(directory, "config.json", dtype=value)
     with pytest.raises(CheckpointError, match=r"config\.json: dtype must be a text, got"):
-        find_shape(directory)
+        find_sizes(directory)
 
 
 def test_a_flat_configuration_may_have_a_text_configuration_that_nobody_reads(directory):
     change(directory, "config.json", text_config=[1], torch_dtype="float16", dtype=None)
-    assert find_shape(directory).dtype == "float16" and load(directory).config == CONFIG
+    assert find_sizes(directory).dtype == "float16" and load(directory).config == CONFIG
 
 
 def test_shapes_name_what_is_wrong_in_a_configuration(directory):
     change(directory, "config.json", hidden_size="x")
     with pytest.raises(CheckpointError, match=r"config\.json: hidden_size must be"):
-        find_shape(directory)
+        find_sizes(directory)
 
 
 @pytest.mark.parametrize("dtype", [object(), {}, [1], "f4,f4", "((((", True, np.float64, b"\xff", "\ud800"])

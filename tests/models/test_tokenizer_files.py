@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from jaxbuf.models.checkpoint import CheckpointError
 from jaxbuf.models.language_model import load
+from jaxbuf.models.loading.checkpoint import CheckpointError
 from tests.models.model_directory import VOCAB, change, fails, put
 from tests.models.model_directory import directory as directory  # a fresh copy of the tiny model; a fixture
 from tests.models.model_directory import written as written

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.recurrence import buffered
-from jaxbuf.sharing import PoolExhausted
 from tests.recurrence.families import inputs as inputs_of
 from tests.recurrence.twin import PROMPT, ROWS, SHARED, SLOTS, TIME, Twin, extend, fork, prefill, reset
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.memory.ownership import NOWHERE, PoolExhausted
 from jaxbuf.recurrence import buffered
-from jaxbuf.sharing import NOWHERE, PoolExhausted
 from tests.recurrence import definition
 from tests.recurrence.families import FAMILIES, worst_row
 from tests.recurrence.families import inputs as inputs_of

@@ -10,12 +10,12 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from jaxbuf.cli import app
+from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.models import cache as caches
 from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
 from jaxbuf.serving.drafters import MTP
 from jaxbuf.serving.drafting import propose_ngram
 from jaxbuf.serving.speculation import Proposal
-from jaxbuf.sharing import PoolExhausted
 from tests.serving.program import check_on_device, check_reused, made_in_loops, written_in_loops
 from tests.serving.speculating import random_qwen3_5
 from tests.serving.ties import are_clear

@@ -8,7 +8,7 @@ from jaxbuf.models import decoder, mtp
 from jaxbuf.models import language_model as models
 from jaxbuf.train import data, evaluation
 from tests.tiny import changed
-from tests.train.test_language_model import CONFIG
+from tests.train.test_demo import CONFIG
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Protocol, cast
 
 from jaxbuf.models.config import ModelConfig
-from jaxbuf.models.fields import Fields
+from jaxbuf.models.loading.fields import Fields
 from jaxbuf.shown import shown
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxbuf.attention.rotary import Llama3Scaling, Rotary
 from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
-from jaxbuf.models.fields import MOST_LAYERS, Fields, check_arrays
+from jaxbuf.models.loading.fields import MOST_LAYERS, Fields, check_arrays
 from jaxbuf.models.mixers.attention import Attention
 
 MODEL_TYPES = ("llama",)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxbuf.models.config import LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
-from jaxbuf.models.fields import MOST_LAYERS, SIZE, Fields, check_arrays
+from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
 from jaxbuf.models.mixers.mamba2 import Mamba2
 from jaxbuf.recurrence.spec import RecurrenceSpec
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
-from jaxbuf.models.fields import MOST_LAYERS, SIZE, Fields, check_arrays
+from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
 from jaxbuf.models.mixers.attention import Attention
 from jaxbuf.models.mixers.gated_delta_net import GatedDeltaNet
 from jaxbuf.recurrence.spec import RecurrenceSpec

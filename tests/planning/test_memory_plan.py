@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxbuf
-from jaxbuf.models import decoder, memory_shape
-from jaxbuf.models.memory_shape import NAMED, find_shape
+from jaxbuf.models import decoder
+from jaxbuf.planning import model_sizes
+from jaxbuf.planning.memory_plan import plan
+from jaxbuf.planning.model_sizes import NAMED, find_sizes
 from jaxbuf.recurrence import traffic
 from jaxbuf.recurrence.state_format import SPLIT
-from jaxbuf.serving.plan import plan
 from tests.tiny import changed
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -31,7 +32,7 @@ def cache_bytes(found, *, slots: int, **sizes) -> int:
     settings = {"capacity": found.context, "limit": found.limit, "max_pending": 1 + found.draft_tokens}
     settings |= {"block_size": found.block_size, "page_size": found.page_size, "dtype": jnp.dtype(found.dtype)}
     settings |= {"entry_dtype": jnp.dtype(found.entry_dtype), "state_dtype": found.state_dtype} | sizes
-    config = find_shape(found.model).config
+    config = find_sizes(found.model).config
     return tree_bytes(jax.eval_shape(lambda: decoder.init_cache(config, slots=slots, **settings)))
 
 
@@ -134,7 +135,7 @@ def test_known_shapes_have_the_states_that_are_known_of_them():
         "Codestral-Mamba-7B": 256,
     }
     assert {name: plan(name, 10**12)["buffered"].checkpoint_bytes / 2**20 for name in NAMED} == states
-    assert find_shape("mamba-2 2.7b") is NAMED["Mamba-2-2.7B"]
+    assert find_sizes("mamba-2 2.7b") is NAMED["Mamba-2-2.7B"]
 
 
 def test_a_plan_is_json():
@@ -152,7 +153,7 @@ def test_of_an_id_only_the_configuration_is_fetched(monkeypatch):
         asked.append((arguments, options))
         return Path(MODELS[1])
 
-    monkeypatch.setattr(memory_shape, "download", download)
+    monkeypatch.setattr(model_sizes, "download", download)
     found = plan("org/name@v1", 10**9)
     assert asked == [(("org/name", "v1"), {"files": ("config.json",)})]
     assert dataclasses.replace(found, model=MODELS[1]) == plan(MODELS[1], 10**9)
@@ -199,6 +200,6 @@ def test_a_model_that_is_not_known_is_an_error_that_says_what_is(tmp_path):
 
 
 def test_a_model_without_recurrent_layers_has_nothing_to_plan():
-    config = find_shape("demo").config
+    config = find_sizes("demo").config
     with pytest.raises(ValueError, match="config has no recurrent layers"):
         plan(changed(config, layer_types=("full_attention",)), 10**9)

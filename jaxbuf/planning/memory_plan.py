@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.models.checkpoint import compute_dtype
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.models.memory_shape import MemoryShape, find_shape, from_config
+from jaxbuf.models.loading.checkpoint import compute_dtype
+from jaxbuf.planning.model_sizes import ModelSizes, find_sizes, from_config
 from jaxbuf.recurrence import traffic
 from jaxbuf.recurrence.cursor import init_cursor
 from jaxbuf.recurrence.spec import RecurrenceSpec
@@ -146,7 +146,7 @@ class Plan:
 
 
 def plan(
-    model: str | Path | LanguageModel | ModelConfig | MemoryShape,
+    model: str | Path | LanguageModel | ModelConfig | ModelSizes,
     memory_bytes: int,
     draft_tokens: int = 0,
     context: int = 8192,
@@ -253,7 +253,7 @@ def plan(
 class _Counter:
     """Counts the bytes of a request, with the settings that all forms share."""
 
-    shape: MemoryShape
+    shape: ModelSizes
     spec: RecurrenceSpec
     tokens: int
     accepted: float
@@ -368,14 +368,14 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
-def _shape(model: str | Path | LanguageModel | ModelConfig | MemoryShape) -> MemoryShape:
-    if isinstance(model, MemoryShape):
+def _shape(model: str | Path | LanguageModel | ModelConfig | ModelSizes) -> ModelSizes:
+    if isinstance(model, ModelSizes):
         return model
     if isinstance(model, ModelConfig):
         return from_config(model, "config")
     if isinstance(model, LanguageModel):
         return from_config(model.config, model.name, jnp.dtype(model.dtype).name)
-    return find_shape(model)
+    return find_sizes(model)
 
 
 def _state_format(dtype: str | jnp.dtype) -> StateFormat:

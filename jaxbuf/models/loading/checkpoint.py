@@ -22,12 +22,12 @@ from safetensors.numpy import save_file
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.families import Source, config_json, family_of
-from jaxbuf.models.fields import CheckpointError as CheckpointError
-from jaxbuf.models.fields import Fields, is_there, read_fields
-from jaxbuf.models.hub import COMPANIONS, WEIGHTS
 from jaxbuf.models.layers import named_parameters, replace_parameters
-from jaxbuf.models.replacing import replacing
-from jaxbuf.models.sharding import check_mesh, parameter_sharding
+from jaxbuf.models.loading.fields import CheckpointError as CheckpointError
+from jaxbuf.models.loading.fields import Fields, is_there, read_fields
+from jaxbuf.models.loading.hub import COMPANIONS, WEIGHTS
+from jaxbuf.models.loading.replacing import replacing
+from jaxbuf.models.loading.sharding import check_mesh, parameter_sharding
 from jaxbuf.shown import shown
 
 logger = logging.getLogger("jaxbuf")

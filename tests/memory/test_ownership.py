@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxbuf.sharing import init_ownership, is_shared, release_rows, share_rows, short_of, take_rows
+from jaxbuf.memory.ownership import init_ownership, is_shared, release_rows, share_rows, short_of, take_rows
 
 take, share, release = jax.jit(take_rows), jax.jit(share_rows), jax.jit(release_rows)
 

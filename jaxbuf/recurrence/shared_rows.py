@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
-from jaxbuf.recurrence.spec import Array
-from jaxbuf.sharing import (
+from jaxbuf.memory.ownership import (
     Ownership,
     flag_missing,
     init_ownership,
@@ -25,6 +24,7 @@ from jaxbuf.sharing import (
     short_of,
     take_rows,
 )
+from jaxbuf.recurrence.spec import Array
 
 
 @jax.tree_util.register_dataclass
@@ -110,6 +110,6 @@ def count_places(order: Array, origin: Array, first: Array, end: Array, blocks: 
 
 def raise_missing_rows(pools: Sharing | None) -> None:
     """Raises `PoolExhausted` if a launch lacked checkpoint rows or blocks, where that is known; see
-    `jaxbuf.sharing.raise_missing`."""
+    `jaxbuf.memory.ownership.raise_missing`."""
     if pools is not None:
         raise_missing(states=pools.states, blocks=pools.blocks)

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbuf.models.checkpoint import CONFIG, read_description
 from jaxbuf.models.config import RECURRENCE, ModelConfig
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.families import read_config
-from jaxbuf.models.hub import ACCEPTED, download, find_directory, parse_id
+from jaxbuf.models.loading.checkpoint import CONFIG, read_description
+from jaxbuf.models.loading.hub import ACCEPTED, download, find_directory, parse_id
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.shown import shown
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryShape:
+class ModelSizes:
     """The sizes of a model's memories.
 
     Attributes:
@@ -59,11 +59,11 @@ class MemoryShape:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
 
 
-def from_config(config: ModelConfig, name: str, dtype: str = "bfloat16") -> MemoryShape:
+def from_config(config: ModelConfig, name: str, dtype: str = "bfloat16") -> ModelSizes:
     """The sizes of a model."""
     recurrent = [mixer for mixer in config.mixers if mixer.kind == RECURRENCE]
     softmax = [mixer.kv_numbers for mixer in config.mixers if mixer.kind != RECURRENCE]
-    return MemoryShape(
+    return ModelSizes(
         name=name,
         spec=config.spec,
         recurrent_layers=len(recurrent),
@@ -76,7 +76,7 @@ def from_config(config: ModelConfig, name: str, dtype: str = "bfloat16") -> Memo
     )
 
 
-def find_shape(source: str | Path) -> MemoryShape:
+def find_sizes(source: str | Path) -> ModelSizes:
     """The sizes of "demo", of a directory with a config.json, of a shape in `NAMED`, or of a Hugging Face id.
 
     Of an id only config.json is downloaded, unless it is in huggingface-hub's cache.
@@ -108,10 +108,10 @@ def find_shape(source: str | Path) -> MemoryShape:
     return from_config(config, str(source), places[0][0].text(places[0][1]) if places else "bfloat16")
 
 
-def _shape(name: str, spec: RecurrenceSpec, layers: tuple[int, int], kv_numbers: int, billions: float) -> MemoryShape:
+def _shape(name: str, spec: RecurrenceSpec, layers: tuple[int, int], kv_numbers: int, billions: float) -> ModelSizes:
     # The width is 4 in all of these. q, k and v pass the convolution; Mamba-2's groups are its key heads.
     channels = 2 * spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
-    return MemoryShape(name, spec, *layers, channels, 4, kv_numbers, round(billions * 1e9))
+    return ModelSizes(name, spec, *layers, channels, 4, kv_numbers, round(billions * 1e9))
 
 
 def _gdn(heads: int) -> RecurrenceSpec:

@@ -1,0 +1,1 @@
+"""What every memory shares: who owns the rows of a pool."""
