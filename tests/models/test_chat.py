@@ -1,6 +1,5 @@
 """Chat templates: what a checkpoint's files say, rendered as Hugging Face renders it."""
 
-import dataclasses
 import json
 
 import pytest
@@ -10,6 +9,7 @@ from jaxbuf.models.language_model import load
 from jaxbuf.models.loading.checkpoint import CheckpointError, save
 from tests.serving.conftest import byte_tokenizer
 from tests.serving.conftest import lm as lm  # the tiny random model; a fixture
+from tests.tiny import changed
 
 CHATML = """\
 {%- if messages[0].role == 'system' %}
@@ -38,7 +38,7 @@ SPECIAL = {"eos_token": "<|im_end|>", "bos_token": None, "pad_token": {"content"
 
 def write_chat_model(lm, directory, **changes):
     """A checkpoint of the tiny model with a ChatML template and special tokens, its configuration with `changes`."""
-    save(lm.model, dataclasses.replace(lm.config, **changes), directory, dtype="float32")
+    save(lm.model, changed(lm.config, **changes), directory, dtype="float32")
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -240,7 +240,7 @@ def test_sources_that_are_no_model(tmp_path, directory):
 
 
 def test_configurations_that_cannot_be_read(directory):
-    change_config(directory, model_type="llama")
+    change_config(directory, model_type="gpt2")
     with pytest.raises(ValueError, match="model_type must be one of"):
         load(directory)
     (directory / "config.json").write_text("{")
