@@ -95,7 +95,7 @@ class Adaptive:
         inside = dataclasses.replace(carry.speculation, state=state.inner)
         carry = dataclasses.replace(carry, speculation=inside)
         proposal, inner = self.drafter.propose(model, carry, jnp.minimum(most, length))
-        proposal = usable(proposal, self.drafter, carry)
+        proposal = usable(proposal, self.drafter, carry, model.config.vocab_size)
         depth = proposal.count
         if proposal.parents is not None:
             real = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None] < proposal.count[:, None]

@@ -33,6 +33,7 @@ from jaxbuf.serving.samples import Samples, init_cache, raise_where_memory_ran_o
 from jaxbuf.serving.sampling import SamplingParams, has_candidate, is_finite, whole
 from jaxbuf.serving.slices import run_slices
 from jaxbuf.serving.text import TextStream
+from jaxbuf.serving.token_masks import only, pack_mask
 
 log = logging.getLogger("jaxbuf")
 
@@ -95,7 +96,7 @@ class Search:
       state: int32 [prompts]: RUNNING, STOPPED (the ended hypotheses are the result) or FULL (the beams compete, too).
       ended: What ended so far.
       stop_ids: int32 [prompts, n], padded with -1.
-      allowed: bool [vocab], the tokens that may be chosen.
+      allowed: int32 [prompts, ceil(vocab / 32)], the tokens that may be chosen, as bits (see `token_masks`).
       max_new_tokens: int32 scalar.
       length_penalty: f32 scalar.
       early_stopping: bool scalar.
@@ -196,7 +197,7 @@ def beam_search(
             lengths,
             np.int32(1 if form == "recurrent" else min(limit, capacity)),
             np.array(stops + [-1] * (power_of_two_from(len(stops)) - len(stops)), np.int32),
-            lm.known_ids,
+            np.tile(pack_mask(lm.known_ids), (tokens.shape[0], 1)),
             np.int32(max_new_tokens),
             np.float32(length_penalty),
             np.bool_(early_stopping),
@@ -344,7 +345,7 @@ def _choose(search: Search, logits: Array) -> tuple[Search, Array]:
     alive = (search.state == RUNNING)[:, None] & (search.score[:, :number] > -jnp.inf)
     possible = has_candidate(logits)
     score = search.score[:, :number, None] + jax.nn.log_softmax(logits, axis=-1)
-    score = jnp.where(search.allowed[None, None] & possible[..., None], score, -jnp.inf)
+    score = only(search.allowed, jnp.where(possible[..., None], score, -jnp.inf))
     score = score.reshape(prompts, number * vocab)
     # Of the best of all, at most one a beam and stop token ends: so many hold the best `beams` that do not end.
     most = (1 + search.stop_ids.shape[0]) * beams

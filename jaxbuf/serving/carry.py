@@ -58,7 +58,8 @@ class Carry:
         chosen after the last one).
       max_new_tokens: int32 [rows], at most room.
       sampling: The settings of each row.
-      allowed: bool [vocab], the tokens that may be sampled: ids that the tokenizer lacks may not.
+      allowed: int32 [rows, ceil(vocab / 32)], the tokens that each row may sample, as bits (see `token_masks`): ids
+        that the tokenizer lacks may not be.
       logprobs: [rows, room] of the generated tokens, in the distribution that each row's settings ask for; [rows, 0] if
         nobody asked.
       prompt_logprobs: [prompts, bucket], the same for the prompts' tokens: entry i is of token i + 1 of the prompt.

@@ -18,6 +18,7 @@ from jaxbuf.serving.own_drafter import check_draft_tokens, fit_drafter
 from jaxbuf.serving.samples import fork_rows, init_cache
 from jaxbuf.serving.sampling import History, adjust, keys, noise, whole
 from jaxbuf.serving.speculation import Drafter, Proposal, within_depth
+from jaxbuf.serving.token_masks import only
 
 type Array = jax.Array
 
@@ -318,7 +319,7 @@ def draw_drafts(carry: Carry, history: History, logits: Array, number: Array, br
       the others.
     """
     with jax.named_scope("sample"):
-        adjusted = adjust(jnp.where(carry.allowed[None], logits, -jnp.inf), carry.sampling, history)
+        adjusted = adjust(only(carry.allowed, logits), carry.sampling, history)
 
         def drawn():
             log_q = log_distribution(adjusted, carry.sampling)

@@ -31,6 +31,7 @@ from jaxbuf.serving.speculation import (
     verify,
     with_root,
 )
+from jaxbuf.serving.token_masks import only
 
 type Array = jax.Array
 
@@ -236,7 +237,7 @@ def _record_next(carry: Carry, logits: Array, position: Array) -> Carry:
     `position` is the one that the token will have, int32 [rows].
     """
     with jax.named_scope("sample"):
-        adjusted = adjust(jnp.where(carry.allowed[None], logits, -jnp.inf), carry.sampling, carry.history)
+        adjusted = adjust(only(carry.allowed, logits), carry.sampling, carry.history)
         token = sample(adjusted, carry.sampling, position)
     running = carry.state == RUNNING
     failed = running & ~has_candidate(adjusted)

@@ -17,6 +17,7 @@ from jaxbuf.serving.drafters import DRAFT_TOKENS, check_draft_tokens, make_draft
 from jaxbuf.serving.samples import group_rows
 from jaxbuf.serving.sampling import SamplingParams, pack, whole
 from jaxbuf.serving.speculation import Drafter
+from jaxbuf.serving.token_masks import pack_mask
 from jaxbuf.shown import shown
 
 log = logging.getLogger("jaxbuf")
@@ -152,7 +153,7 @@ def check(
         "max_new_tokens": np.full(rows, max_new_tokens, np.int32),
         "sampling": pack(each + [GREEDY] * (rows - len(each))),
         "stop_ids": stop_ids,
-        "allowed": lm.known_ids,
+        "allowed": np.tile(pack_mask(lm.known_ids), (rows, 1)),
         "capacity": capacity,
         "room": room,
         "ring_limit": ring,

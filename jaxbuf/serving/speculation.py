@@ -12,6 +12,7 @@ from jaxbuf.recurrence.tree import ancestors, check_parents
 from jaxbuf.serving.acceptance import accept, accept_tree, log_distribution, path_of, usable_log_q
 from jaxbuf.serving.carry import RUNNING, Carry
 from jaxbuf.serving.sampling import adjust, has_candidate, keys
+from jaxbuf.serving.token_masks import has_tokens, only
 
 type Array = jax.Array
 
@@ -137,7 +138,7 @@ def with_root(parents: Array) -> Array:
     return jnp.pad(parents + 1, ((0, 0), (1, 0)), constant_values=-1)
 
 
-def usable(proposal: Proposal, drafter: Drafter, carry: Carry) -> Proposal:
+def usable(proposal: Proposal, drafter: Drafter, carry: Carry, vocab: int) -> Proposal:
     """The part of a drafter's proposal that can be verified, whatever it holds.
 
     A count outside [0, draft_tokens] is a proposal of no drafts. Drafts count up to the first that is no token that may
@@ -148,15 +149,16 @@ def usable(proposal: Proposal, drafter: Drafter, carry: Carry) -> Proposal:
       proposal: From the drafter.
       drafter: Named in errors.
       carry: Before the step.
+      vocab: Of the model.
 
     Raises:
       ValueError: The proposal is no `Proposal`, or an array of it has another shape or dtype than stated there.
     """
-    _check_arrays(proposal, drafter, carry)
-    drafts, count, vocab = proposal.drafts, proposal.count, carry.allowed.shape[0]
-    known = (drafts >= 0) & (drafts < vocab)
-    drafts = jnp.where(known, drafts, 0)
-    first_wrong = jnp.sum(jnp.cumprod((known & carry.allowed[drafts]).astype(jnp.int32), axis=1), axis=1)
+    _check_arrays(proposal, drafter, carry, vocab)
+    drafts, count = proposal.drafts, proposal.count
+    known = has_tokens(carry.allowed, drafts)
+    first_wrong = jnp.sum(jnp.cumprod(known.astype(jnp.int32), axis=1), axis=1)
+    drafts = jnp.where((drafts >= 0) & (drafts < vocab), drafts, 0)
     in_range = (count >= 0) & (count <= drafts.shape[1])
     count = jnp.where(in_range, jnp.minimum(count, first_wrong), 0)
     parents = proposal.parents
@@ -178,10 +180,10 @@ def propose(drafter: Drafter, model: decoder.Decoder, carry: Carry) -> tuple[Pro
         told = f"{len(found)} things" if isinstance(found, tuple) else f"a {type(found).__name__}"
         name = drafter_name(drafter)
         raise ValueError(f"propose of the drafter {name} must return a Proposal and its state, got {told}")
-    return usable(found[0], drafter, carry), found[1]
+    return usable(found[0], drafter, carry, model.config.vocab_size), found[1]
 
 
-def _check_arrays(proposal: object, drafter: Drafter, carry: Carry) -> None:
+def _check_arrays(proposal: object, drafter: Drafter, carry: Carry, vocab: int) -> None:
     name, rows, length = drafter_name(drafter), carry.last.shape[0], drafter.draft_tokens
     if not isinstance(proposal, Proposal):
         raise ValueError(
@@ -190,7 +192,7 @@ def _check_arrays(proposal: object, drafter: Drafter, carry: Carry) -> None:
     arrays = {
         "drafts": ((rows, length), jnp.int32),
         "count": ((rows,), jnp.int32),
-        "log_q": ((rows, length, carry.allowed.shape[0]), jnp.float32),
+        "log_q": ((rows, length, vocab), jnp.float32),
         "parents": ((rows, length), jnp.int32),
     }
     for field, (shape, dtype) in arrays.items():
@@ -257,8 +259,7 @@ def verify(carry: Carry, proposal: Proposal, logits: Array) -> Verified:
     drafts, parents = proposal.drafts, proposal.parents
     length = drafts.shape[1]
     with jax.named_scope("sample"):
-        masked = jnp.where(carry.allowed[None, None], logits, -jnp.inf)
-        adjusted = _adjust_all(carry, drafts, parents, masked)
+        adjusted = _adjust_all(carry, drafts, parents, only(carry.allowed, logits))
         index = jnp.arange(length + 1, dtype=jnp.int32)[None]
         possible = has_candidate(adjusted)
         count = jnp.where(jnp.all(possible | (index > proposal.count[:, None]), axis=1), proposal.count, 0)

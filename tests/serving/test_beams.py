@@ -13,6 +13,7 @@ from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import replace_parameters
 from jaxbuf.serving import SamplingParams, beam_search, beams, generate, request
+from jaxbuf.serving.token_masks import pack_mask
 from tests.serving.conftest import CONFIG
 from tests.serving.program import check_on_device, check_reused, made_in_loops, written_in_loops
 from tests.serving.speculating import TINY, VOCAB, near_tie
@@ -190,7 +191,15 @@ def test_a_search_is_one_compilation(lm, case):
 def shape_of(lm, prompts, number):
     """A search after its start, in shapes."""
     tokens, lengths = request.pack_prompts(prompts)
-    arguments = tokens, lengths, np.int32(6), np.full(4, -1, np.int32), lm.known_ids, np.int32(24), np.float32(1)
+    arguments = (
+        tokens,
+        lengths,
+        np.int32(6),
+        np.full(4, -1, np.int32),
+        np.tile(pack_mask(lm.known_ids), (len(tokens), 1)),
+        np.int32(24),
+        np.float32(1),
+    )
     sizes = {"beams": number, "capacity": tokens.shape[1] + 32, "room": 32, "ring_limit": 16}
     return jax.eval_shape(
         lambda model: beams.start_beams(model, *arguments, np.bool_(True), **sizes, entry_dtype=jnp.dtype("float32")),
@@ -293,7 +302,7 @@ def markov_search(tables, stops, penalty, early, new):
         state=jnp.zeros(CHAINS, jnp.int32),
         ended=beams.Ended(nothing, nothing, integers, integers, integers),
         stop_ids=jnp.asarray(stops, jnp.int32),
-        allowed=jnp.arange(WORDS) != 5,
+        allowed=jnp.asarray(np.tile(pack_mask(np.arange(WORDS) != 5), (CHAINS, 1))),
         max_new_tokens=jnp.int32(new),
         length_penalty=jnp.float32(penalty),
         early_stopping=jnp.asarray(early),

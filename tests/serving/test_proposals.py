@@ -12,6 +12,7 @@ import pytest
 from jaxbuf.serving.acceptance import usable_log_q
 from jaxbuf.serving.carry import RUNNING
 from jaxbuf.serving.speculation import Proposal, check_state, usable
+from jaxbuf.serving.token_masks import pack_mask
 from tests.serving.goodness import RARE
 from tests.serving.speculating import EACH, VOCAB, p_value, tiny_models
 from tests.serving.speculating import architecture as architecture
@@ -97,7 +98,7 @@ def carry_of(rows, new=4):
     history = SimpleNamespace(count=jnp.zeros(rows, jnp.int32))
     return SimpleNamespace(
         last=jnp.zeros(rows, jnp.int32),
-        allowed=jnp.arange(VOCAB) < VOCAB - 1,
+        allowed=jnp.asarray(np.tile(pack_mask(np.arange(VOCAB) < VOCAB - 1), (rows, 1))),
         state=jnp.full(rows, RUNNING),
         max_new_tokens=jnp.full(rows, new),
         history=history,
@@ -110,7 +111,7 @@ def test_a_proposal_is_used_up_to_the_first_draft_that_is_no_token(rng):
         drafter = wild(rng, rows, tree=tree)
         given = jax.tree.map(lambda table: table[0], drafter)
         proposal = Proposal(given.drafts, given.count, given.log_q, given.parents)
-        found = jax.jit(partial(usable, drafter=drafter, carry=carry_of(rows)))(proposal)
+        found = jax.jit(partial(usable, drafter=drafter, carry=carry_of(rows), vocab=VOCAB))(proposal)
         for row in range(rows):
             drafts, count = np.asarray(given.drafts[row]), int(given.count[row])
             real = drafts[: count if 0 <= count <= DRAFTS else 0]
@@ -127,7 +128,7 @@ def test_a_proposal_is_used_up_to_the_first_draft_that_is_no_token(rng):
 def test_a_chain_is_no_longer_than_what_a_row_can_use():
     drafts, three = jnp.zeros((2, DRAFTS), jnp.int32), jnp.full(2, 3, jnp.int32)
     for new, expected in ((1, 0), (2, 1), (3, 2), (4, 3), (9, 3)):
-        found = usable(Proposal(drafts, three), SimpleNamespace(draft_tokens=DRAFTS), carry_of(2, new))
+        found = usable(Proposal(drafts, three), SimpleNamespace(draft_tokens=DRAFTS), carry_of(2, new), VOCAB)
         assert found.count.tolist() == [expected] * 2
 
 
@@ -176,7 +177,7 @@ def a_proposal(**changes):
 )
 def test_a_proposal_of_another_kind_width_or_dtype_names_the_drafter(rng, given, message):
     with pytest.raises(ValueError, match=message):
-        usable(given, wild(rng, 2), carry_of(2))
+        usable(given, wild(rng, 2), carry_of(2), VOCAB)
 
 
 def test_a_state_that_changes_its_shape_names_the_drafter(rng):

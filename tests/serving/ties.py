@@ -40,7 +40,7 @@ def are_clear(lm, prompts, results, settings):
         number[row] = len(result.tokens)
         tokens[row, : number[row]] = result.tokens
         texts[row, : len(prompt) + number[row]] = [*prompt, *result.tokens]
-    logits = np.where(packed["allowed"], lm.logits(texts), -np.inf)
+    logits = np.where(lm.known_ids, lm.logits(texts), -np.inf)
     clear = np.ones(rows, bool)
     for place in range(new):
         position = np.maximum(packed["lengths"], 1) + place
