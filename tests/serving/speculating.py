@@ -45,6 +45,11 @@ def random_mamba2(seed: int, **changes) -> LanguageModel:
     return _random(seed, fields | {"num_heads": 2 * fields["hidden_size"] // fields["head_dim"]})
 
 
+def random_qwen3(seed: int, **changes) -> LanguageModel:
+    """The same of a Qwen3 model: as Llama's, and its queries and keys have norms."""
+    return _random(seed, {**CONFIG, "model_type": "qwen3", "attention_bias": True, **changes})
+
+
 def _random(seed: int, fields: dict) -> LanguageModel:
     config = config_from_dict(fields)
     model = random_model(config, scale=0.15, seed=seed)
@@ -57,6 +62,7 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {
     "qwen3_5": random_qwen3_5,
     "llama": random_llama,
     "mamba2": random_mamba2,
+    "qwen3": random_qwen3,
 }
 # Every test of these files compiles programs of its own for each architecture: `test_architectures.py` has for all of
 # them what each must hold.

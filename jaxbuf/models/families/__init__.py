@@ -4,12 +4,14 @@ A family is a module of this folder; nothing else names it. It has
 
     MODEL_TYPES                      the values of config.json's model_type that are its
     SERVED                           what of them is served, for people
-    IGNORED                          beginnings of the names of tensors that are not read
+    IGNORED                          patterns (fnmatch) of the names of tensors that are not read
     read_config(fields)              Fields -> ModelConfig; errors as `Fields` gives them
     config_json(config)              ModelConfig -> the config.json that `read_config` reads back
     as_stored(config, names)         the ModelConfig as the names of the tensors have it
     tensors(config, names=())        path of a parameter -> Source; names: of the tensors that are there, if there are
 
+A ModelConfig's `family` is the name of its module, and `source` what config.json said, with a method `model()` that
+makes the ModelConfig again. `jaxbuf.models.loading.common_fields` has what several families read in the same way.
 CONTRIBUTING shows how to add one.
 """
 

@@ -7,20 +7,19 @@ from typing import Any
 from jaxbuf.attention.rotary import Llama3Scaling, Rotary
 from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
+from jaxbuf.models.loading.common_fields import eos_json, read_rope, rope_json, untied_if_stored
 from jaxbuf.models.loading.fields import MOST_LAYERS, Fields, check_arrays
 from jaxbuf.models.mixers.attention import Attention
 
 MODEL_TYPES = ("llama",)
 SERVED = "text models of the Llama architecture"
-IGNORED = ("rotary_emb.",)
+IGNORED = ("*.rotary_emb.inv_freq",)  # in older files
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ARRAYS = (
     ("vocab_size", "hidden_size"),
     ("intermediate_size", "hidden_size"),
     ("num_attention_heads", "head_dim", "hidden_size"),
 )
-# Of "llama3" positions: names in config.json, and those of Llama3Scaling.
-SCALING = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +95,7 @@ def read_config(fields: Fields) -> ModelConfig:
         raise fields.error(f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
     else:
         values["head_dim"] = hidden // heads
-    values["rope_theta"], values["scaling"] = _read_rope(fields)
+    values["rope_theta"], values["scaling"] = read_rope(fields)
     values |= {
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0, most=1),
         "max_position_embeddings": fields.size("max_position_embeddings", 2048),
@@ -111,44 +110,21 @@ def read_config(fields: Fields) -> ModelConfig:
         raise fields.error(str(error)) from error
 
 
-def _read_rope(fields: Fields) -> tuple[float, Llama3Scaling | None]:
-    """The base of the positions' frequencies, and how they are stretched; older files have these in rope_scaling."""
-    rope = next((fields.nested(name) for name in ("rope_parameters", "rope_scaling") if fields.has(name)), fields)
-    theta = (rope if "rope_theta" in rope.values else fields).number("rope_theta", 10_000.0, above=0)
-    if rope is fields:
-        return theta, None
-    kind = rope.serve("rope_type" if "rope_type" in rope.values else "type", "default", "llama3", default="default")
-    if kind == "default":
-        return theta, None
-    rope.require(*SCALING, "original_max_position_embeddings")
-    numbers = {name: rope.number(key, above=0) for key, name in SCALING.items()}
-    if numbers["low"] >= numbers["high"]:
-        raise rope.error(f"low_freq_factor ({numbers['low']}) must be below high_freq_factor ({numbers['high']})")
-    return theta, Llama3Scaling(**numbers, context=rope.size("original_max_position_embeddings"))
-
-
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    source: Config = config.source
-    data = dataclasses.asdict(source)
+    data = dataclasses.asdict(config.source)
     eos, theta, _ = data.pop("eos_token_ids"), data.pop("rope_theta"), data.pop("scaling")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if source.scaling is not None:
-        rope |= {key: getattr(source.scaling, name) for key, name in SCALING.items()}
-        rope |= {"rope_type": "llama3", "original_max_position_embeddings": source.scaling.context}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **data,
         "hidden_act": "silu",
-        "rope_parameters": rope,
-        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "rope_parameters": rope_json(theta, config.source.scaling),
+        "eos_token_id": eos_json(eos),
     }
 
 
 def as_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """A head that is there counts, whatever the configuration says."""
-    tied = config.tied and "lm_head.weight" not in names
-    return dataclasses.replace(config.source, tie_word_embeddings=tied).model()
+    return untied_if_stored(config, names)
 
 
 def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:

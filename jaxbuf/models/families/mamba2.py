@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxbuf.models.config import LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
+from jaxbuf.models.loading.common_fields import eos_json, untied_if_stored
 from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
 from jaxbuf.models.mixers.mamba2 import Mamba2
 from jaxbuf.recurrence.spec import RecurrenceSpec
@@ -133,14 +134,12 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "time_step_limit": [{"__float__": "Infinity"} if x == math.inf else x for x in config.source.time_step_limit],
         "hidden_act": "silu",
         "rms_norm": True,
-        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "eos_token_id": eos_json(eos),
     }
 
 
 def as_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """A head that is there counts, whatever the configuration says."""
-    tied = config.tied and "lm_head.weight" not in names
-    return dataclasses.replace(config.source, tie_word_embeddings=tied).model()
+    return untied_if_stored(config, names)
 
 
 def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:

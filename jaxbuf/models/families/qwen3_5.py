@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
+from jaxbuf.models.loading.common_fields import eos_json, find_number, read_rope
 from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
 from jaxbuf.models.mixers.attention import Attention
 from jaxbuf.models.mixers.gated_delta_net import GatedDeltaNet
@@ -18,7 +19,7 @@ type LayerType = Literal["linear_attention", "full_attention"]
 LAYER_TYPES = ("linear_attention", "full_attention")
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 SERVED = "dense text models of the Qwen3.5 architecture"
-IGNORED = ("model.visual.",)  # the vision tower
+IGNORED = ("model.visual.*",)  # the vision tower
 NEEDED = (
     "vocab_size",
     "hidden_size",
@@ -173,7 +174,7 @@ class Config:
             "num_hidden_layers": len(self.layer_types),
             "hidden_act": "silu",
             "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": factor},
-            "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+            "eos_token_id": eos_json(eos),
         }
 
 
@@ -184,9 +185,6 @@ def read_config(fields: Fields) -> ModelConfig:
     text.serve("attention_bias", False, default=False)
     text.serve("attn_output_gate", True, default=True)
     text.require(*NEEDED, ("layer_types", "num_hidden_layers"))
-    rope = next((text.nested(name) for name in ("rope_parameters", "rope_scaling") if text.has(name)), text)
-    if rope is not text:
-        rope.serve("rope_type" if "rope_type" in rope.values else "type", "default", default="default")
     values = {
         **{name: text.size(name) for name in NEEDED},
         "layer_types": _layer_types(text),
@@ -198,8 +196,10 @@ def read_config(fields: Fields) -> ModelConfig:
         "initializer_range": text.number("initializer_range", 0.02, **RANGES["initializer_range"]),
         "eos_token_ids": text.token_ids("eos_token_id", vocab_size=text.size("vocab_size")),
     }
-    for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", 0.25)):
-        values[name] = (rope if name in rope.values else text).number(name, default, **RANGES[name])
+    values["rope_theta"], _ = read_rope(text, scalings=False)
+    values["partial_rotary_factor"] = find_number(
+        text, "partial_rotary_factor", 0.25, **RANGES["partial_rotary_factor"]
+    )
     try:
         return Config(**values).model()
     except ValueError as error:  # of fields that do not fit together

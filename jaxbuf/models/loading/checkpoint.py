@@ -253,9 +253,9 @@ def _check(
     directory: Path, tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...]
 ) -> None:
     """Raises a CheckpointError that lists tensors that are missing, unexpected, misshapen or not of floats."""
-    skipped = [name for name in tensors if name.startswith(ignored)]
+    skipped = [name for name in tensors if any(fnmatch(name, pattern) for pattern in ignored)]
     if skipped:
-        logger.info("skipping %d tensors (%s*) in %s", len(skipped), "*, ".join(ignored), directory)
+        logger.info("skipping %d tensors (%s) in %s", len(skipped), ", ".join(ignored), directory)
     wrong = {
         "missing": sorted(set(expected) - set(tensors)),
         "unexpected": sorted(set(tensors) - set(expected) - set(skipped)),

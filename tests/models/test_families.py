@@ -1,0 +1,91 @@
+"""What families read of a config.json beside the numbers that parity fixtures have: older files, and refusals."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxbuf.attention.rotary import Llama3Scaling
+from jaxbuf.models.families import config_from_dict, config_json, families
+from jaxbuf.models.language_model import load
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def described(name, **changes):
+    return json.loads((FIXTURES / name / "checkpoint" / "config.json").read_text()) | changes
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama_plain", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ("llama_plain", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of .'default', 'llama3'."),
+        ("llama_plain", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.type must be one of"),
+        ("llama_plain", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks rope_parameters.low_freq"),
+        (
+            "llama_plain",
+            {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "low_freq_factor": 4.0}},
+            r"low_freq_factor \(4.0\) must be below high_freq_factor \(4.0\)",
+        ),
+        ("llama_plain", {"num_attention_heads": 5}, r"num_attention_heads \(5\) must be a multiple of"),
+        ("llama_plain", {"head_dim": 7}, "head_dim must be even"),
+        ("llama_plain", {"intermediate_size": 2**31 - 1}, r"at most 2\*\*40 elements"),
+        ("qwen3_plain", {"use_sliding_window": True}, "use_sliding_window must be False, got True"),
+        ("qwen3_plain", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be"),
+        ("qwen3_plain", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type must be 'default', got 'yarn'"),
+        ("mamba2_plain", {"rms_norm": False}, "rms_norm must be True, got False"),
+        ("mamba2_plain", {"n_groups": 2}, r"num_heads \(5\) must be a multiple of n_groups \(2\)"),
+        ("mamba2_plain", {"expand": 3}, r"expand \(3.0\) times hidden_size \(40\) must be num_heads \(5\) times"),
+        ("mamba2_plain", {"time_step_limit": [1.0, 0.5]}, "time_step_limit must be two numbers"),
+        ("mamba2_plain", {"time_step_limit": "inf"}, "time_step_limit must be two numbers"),
+        ("mamba2_plain", {"conv_kernel": 1}, r"conv_kernel must be a whole number in \[2"),
+    ],
+)
+def test_what_is_not_served_is_refused(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_dict(described(name, **changes))
+
+
+def test_positions_of_older_files():
+    """The base lies beside rope_scaling, which counts where rope_parameters are there, too."""
+    data = described("llama_plain", rope_theta=5e5, rope_scaling=LLAMA3 | {"type": "llama3"})
+    without = {name: value for name, value in data.items() if name != "rope_parameters"}
+    for each, theta in ((without, 5e5), (data, 1e4)):  # rope_parameters has a base of its own
+        rotary = config_from_dict(each).layers[0].mixers[0].rotary
+        assert (rotary.theta, rotary.scaling) == (theta, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    del without["rope_scaling"]
+    rotary = config_from_dict(without).layers[0].mixers[0].rotary
+    assert (rotary.theta, rotary.scaling) == (5e5, None)
+
+
+def test_heads_without_a_size_of_their_own_share_the_hidden_size():
+    data = {name: value for name, value in described("llama_plain").items() if name != "head_dim"}
+    assert config_from_dict(data).layers[0].mixers[0].head_dim == 8
+    with pytest.raises(ValueError, match=r"hidden_size \(50\) must be a multiple of num_attention_heads \(6\)"):
+        config_from_dict(data | {"hidden_size": 50})
+
+
+def test_steps_without_a_limit_however_infinity_is_written():
+    for limit in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+        mixer = config_from_dict(described("mamba2_plain", time_step_limit=limit)).layers[0].mixers[0]
+        assert (mixer.least_step, mixer.most_step) == (0.0, np.inf)
+
+
+def test_frequencies_that_older_files_hold_are_not_read(tmp_path):
+    source = FIXTURES / "llama_plain" / "checkpoint"
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    assert load(tmp_path).config == load(source).config
+
+
+@pytest.mark.parametrize("name", [folder.name for folder in FIXTURES.iterdir() if (folder / "checkpoint").is_dir()])
+def test_a_configuration_survives_its_file(name):
+    config = config_from_dict(described(name))
+    assert config.family in families() and config.source.model() == config
+    assert config_from_dict(json.loads(json.dumps(config_json(config)))) == config
