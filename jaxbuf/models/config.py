@@ -68,7 +68,12 @@ class Mixer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class MLP:
-    """down(silu(gate x) · up x), `size` wide; with `bias` each of the three adds one."""
+    """down(silu(gate x) · up x).
+
+    Attributes:
+      size: Numbers between the projections.
+      bias: Whether each of the three adds one.
+    """
 
     size: int
     bias: bool = False

@@ -72,7 +72,12 @@ def linear_float32(x: Array, weight: nnx.Param) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """x / rms(x) · (offset + weight) over the last axis. Weights that are centred at zero have the offset 1."""
+    """x / rms(x) · (offset + weight) over the last axis.
+
+    Attributes:
+      eps: Is added to the mean square.
+      offset: 1 for weights that are centred at zero, else 0.
+    """
 
     eps: float
     offset: float = 0.0

@@ -97,8 +97,11 @@ def test_tokens_at_once_and_one_by_one_are_the_same_bits(rng):
     for t in range(TIME):
         token, (slots, start, lengths) = [x[:, t : t + 1] for x in raw], (one, (5 + t) * one, one)
         found, ring = prepare_on_gpu(SMALL, weights, ring, *token, slots=slots, start=start, lengths=lengths)
-        for x, y in zip(found, at_once, strict=True):
+        *vectors, log_decay, beta = zip(found, at_once, strict=True)
+        for x, y in vectors:
             np.testing.assert_array_equal(x[:, 0], y[:, t])
+        for x, y in (log_decay, beta):  # A CPU's exponentials may differ in the last bit with the length of an array.
+            np.testing.assert_array_max_ulp(np.asarray(x[:, 0]), np.asarray(y[:, t]), maxulp=1)
     np.testing.assert_array_equal(ring, ring_at_once)
 
 

@@ -85,6 +85,9 @@ def read_config(fields: Fields) -> ModelConfig:
 def config_from_dict(data: Mapping[str, Any]) -> ModelConfig:
     """As `read_config`, for what config.json holds.
 
+    Args:
+      data: Its names and values.
+
     Raises:
       ValueError: As `read_config`, or it is no mapping.
     """
@@ -94,5 +97,9 @@ def config_from_dict(data: Mapping[str, Any]) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a checkpoint; `config_from_dict` reads it back."""
+    """The config.json of a checkpoint; `config_from_dict` reads it back.
+
+    Args:
+      config: Of any family.
+    """
     return family_of(config).config_json(config)
