@@ -29,7 +29,13 @@ from tests.serving.test_trees import plant
 SAMPLES = 4
 
 
-@pytest.fixture(scope="module", params=OTHERS)
+LIKE_ANOTHER = ("qwen3",)  # its memories are Llama's
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(x, marks=pytest.mark.exhaustive) if x in LIKE_ANOTHER else x for x in OTHERS],
+)
 def architecture(request):
     return request.param
 
