@@ -43,10 +43,6 @@ def plan(implementation: str, sizes: Iterable[tuple[int, int]]) -> list[Case]:
     return [Case(operation, *size, name) for operation in OPERATIONS for size in sizes for name in every]
 
 
-def channels_of(spec: RecurrenceSpec) -> int:
-    return 2 * spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
-
-
 def count_bytes(spec: RecurrenceSpec, case: Case, dtype=jnp.bfloat16) -> int:
     """What one call reads and writes: the parameters of the layer, which stay in the cache, are left out.
 
@@ -56,7 +52,7 @@ def count_bytes(spec: RecurrenceSpec, case: Case, dtype=jnp.bfloat16) -> int:
     size, tokens = jnp.dtype(dtype).itemsize, case.batch * case.time
     if case.operation == "prepare":
         vectors = case.batch * (WIDTH - 1) + 3 * tokens
-        return vectors * channels_of(spec) * size + 16 * tokens * spec.heads
+        return vectors * spec.channels * size + 16 * tokens * spec.heads
     return 3 * tokens * spec.heads * spec.value_dim * size
 
 
@@ -76,7 +72,7 @@ def make_layer(spec: RecurrenceSpec, case: Case, dtype: str, key: jax.Array) -> 
     if case.operation == "gated_norm":
         out, z = normal(*rows, heads, values, scale=0.1), normal(*rows, heads * values)
         return {"memory": (), "parameters": normal(values), "inputs": (out, z)}
-    channels, gates = channels_of(spec), functools.partial(normal, dtype="float32")
+    channels, gates = spec.channels, functools.partial(normal, dtype="float32")
     ring = init_ring(slots=case.batch, channels=channels, width=WIDTH, max_pending=MAX_PENDING, dtype=jnp.dtype(dtype))
     return {
         "memory": normal(*ring.shape),

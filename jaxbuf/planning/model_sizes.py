@@ -110,8 +110,7 @@ def find_sizes(source: str | Path) -> ModelSizes:
 
 def _shape(name: str, spec: RecurrenceSpec, layers: tuple[int, int], kv_numbers: int, billions: float) -> ModelSizes:
     # The width is 4 in all of these. q, k and v pass the convolution; Mamba-2's groups are its key heads.
-    channels = 2 * spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
-    return ModelSizes(name, spec, *layers, channels, 4, kv_numbers, round(billions * 1e9))
+    return ModelSizes(name, spec, *layers, spec.channels, 4, kv_numbers, round(billions * 1e9))
 
 
 def _gdn(heads: int) -> RecurrenceSpec:

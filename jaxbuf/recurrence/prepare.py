@@ -155,7 +155,7 @@ def _inputs(spec: RecurrenceSpec, weights: Weights, mixed: Array, a: Array, b: A
 def _check(spec: RecurrenceSpec, weights: Weights, qkv: Array, a: Array, b: Array) -> None:
     if spec.decay != "head":
         raise ValueError(f'spec.decay must be "head", got {spec.decay!r}')
-    channels = 2 * spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
+    channels = spec.channels
     if qkv.ndim != 3 or qkv.shape[2] != channels:
         raise ValueError(f"qkv must be [batch, time, {channels}], got shape {qkv.shape}")
     if weights.convolution.ndim != 2 or weights.convolution.shape[0] != channels:

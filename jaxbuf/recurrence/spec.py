@@ -69,6 +69,11 @@ class RecurrenceSpec:
         return (self.heads, self.value_dim, self.key_dim)
 
     @property
+    def channels(self) -> int:
+        """Numbers of q, k and v of a token together."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
     def decay_width(self) -> int:
         """Numbers of log_decay a token and head carry: 0, 1 or key_dim."""
         return {"none": 0, "head": 1, "channel": self.key_dim}[self.decay]

@@ -7,8 +7,9 @@ from typing import Any
 
 from jaxbuf.models.config import LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
-from jaxbuf.models.loading.common_fields import eos_json, untied_if_stored
+from jaxbuf.models.loading.common_fields import check_multiple, eos_json, make, untied_if_stored
 from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
+from jaxbuf.models.loading.tensor_names import placed
 from jaxbuf.models.mixers.mamba2 import Mamba2
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
@@ -54,8 +55,7 @@ class Config:
 
     def __post_init__(self):
         heads, inner = self.num_heads, self.num_heads * self.head_dim
-        if heads % self.n_groups:
-            raise ValueError(f"num_heads ({heads}) must be a multiple of n_groups ({self.n_groups})")
+        check_multiple(self, "num_heads", "n_groups")
         if int(self.expand * self.hidden_size) != inner:
             product = f"expand ({self.expand}) times hidden_size ({self.hidden_size})"
             raise ValueError(f"{product} must be num_heads ({heads}) times head_dim ({self.head_dim})")
@@ -106,10 +106,7 @@ def read_config(fields: Fields) -> ModelConfig:
     }
     for name, default in (("use_bias", False), ("use_conv_bias", True), ("tie_word_embeddings", False)):
         values[name] = fields.flag(name, default)
-    try:
-        return Config(**values).model()
-    except ValueError as error:  # of fields that do not fit together
-        raise fields.error(str(error)) from error
+    return make(Config, values, fields)
 
 
 def _read_limits(fields: Fields) -> tuple[float, float]:
@@ -138,8 +135,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def as_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    return untied_if_stored(config, names)
+as_stored = untied_if_stored
 
 
 def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:
@@ -149,18 +145,16 @@ def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Sourc
     if not config.tied:
         found["lm_head"] = Source("lm_head.weight")
     for number in range(len(config.layers)):
-        found |= _layer_tensors(f"layers.{number}.", f"backbone.layers.{number}.", config.source)
+        found |= placed(_layer_tensors(config.source), f"layers.{number}.", f"backbone.layers.{number}.")
     return found
 
 
-def _layer_tensors(path: str, name: str, source: Config) -> dict[str, Source]:
-    found = {f"{path}before_mixers": Source(f"{name}norm.weight")}
-    path, name = f"{path}mixers.0.", f"{name}mixer."
-    found |= {path + part: Source(name + part) for part in ("A_log", "D", "dt_bias")}
-    found |= {path + part: Source(f"{name}{part}.weight") for part in ("in_proj", "norm", "out_proj")}
-    found[f"{path}conv1d"] = Source(f"{name}conv1d.weight", depthwise=True)
+def _layer_tensors(source: Config) -> dict[str, Source]:
+    found = {part: Source(part) for part in ("A_log", "D", "dt_bias")}
+    found |= {part: Source(f"{part}.weight") for part in ("in_proj", "norm", "out_proj")}
+    found["conv1d"] = Source("conv1d.weight", depthwise=True)
     if source.use_conv_bias:
-        found[f"{path}conv1d_bias"] = Source(f"{name}conv1d.bias")
+        found["conv1d_bias"] = Source("conv1d.bias")
     if source.use_bias:
-        found |= {f"{path}{part}_bias": Source(f"{name}{part}_proj.bias") for part in ("in", "out")}
-    return found
+        found |= {f"{part}_bias": Source(f"{part}_proj.bias") for part in ("in", "out")}
+    return {"before_mixers": Source("norm.weight")} | placed(found, "mixers.0.", "mixer.")

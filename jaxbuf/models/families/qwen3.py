@@ -7,8 +7,16 @@ from typing import Any
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
-from jaxbuf.models.loading.common_fields import eos_json, read_rope, rope_json, untied_if_stored
-from jaxbuf.models.loading.fields import MOST_LAYERS, Fields, check_arrays
+from jaxbuf.models.loading.common_fields import (
+    check_softmax,
+    eos_json,
+    make,
+    read_rope,
+    rope_json,
+    untied_if_stored,
+)
+from jaxbuf.models.loading.fields import MOST_LAYERS, Fields
+from jaxbuf.models.loading.tensor_names import decoder_tensors, softmax_layer
 from jaxbuf.models.mixers.attention import Attention
 
 MODEL_TYPES = ("qwen3",)
@@ -22,11 +30,6 @@ NEEDED = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
-)
-ARRAYS = (
-    ("vocab_size", "hidden_size"),
-    ("intermediate_size", "hidden_size"),
-    ("num_attention_heads", "head_dim", "hidden_size"),
 )
 
 
@@ -56,12 +59,7 @@ class Config:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if heads % kv_heads:
-            raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, for its channels are turned in pairs, got {self.head_dim}")
-        check_arrays(vars(self), ARRAYS)
+        check_softmax(self)
 
     def model(self) -> ModelConfig:
         """What the decoder is built from."""
@@ -105,10 +103,7 @@ def read_config(fields: Fields) -> ModelConfig:
         "initializer_range": fields.number("initializer_range", 0.02, least=0),
         "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=values["vocab_size"]),
     }
-    try:
-        return Config(**values).model()
-    except ValueError as error:  # of fields that do not fit together
-        raise fields.error(str(error)) from error
+    return make(Config, values, fields)
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
@@ -125,26 +120,8 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def as_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    return untied_if_stored(config, names)
+as_stored = untied_if_stored
 
 
 def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:
-    found = {path: Source(f"model.{path}.weight") for path in ("embed_tokens", "norm")}
-    if not config.tied:
-        found["lm_head"] = Source("lm_head.weight")
-    for number in range(len(config.layers)):
-        layer = f"layers.{number}."
-        found |= {layer + path: Source(f"model.{layer}{name}") for path, name in _layer_tensors(config.source).items()}
-    return found
-
-
-def _layer_tensors(source: Config) -> dict[str, str]:
-    """The parameters of a layer, and their tensors."""
-    found = {"before_mixers": "input_layernorm.weight", "before_mlp": "post_attention_layernorm.weight"}
-    found |= {f"mlp.{part}_proj": f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
-    found |= {f"mixers.0.{part}_norm": f"self_attn.{part}_norm.weight" for part in "qk"}
-    found |= {f"mixers.0.{part}_proj": f"self_attn.{part}_proj.weight" for part in "qkvo"}
-    if source.attention_bias:
-        found |= {f"mixers.0.{part}_bias": f"self_attn.{part}_proj.bias" for part in "qkvo"}
-    return found
+    return decoder_tensors(config, softmax_layer)

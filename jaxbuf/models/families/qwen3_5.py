@@ -7,8 +7,9 @@ from typing import Any, Literal, cast
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
-from jaxbuf.models.loading.common_fields import eos_json, find_number, read_rope
+from jaxbuf.models.loading.common_fields import check_multiple, eos_json, find_number, make, read_rope, untied_if_stored
 from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
+from jaxbuf.models.loading.tensor_names import decoder_tensors, outside_mixers, placed, softmax_layer
 from jaxbuf.models.mixers.attention import Attention
 from jaxbuf.models.mixers.gated_delta_net import GatedDeltaNet
 from jaxbuf.recurrence.spec import RecurrenceSpec
@@ -96,12 +97,8 @@ class Config:
         own.integer("mtp_num_hidden_layers", least=0, most=1)
         own.token_ids("eos_token_ids", vocab_size=SIZE + 1)
         own.texts("layer_types")
-        for many, few in (
-            ("num_attention_heads", "num_key_value_heads"),
-            ("linear_num_value_heads", "linear_num_key_heads"),
-        ):
-            if getattr(self, many) % getattr(self, few):
-                raise ValueError(f"{many} ({getattr(self, many)}) must be a multiple of {few} ({getattr(self, few)})")
+        check_multiple(self, "num_attention_heads", "num_key_value_heads")
+        check_multiple(self, "linear_num_value_heads", "linear_num_key_heads")
         if not self.layer_types or not set(self.layer_types) <= set(LAYER_TYPES):
             found = shown(self.layer_types)
             raise ValueError(f"layer_types must be a non-empty list out of {LAYER_TYPES}, got {found}")
@@ -200,10 +197,7 @@ def read_config(fields: Fields) -> ModelConfig:
     values["partial_rotary_factor"] = find_number(
         text, "partial_rotary_factor", 0.25, **RANGES["partial_rotary_factor"]
     )
-    try:
-        return Config(**values).model()
-    except ValueError as error:  # of fields that do not fit together
-        raise text.error(str(error)) from error
+    return make(Config, values, text)
 
 
 def _layer_types(text: Fields) -> tuple[LayerType, ...]:
@@ -224,37 +218,26 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 def as_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """A head or an MTP layer that is there counts, whatever the configuration says."""
-    source = config.source
-    tied = source.tie_word_embeddings and "lm_head.weight" not in names
-    mtp = 1 if any(name.startswith("mtp.") for name in names) else source.mtp_num_hidden_layers
-    return dataclasses.replace(source, tie_word_embeddings=tied, mtp_num_hidden_layers=mtp).model()
+    config = untied_if_stored(config, names)
+    stored = any(name.startswith("mtp.") for name in names)
+    return dataclasses.replace(config.source, mtp_num_hidden_layers=1).model() if stored else config
 
 
 def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:
     inside = any(name.startswith("model.language_model.") for name in names)
-    model = "model.language_model." if inside else "model."
-    found = {path: Source(f"{model}{path}.weight") for path in ("embed_tokens", "norm")}
-    for number, layer in enumerate(config.layers):
-        found |= _layer_tensors(f"layers.{number}.", f"{model}layers.{number}.", layer)
-    if not config.tied:
-        found["lm_head"] = Source("lm_head.weight")
+    found = decoder_tensors(config, _layer_tensors, "model.language_model." if inside else "model.")
     if config.mtp is not None:
         parts = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
         found |= {f"mtp.{part}": Source(f"mtp.{part}.weight") for part in parts}
-        found |= _layer_tensors("mtp.layers.0.", "mtp.layers.0.", config.mtp)
+        found |= placed(_layer_tensors(config.mtp), "mtp.layers.0.", "mtp.layers.0.")
     return found
 
 
-def _layer_tensors(path: str, name: str, layer: LayerConfig) -> dict[str, Source]:
-    if isinstance(layer.mixers[0], GatedDeltaNet):
-        mixer, parts = "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj")
-    else:
-        mixer, parts = "self_attn", ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-    found = {f"mixers.0.{part}": f"{mixer}.{part}.weight" for part in parts}
-    found |= {f"mlp.{part}": f"mlp.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")}
-    found |= {"before_mixers": "input_layernorm.weight", "before_mlp": "post_attention_layernorm.weight"}
-    sources = {path + part: Source(name + tensor) for part, tensor in found.items()}
-    if mixer == "linear_attn":
-        sources |= {f"{path}mixers.0.{part}": Source(f"{name}{mixer}.{part}") for part in ("A_log", "dt_bias")}
-        sources[f"{path}mixers.0.conv1d"] = Source(f"{name}{mixer}.conv1d.weight", depthwise=True)
-    return sources
+def _layer_tensors(layer: LayerConfig) -> dict[str, Source]:
+    if not isinstance(layer.mixers[0], GatedDeltaNet):
+        return softmax_layer(layer)
+    parts = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj")
+    found = {part: Source(f"{part}.weight") for part in parts}
+    found |= {part: Source(part) for part in ("A_log", "dt_bias")}
+    found["conv1d"] = Source("conv1d.weight", depthwise=True)
+    return placed(found, "mixers.0.", "linear_attn.") | outside_mixers(layer)

@@ -1,13 +1,18 @@
 """What the config.json of several families say in the same way: positions, tokens that end a text, a tied head."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxbuf.attention.rotary import Llama3Scaling
 from jaxbuf.models.config import ModelConfig
-from jaxbuf.models.loading.fields import Fields
+from jaxbuf.models.loading.fields import Fields, check_arrays
 
+SOFTMAX_ARRAYS = (
+    ("vocab_size", "hidden_size"),
+    ("intermediate_size", "hidden_size"),
+    ("num_attention_heads", "head_dim", "hidden_size"),
+)
 # Of "llama3" positions: names in config.json, and those of Llama3Scaling.
 SCALING = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high"}
 
@@ -70,3 +75,31 @@ def untied_if_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig
     file says."""
     tied = config.tied and "lm_head.weight" not in names
     return dataclasses.replace(config.source, tie_word_embeddings=tied).model()
+
+
+def make(source: Callable[..., Any], values: dict[str, Any], fields: Fields) -> ModelConfig:
+    """The ModelConfig of what was read; fields that do not fit together are an error that names the file.
+
+    Args:
+      source: Makes what a family keeps of a config.json, which has `model()`.
+      values: Its fields.
+      fields: Where they were read from.
+    """
+    try:
+        return source(**values).model()
+    except ValueError as error:
+        raise fields.error(str(error)) from error
+
+
+def check_multiple(source: Any, many: str, few: str) -> None:
+    """Raises a ValueError unless one field is a multiple of another."""
+    if getattr(source, many) % getattr(source, few):
+        raise ValueError(f"{many} ({getattr(source, many)}) must be a multiple of {few} ({getattr(source, few)})")
+
+
+def check_softmax(source: Any) -> None:
+    """Raises a ValueError unless a model of softmax layers alone has heads that fit, and arrays that can be held."""
+    check_multiple(source, "num_attention_heads", "num_key_value_heads")
+    if source.head_dim % 2:
+        raise ValueError(f"head_dim must be even, for its channels are turned in pairs, got {source.head_dim}")
+    check_arrays(vars(source), SOFTMAX_ARRAYS)

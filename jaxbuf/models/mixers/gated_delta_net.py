@@ -1,66 +1,29 @@
 """The Gated DeltaNet mixer: Qwen3-Next's and Qwen3.5's recurrent layer."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbuf.models.config import RECURRENCE
 from jaxbuf.models.layers import Initializer, linear, linear_float32, log_rate, ones, parameter, step_bias, uniform
+from jaxbuf.models.mixers.recurrent import RecurrentMixer
 from jaxbuf.recurrence.gated_norm import gated_norm
 from jaxbuf.recurrence.prepare import Weights
-from jaxbuf.recurrence.recurrent_plan import init_recurrent
-from jaxbuf.recurrence.spec import RecurrenceSpec
 
 type Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaNet:
-    """The mixer.
-
-    Attributes:
-      spec: The recurrence.
-      width: Of the short convolution in front of it.
-      eps: Of the norm behind it.
+class GatedDeltaNet(RecurrentMixer):
+    """The mixer; its attributes are those of `RecurrentMixer`.
 
     Source: Yang et al., Gated Delta Networks (2024), section 3.4, as Qwen3.5 has it.
     """
 
-    spec: RecurrenceSpec
-    width: int
-    eps: float
-
-    kind: ClassVar = RECURRENCE
-
-    @property
-    def kv_numbers(self) -> int:
-        return 0
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return {"heads": self.spec.heads, "key_heads": self.spec.key_heads}
-
-    @property
-    def channels(self) -> int:
-        """Channels of q, k and v together: those of the convolution."""
-        return 2 * self.spec.key_heads * self.spec.key_dim + self.spec.heads * self.spec.value_dim
-
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
         return GatedDeltaNetParameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
-
-    def memory(self, sizes):
-        return init_recurrent(
-            self.spec,
-            sizes.cursor,
-            channels=self.channels,
-            width=self.width,
-            dtype=sizes.dtype,
-            entry_dtype=sizes.entry_dtype,
-            state_dtype=sizes.state_dtype,
-        )
 
     def __call__(self, parameters: "GatedDeltaNetParameters", x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:
         """Applies the layer; `plan` is one of `jaxbuf.recurrence.recurrent_plan`."""

@@ -2,29 +2,27 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.attention.contraction import contract
-from jaxbuf.models.config import RECURRENCE
 from jaxbuf.models.layers import Initializer, linear, log_rate, ones, parameter, step_bias, uniform, zeros
-from jaxbuf.recurrence.recurrent_plan import init_recurrent
-from jaxbuf.recurrence.spec import RecurrenceSpec
+from jaxbuf.models.mixers.recurrent import RecurrentMixer
 
 type Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Mamba2:
+class Mamba2(RecurrentMixer):
     """The mixer.
 
+    Of the recurrence keys are B, queries C, and values x; a key head is a group, and has a norm of its own.
+
     Attributes:
-      spec: The recurrence: keys are B, queries C, and values x; a key head is a group.
-      width: Of the short convolution in front of x, B and C.
-      eps: Of the gated norm behind the recurrence, one for each group.
+      spec, width, eps: As in `RecurrentMixer`.
       least_step, most_step: Step sizes are clamped to these.
       bias: Whether the two projections add one.
       convolution_bias: Whether the convolution does.
@@ -32,47 +30,18 @@ class Mamba2:
     Source: Dao and Gu, Transformers are SSMs (2024), sections 5 and 7.
     """
 
-    spec: RecurrenceSpec
-    width: int
-    eps: float
     least_step: float = 0.0
     most_step: float = math.inf
     bias: bool = False
     convolution_bias: bool = True
-
-    kind: ClassVar = RECURRENCE
-
-    @property
-    def kv_numbers(self) -> int:
-        return 0
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return {"heads": self.spec.heads, "key_heads": self.spec.key_heads}
 
     @property
     def inner(self) -> int:
         """Numbers of all values together."""
         return self.spec.heads * self.spec.value_dim
 
-    @property
-    def channels(self) -> int:
-        """Channels of x, B and C together: those of the convolution."""
-        return self.inner + 2 * self.spec.key_heads * self.spec.key_dim
-
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
         return Mamba2Parameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
-
-    def memory(self, sizes):
-        return init_recurrent(
-            self.spec,
-            sizes.cursor,
-            channels=self.channels,
-            width=self.width,
-            dtype=sizes.dtype,
-            entry_dtype=sizes.entry_dtype,
-            state_dtype=sizes.state_dtype,
-        )
 
     def __call__(self, parameters: "Mamba2Parameters", x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:
         """Applies the layer; `plan` is one of `jaxbuf.recurrence.recurrent_plan`."""
