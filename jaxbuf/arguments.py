@@ -46,6 +46,12 @@ def check_range(name: str, values: object, low: int, high: int | Array | np.ndar
         raise ValueError(f"{name} must be in [{low}, {most[row]}], got {given[row]} at row {row}")
 
 
+def check_rows(name: str, array: Array, rows: int) -> None:
+    """Raises a ValueError unless `array` is an integer vector with one number a row."""
+    if array.shape != (rows,) or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be int32 [{rows}], one number a row, got {array.dtype} {array.shape}")
+
+
 def checked_slots(slots: object, count: int, *, name: str = "slots", once: bool = False) -> Array:
     """The slots of a launch's rows, int32 [rows], all of them in [0, count).
 

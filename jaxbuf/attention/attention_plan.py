@@ -3,8 +3,6 @@
 Both plans have the same functions, so that a mixer is written once: `angles` and `attend`.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -12,6 +10,7 @@ from jaxbuf.attention import paged
 from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.rotary import Rotary
+from jaxbuf.memory.sequences import Launch
 
 type Array = jax.Array
 
@@ -42,29 +41,12 @@ class WholeAttention(_Positions):
         return causal_attention(q, k, v, lengths=self._lengths), None
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """Which tokens a launch has.
-
-    Attributes:
-      slots, start, lengths: int32 [rows]: each row's slot, the tokens committed before, and how many are real.
-      offset: int32 [rows or 1, time], how many of the launch's tokens precede each one.
-      ancestors: bool [rows, time, time], which of them each sees; None: those before it.
-    """
-
-    slots: Array
-    start: Array
-    lengths: Array
-    offset: Array
-    ancestors: Array | None = None
-
-
 class LaunchedAttention(_Positions):
     """A launch on a cache: its memory is a PagedKV."""
 
     def __init__(self, launch: Launch, table: Array, order: Array | None = None):
         """table, order: The pages of each slot, and where its next tokens lie in them, see `jaxbuf.attention.paged`."""
-        super().__init__(launch.start[:, None] + launch.offset)
+        super().__init__(launch.start[:, None] + launch.depth)
         self._launch, self._table, self._order = launch, table, order
 
     def attend(self, memory: PagedKV, q: Array, k: Array, v: Array) -> tuple[Array, PagedKV]:

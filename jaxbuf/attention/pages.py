@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import checked_fork, checked_slots, distinct_slots, first_rows
+from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.ownership import (
     NOWHERE,
     Ownership,
+    clear_flag,
     flag_missing,
     is_shared,
     raise_missing,
@@ -74,43 +76,55 @@ def advance_order(order: Array, slots: Array, start: Array, accepted: Array, per
     return order.at[jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")
 
 
-def reserve_pages(
-    pages: Ownership, table: Array, place: Array, *, slots: Array, lengths: Array, page_size: int
-) -> tuple[Array, Array, Ownership]:
-    """Gives each row the pages for its next tokens, where it has none of its own. Where too few are free, no row gets
-    any.
+def touched_pages(place: Array, *, slots: Array, lengths: Array, pages: int, page_size: int) -> Array:
+    """bool [rows, pages]: on which of its pages each row's next tokens lie.
 
     Args:
-      pages: Who owns them.
-      table: int32 [slots + 1, max_pages].
       place: int32 [rows, time], from `places`.
       slots, lengths: int32 [rows], the slot of each row, and how many of its tokens are real.
+      pages: The most of a slot.
       page_size: Tokens of a page.
-
-    Returns:
-      served: bool scalar; False where too few pages are free, or an earlier launch found too few. Then nothing has
-        changed but the note of what is missing.
-      table, pages: As they are now.
-
-    Raises:
-      ValueError: slots do not fit, or (where they are known) one is out of range or repeated.
-      PoolExhausted: Pages do not suffice, where that is known.
     """
-    slots = distinct_slots(slots, table.shape[0])
     rows, time = place.shape
     real = (jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]) & (slots > 0)[:, None]
     page = jnp.where(real & (place >= 0), place // page_size, NOWHERE)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    return jnp.zeros((rows, pages), bool).at[row, page].set(True, mode="drop")
+
+
+def claim_pages(owners: Ownership, table: Array, slots: Array, touched: Array) -> Claim:
+    """The pages that each row needs for its next tokens, beside those that it has for itself.
+
+    Args:
+      owners: Who owns them.
+      table: int32 [slots + 1, max_pages].
+      slots: int32 [rows].
+      touched: bool [rows, max_pages], from `touched_pages`.
+    """
+    return Claim(jnp.sum(_wanted(owners, table[slots], touched), axis=1, dtype=jnp.int32), owners.left)
+
+
+def take_pages(owners: Ownership, table: Array, slots: Array, touched: Array) -> tuple[Array, Ownership]:
+    """The table and the pages after each row took what it needs, see `claim_pages`; enough are free."""
     old = table[slots]
-    touched = jnp.zeros(old.shape, bool).at[row, page].set(True, mode="drop")
-    wanted = touched & ((old == 0) | is_shared(pages, old))
-    pages = flag_missing(pages, short_of(pages, wanted))
-    raise_missing(pages=pages)
-    served = pages.lacking == 0
-    wanted = wanted & served
-    taken, pages = take_rows(pages, wanted)
-    pages = release_rows(pages, jnp.where(wanted, old, 0))
-    return served, _put(table, slots, jnp.where(wanted, taken, old)), pages
+    wanted = _wanted(owners, old, touched)
+    taken, owners = take_rows(owners, wanted)
+    owners = release_rows(owners, jnp.where(wanted, old, 0))
+    return _put(table, slots, jnp.where(wanted, taken, old)), owners
+
+
+def note_missing(owners: Ownership, missing: Array) -> Ownership:
+    """The pages with a note of how many (int32 scalar) were missing.
+
+    Raises:
+      PoolExhausted: Some were, where that is known.
+    """
+    raise_missing(pages=flag_missing(clear_flag(owners), missing))
+    return flag_missing(owners, missing)
+
+
+def _wanted(owners: Ownership, old: Array, touched: Array) -> Array:
+    return touched & ((old == 0) | is_shared(owners, old))
 
 
 def release_pages(pages: Ownership, table: Array, slots: Array) -> tuple[Array, Ownership]:
@@ -122,6 +136,21 @@ def release_pages(pages: Ownership, table: Array, slots: Array) -> tuple[Array, 
     slots = first_rows(checked_slots(slots, table.shape[0]))
     old = jnp.where((slots > 0)[:, None], table[slots], 0)
     return _put(table, slots, jnp.zeros_like(old)), release_rows(pages, old)
+
+
+def claim_fork(
+    owners: Ownership,
+    table: Array,
+    order: Array | None,
+    *,
+    source: Array,
+    target: Array,
+    length: Array,
+    page_size: int,
+) -> Claim:
+    """The pages that a fork takes for each row; arguments as in `fork_pages`."""
+    alive = _alive(table, order, source, target, length, page_size)
+    return Claim(jnp.sum((alive > 0) & (alive < page_size), axis=1, dtype=jnp.int32), owners.left)
 
 
 def fork_pages(
@@ -159,26 +188,16 @@ def fork_pages(
       PoolExhausted: Pages do not suffice, where that is known.
     """
     source, target = checked_fork(source, target, table.shape[0])
-    real = (target > 0)[:, None]
-    index = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
-    listed = length[:, None] if order is None else order[source]
-    end = listed if order is None else length[:, None] + order.shape[1]
-    free = jnp.zeros((source.shape[0], table.shape[1]), jnp.int32)  # places of each page that hold nothing committed
-    row = jnp.arange(source.shape[0], dtype=jnp.int32)[:, None]
-    if order is not None:
-        free = free.at[row, listed // page_size].add(1, mode="drop")
-    alive = jnp.clip(end - index * page_size, 0, page_size) - free
-    theirs = table[source]
-    alive = jnp.where(real & (theirs > 0), alive, 0)
+    real, theirs = (target > 0)[:, None], table[source]
+    alive = _alive(table, order, source, target, length, page_size)
     if pages is None:
         mine = table[target]
         written = jnp.where((alive > 0) & (mine > 0), mine, NOWHERE)
         return jnp.asarray(True), (theirs, written), table, None
     partial = (alive > 0) & (alive < page_size)
     whole = jnp.where(alive == page_size, theirs, 0)
-    pages = flag_missing(pages, short_of(pages, partial))
-    raise_missing(pages=pages)
-    served = pages.lacking == 0
+    missing = short_of(pages, partial)
+    pages, served = note_missing(pages, missing), missing == 0
     partial = partial & served
     pages = share_rows(pages, jnp.where(served, whole, 0))
     taken, pages = take_rows(pages, partial)
@@ -193,3 +212,16 @@ def fork_pages(
 
 def _put(table: Array, slots: Array, new: Array) -> Array:
     return table.at[jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")
+
+
+def _alive(table: Array, order: Array | None, source: Array, target: Array, length: Array, page_size: int) -> Array:
+    """int32 [rows, max_pages]: how many committed tokens are on each page of the sources whose target is not 0."""
+    index = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    listed = length[:, None] if order is None else order[source]
+    end = listed if order is None else length[:, None] + order.shape[1]
+    free = jnp.zeros((source.shape[0], table.shape[1]), jnp.int32)  # places of each page that hold nothing committed
+    row = jnp.arange(source.shape[0], dtype=jnp.int32)[:, None]
+    if order is not None:
+        free = free.at[row, listed // page_size].add(1, mode="drop")
+    alive = jnp.clip(end - index * page_size, 0, page_size) - free
+    return jnp.where((target > 0)[:, None] & (table[source] > 0), alive, 0)

@@ -25,11 +25,12 @@ from jaxbuf.bench.measure import bandwidths
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.bench.step_figures import compare_forms, plot, show
 from jaxbuf.compilation import without_cache
+from jaxbuf.models.cache import fold_limits
+from jaxbuf.models.config import ATTENTION, RECURRENCE
 from jaxbuf.models.families import config_json
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.layers import named_parameters
 from jaxbuf.pallas.platform import without_kernels
-from jaxbuf.recurrence.recurrent_plan import RecurrentCache
 from jaxbuf.recurrence.state_format import StateFormat, state_format
 from jaxbuf.recurrence.traffic import entry_bytes, fold_cycle
 from jaxbuf.serving import SamplingParams, generate_tokens, loop, request
@@ -179,8 +180,8 @@ def small_arrays(carry: loop.Carry) -> loop.Carry:
 
 def first_carry(small: loop.Carry, form: str, options: argparse.Namespace) -> loop.Carry:
     """The small arrays at the first step of a form, from those of `make_carry`."""
-    cursor = small.cache.cursor
-    slots = np.arange(cursor.length.shape[0])
+    cache, shared = small.cache, small.cache.shared[RECURRENCE]
+    slots = np.arange(cache.rows + 1)
     used = (slots > 0) & (slots <= np.sum(small.state == loop.RUNNING))
     limit = 1 if form == "recurrent" else options.limit
     # Each row folds every `limit` steps, each at a step of its own.
@@ -192,8 +193,11 @@ def first_carry(small: loop.Carry, form: str, options: argparse.Namespace) -> lo
         "origin": np.zeros_like(slots),
         "pending": np.zeros_like(slots),
     }
-    cursor = dataclasses.replace(cursor, **{name: value.astype(np.int32) for name, value in held.items()})
-    return dataclasses.replace(small, cache=dataclasses.replace(small.cache, cursor=cursor))
+    cursor = dataclasses.replace(shared.cursor, **{name: value.astype(np.int32) for name, value in held.items()})
+    committed = np.where(used, options.context, 0).astype(np.int32)
+    sequences = dataclasses.replace(cache.sequences, committed=committed, pending=np.zeros_like(committed))
+    shared = cache.shared | {RECURRENCE: dataclasses.replace(shared, cursor=cursor)}
+    return dataclasses.replace(small, cache=dataclasses.replace(cache, sequences=sequences, shared=shared))
 
 
 def restart(carry: loop.Carry, first: loop.Carry) -> loop.Carry:
@@ -216,7 +220,7 @@ def measure(
 ) -> tuple[Row, loop.Carry]:
     """One form at one batch, from its first carry: the figures, and the carry to go on with."""
     walls, whole = [], fold_cycle(options.limit)
-    limit = int(first.cache.cursor.limit[1])
+    limit = int(fold_limits(first.cache)[0])
 
     def run(carry, steps):
         carry = jax.block_until_ready(restart(carry, first))
@@ -247,8 +251,9 @@ def measure(
 
 def memory_dtypes(carry: loop.Carry) -> tuple[StateFormat, jnp.dtype, jnp.dtype]:
     """How checkpoints are kept, and the dtypes of entries, and of keys and values."""
-    pools = [layer.pool for layer in carry.cache.layers if isinstance(layer, RecurrentCache)]
-    pages = [layer for layer in carry.cache.layers if not isinstance(layer, RecurrentCache)]
+    layers = list(zip(carry.cache.kinds, carry.cache.layers, strict=True))
+    pools = [layer.pool for kind, layer in layers if kind == RECURRENCE]
+    pages = [layer for kind, layer in layers if kind == ATTENTION]
     state, entry = (pools[0].state_format, pools[0].keys.dtype) if pools else (state_format("float32"), jnp.float32)
     return state, jnp.dtype(entry), pages[0].keys.dtype if pages else jnp.dtype(jnp.float32)
 

@@ -1,9 +1,9 @@
 """Who owns the rows of a pool: a count of owners for each row, and a stack of those that nobody owns.
 
 A row with more than one owner is never written. No shape depends on how many rows are free, so all of it runs inside
-jit and inside a loop on the device. A caller asks `short_of` before it takes rows. Where too few are free it takes none
-and notes how many were missing (`flag_missing`); later launches write nothing either, until rows are given back and the
-note is cleared (`clear_flag`).
+jit and inside a loop on the device. A caller asks for what is there before it takes rows (`short_of`, or
+`jaxbuf.memory.claims` for each row of a launch by itself) and notes how many were missing (`flag_missing`), until rows
+are given back and the note is cleared (`clear_flag`).
 """
 
 import dataclasses
@@ -95,12 +95,12 @@ def flag_missing(pool: Ownership, missing: Array) -> Ownership:
 
 
 def clear_flag(pool: Ownership) -> Ownership:
-    """Clears the note of missing rows; later launches are served again."""
+    """Clears the note of missing rows."""
     return dataclasses.replace(pool, lacking=jnp.zeros_like(pool.lacking))
 
 
 def raise_missing(**pools: Ownership | None) -> None:
-    """Raises where the values are known and a flag is set; inside jit they are not, and a launch that lacks rows rests.
+    """Raises where the values are known and a flag is set; inside jit they are not, and who lacks rows rests.
 
     Args:
       pools: By the argument that makes each larger; None for one whose rows are not shared.
@@ -113,7 +113,7 @@ def raise_missing(**pools: Ownership | None) -> None:
             continue
         lacking, rows = int(pool.lacking), pool.owners.shape[0] - 1
         raise PoolExhausted(
-            f"the pool of {name} ran out: {lacking} more needed, it has {rows}; nothing was written. "
+            f"the pool of {name} ran out: {lacking} more needed, it has {rows}; nothing was written there. "
             f"Make it with {name}={rows + lacking} or more, or serve fewer requests at once (reset gives theirs back)"
         )
 

@@ -1,54 +1,45 @@
-"""The memory of a whole model: one cursor and one table of pages, and the arrays of every layer."""
+"""The memory of a whole model: how many tokens each slot has, what the layers of a kind share, and every layer's own.
+
+Which kinds there are is in one table, `KINDS`. Nothing else here knows them.
+"""
 
 import dataclasses
-from typing import cast
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.arguments import check_sizes, checked_fork, checked_slots, distinct_slots, first_rows
-from jaxbuf.attention import paged
-from jaxbuf.attention.paged import PagedKV, init_table
-from jaxbuf.attention.pages import (
-    advance_order,
-    fork_pages,
-    init_order,
-    places,
-    release_pages,
-    reserve_pages,
-)
-from jaxbuf.memory.ownership import NOWHERE, Ownership, clear_flag, init_ownership, raise_missing
-from jaxbuf.models.config import RECURRENCE, ModelConfig
-from jaxbuf.recurrence import Cursor, buffered
-from jaxbuf.recurrence.convolution import init_ring_order
+from jaxbuf.arguments import check_sizes, checked_fork
+from jaxbuf.attention.paged_memory import PagedMemory
+from jaxbuf.memory import sequences
+from jaxbuf.memory.claims import Claim, after, grant, grant_all
+from jaxbuf.memory.kind import MemoryKind, Sizes
+from jaxbuf.memory.sequences import Launch, Sequences
+from jaxbuf.models.config import ATTENTION, RECURRENCE, ModelConfig
+from jaxbuf.recurrence import recurrent_memory
 from jaxbuf.recurrence.cursor import checked_limits
-from jaxbuf.recurrence.recurrent_plan import RecurrentCache
-from jaxbuf.recurrence.shared_rows import raise_missing_rows
-from jaxbuf.recurrence.spec import check_rows
+from jaxbuf.recurrence.recurrent_memory import RecurrentMemory, Work
 from jaxbuf.recurrence.traffic import ring_entries
-from jaxbuf.recurrence.tree import path_first, permute
 
 type Array = jax.Array
+type Plans = Mapping[str, Any]  # a plan for each kind of memory
+
+KINDS: dict[str, MemoryKind] = {RECURRENCE: RecurrentMemory(), ATTENTION: PagedMemory()}
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What the memories of all mixers are made from; see `init_cache`.
+class Dtypes:
+    """How the numbers of a layer's memory are kept.
 
     Attributes:
-      cursor: The integers of the recurrent layers, and with them slots, rings and max_pending; None without such
-        layers.
-      pages, page_size: Pages of a softmax layer, the null page among them, and their tokens.
-      dtype: Of keys and values and of the convolution's inputs.
-      entry_dtype, state_dtype: Of the recurrence's entries and states.
+      dtype: Of keys and values and of a convolution's inputs.
+      entry_dtype, state_dtype: Of a recurrence's entries and states, see `jaxbuf.recurrence.buffered.init_pool`.
     """
 
-    cursor: Cursor | None
-    pages: int
-    page_size: int
-    dtype: jnp.dtype
-    entry_dtype: jnp.dtype
+    dtype: Any
+    entry_dtype: Any
     state_dtype: object
 
 
@@ -58,21 +49,23 @@ class Cache:
     """Memory of a whole model: donate it to the jitted function that changes it.
 
     Attributes:
-      cursor: Shared by all layers; `cursor.position` (int32 [slots + 1]) counts each slot's committed tokens.
-      table: int32 [slots + 1, max_pages], the pages of each slot, shared by all softmax layers; 0 where there is none.
-      layers: The memory of each mixer, layer after layer: a RecurrentCache or a PagedKV.
-      page_order: int32 [slots + 1, max_pending], where the next tokens of each slot lie in its pages; None without
-        trees.
-      ring_order: int32 [slots + 1, ring], the rows of the convolutions' rings; None without trees or convolutions.
-      pages: Who owns the pages that slots take when they need them; None: every slot has its own for good.
+      sequences: How many tokens each slot has.
+      shared: What all layers of a kind share, by kind: those that the model's layers have.
+      layers: The memory of each mixer, layer after layer.
+      kinds: That of each mixer (static).
+      rows: Slots that run: those from 1 on. The others, behind them, hold prefixes (static).
     """
 
-    cursor: Cursor
-    table: Array
-    layers: tuple[RecurrentCache | PagedKV, ...]
-    page_order: Array | None = None
-    ring_order: Array | None = None
-    pages: Ownership | None = None
+    sequences: Sequences
+    shared: dict[str, Any]
+    layers: tuple[Any, ...]
+    kinds: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    rows: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def trees(self) -> bool:
+        """Whether the memory serves trees of tokens."""
+        return self.sequences.trees
 
 
 def init_cache(
@@ -85,6 +78,7 @@ def init_cache(
     block_size: int = 8,
     page_size: int = 16,
     trees: bool = False,
+    holds: int = 0,
     states: int | None = None,
     blocks: int | None = None,
     pages: int | None = None,
@@ -105,6 +99,8 @@ def init_cache(
       page_size: Tokens of one page of the softmax layers.
       trees: Whether `extend` takes `parents`: keeps the index lists that trees need in the softmax layers and the
         convolutions.
+      holds: Further slots that never run, behind the others: `fork` to one of them holds a prefix, `fork` from it
+        adopts it, `reset` drops it.
       states, blocks, pages: How many checkpoint rows, blocks and pages the slots take from when they need one, and
         share after a `fork`, see `buffered.init`. With one of them given, the others' defaults are what all slots could
         use at once. None for all: every slot has its own for good, nothing can run out, and a fork copies.
@@ -116,31 +112,25 @@ def init_cache(
       ValueError: A size below 1 or not a whole number, or as in `buffered.init`.
     """
     check_sizes(slots=slots, capacity=capacity, max_pending=max_pending, page_size=page_size)
+    check_sizes(holds=holds, least=0)
     given = {"states": states, "blocks": blocks, "pages": pages}
     check_sizes(**{name: count for name, count in given.items() if count is not None})
     limits = checked_limits(limit, slots, longest=capacity + max_pending)
-    table = init_table(slots=slots, capacity=capacity + (max_pending - 1 if trees else 0), page_size=page_size)
-    own, ownership = slots * table.shape[1], None
-    if any(count is not None for count in (states, blocks, pages)):
-        states = slots + slots // 2 if states is None else states
-        spare = slots // 2 * (-(-max_pending // page_size) + 1)  # what is shared until its owners have their own
-        ownership = init_ownership(1 + (own + spare if pages is None else pages))
-        own, table = ownership.owners.shape[0] - 1, jnp.zeros_like(table)
-    sizes = {"limit": limits, "max_pending": max_pending, "block_size": block_size}
-    cursor = buffered.init_cursor(slots=slots, **sizes, states=states, blocks=blocks)
-    entry_dtype = dtype if entry_dtype is None else entry_dtype
-    layers = Sizes(cursor, 1 + own, page_size, dtype, entry_dtype, state_dtype)
-    widths = {mixer.width for mixer in config.mixers if mixer.kind == RECURRENCE}
-    if len(widths) > 1:
-        raise ValueError(f"the convolutions of all layers must have as many taps, got {sorted(widths)}")
-    lists = {"slots": slots, "max_pending": max_pending}
+    if holds and limits.ndim:
+        limits = np.concatenate([limits, np.full(holds, limits.max(), np.int32)])
+    every = slots + holds
+    sizes = Sizes(every, capacity, limits, max_pending, block_size, page_size, trees, **given)
+    dtypes = Dtypes(dtype, dtype if entry_dtype is None else entry_dtype, state_dtype)
+    mixers = tuple(config.mixers)
+    kinds = tuple(mixer.kind for mixer in mixers)
+    of_kind = {kind: [mixer for mixer in mixers if mixer.kind == kind] for kind in kinds}
+    shared = {kind: KINDS[kind].init(found, sizes) for kind, found in of_kind.items()}
     return Cache(
-        cursor=cursor,
-        table=table,
-        layers=tuple(mixer.memory(layers) for mixer in config.mixers),
-        page_order=init_order(**lists) if trees else None,
-        ring_order=init_ring_order(width=widths.pop(), **lists) if trees and widths else None,
-        pages=ownership,
+        sequences=sequences.init_sequences(slots=every, max_pending=max_pending, trees=trees),
+        shared=shared,
+        layers=tuple(mixer.memory(shared[mixer.kind], dtypes) for mixer in mixers),
+        kinds=kinds,
+        rows=slots,
     )
 
 
@@ -192,14 +182,60 @@ def forked_sizes(
     return {"states": slots + groups, "blocks": blocks, "pages": pages}
 
 
+def make_launch(
+    cache: Cache,
+    slots: Array | None,
+    lengths: Array | None,
+    time: int,
+    *,
+    keep: int | Array | None = None,
+    parents: Array | None = None,
+) -> Launch:
+    """A checked launch; slots None: all that run, in order; lengths None: `time` of each. Errors as in
+    `jaxbuf.models.decoder.prefill` and `extend`."""
+    if parents is not None and not cache.trees:
+        raise ValueError("parents need a cache made with trees=True, got one without")
+    slots, held = all_slots(cache) if slots is None else slots, cache.sequences
+    if lengths is None:
+        lengths = jnp.full(jnp.shape(slots)[:1], time, jnp.int32)
+    given = {"keep": keep, "parents": parents}
+    return sequences.make_launch(held.committed, held.max_pending, slots, lengths, time, **given)
+
+
+def begin(cache: Cache, launch: Launch, *, drafts: bool = False) -> tuple[Plans, Cache]:
+    """Decides a launch in every memory: the plans that mixers are called with, and the cache with all integers as they
+    are after it.
+
+    A row that lacks something in a pool rests, alone and untouched: nothing of it becomes pending, or committed.
+
+    Args:
+      cache: Before the launch.
+      launch: From `make_launch`.
+      drafts: Whether a row that has no room for all its tokens reads the first alone, the others being drafts.
+
+    Raises:
+      PoolExhausted: A row lacks something, where that is known.
+    """
+    launch, shared = _granted(cache, launch, drafts)
+    plans = {}
+    for kind, held in shared.items():
+        plans[kind], shared[kind] = KINDS[kind].begin(held, launch)
+    return plans, dataclasses.replace(cache, sequences=sequences.begin(cache.sequences, launch), shared=shared)
+
+
+def whole_plans(time: int, lengths: Array | None = None, chunk_size: int = 64) -> Plans:
+    """Plans for sequences of `time` tokens that start from nothing, without a cache; their memories are None."""
+    return {kind: memory.whole(time, lengths, chunk_size) for kind, memory in KINDS.items()}
+
+
 def commit(cache: Cache, accepted: Array, *, slots: Array | None = None, path: Array | None = None) -> Cache:
     """Makes the first `accepted` (int32 [rows]) pending tokens of each slot real; only integers move.
 
     Args:
       cache: After `extend`.
       accepted: int32 [rows], how many, in [0, pending].
-      slots: int32 [rows], physical slots, none but 0 twice (under jit the first row of a slot counts); None: all in
-        order.
+      slots: int32 [rows], physical slots, none but 0 twice (under jit the first row of a slot counts); None: all that
+        run, in order.
       path: int32 [rows, n], for a tree: the accepted nodes from the root to a leaf, of which the first `accepted`
         count.
 
@@ -207,26 +243,37 @@ def commit(cache: Cache, accepted: Array, *, slots: Array | None = None, path: A
       ValueError: `accepted`, `path` or a slot is out of range, or a slot is repeated, where that is known; or a path,
         and the cache has no trees.
     """
-    slots = all_slots(cache) if slots is None else distinct_slots(slots, cache.table.shape[0])
-    if cache.page_order is None:
-        if path is not None:
-            raise ValueError("path needs a cache made with trees=True, got one without")
-        return dataclasses.replace(cache, cursor=buffered.commit_cursor(cache.cursor, accepted, slots))
-    start = cache.cursor.position[slots]
-    cursor = buffered.commit_cursor(cache.cursor, accepted, slots, path)
-    accepted, ring_order, permutation = cursor.position[slots] - start, cache.ring_order, None
-    if path is not None:
-        permutation = path_first(jnp.asarray(path), accepted, cursor.max_pending)
-        ring_order = None if ring_order is None else permute(ring_order, slots, start, permutation)
-    page_order = advance_order(cache.page_order, slots, start, accepted, permutation)
-    return dataclasses.replace(cache, cursor=cursor, ring_order=ring_order, page_order=page_order)
+    held = cache.sequences
+    if path is not None and not cache.trees:
+        raise ValueError("path needs a cache made with trees=True, got one without")
+    slots = all_slots(cache) if slots is None else slots
+    done = sequences.make_commit(held.pending, held.committed, held.max_pending, accepted, slots, path)
+    shared = {kind: KINDS[kind].commit(own, done) for kind, own in cache.shared.items()}
+    return dataclasses.replace(cache, sequences=sequences.commit(held, done), shared=shared)
+
+
+def rollback(cache: Cache, count: Array, *, slots: Array | None = None) -> Cache:
+    """Makes the last `count` committed tokens of each slot pending again, in place of what was; only integers move.
+
+    Args:
+      cache: Made without trees, whose recurrences folded none of these tokens.
+      count: int32 [rows], at most max_pending.
+      slots: As in `commit`.
+
+    Raises:
+      ValueError: count or slots do not fit or are out of range, where that is known; or a cache with trees.
+    """
+    slots, count, held = sequences.rollback(cache.sequences, count, all_slots(cache) if slots is None else slots)
+    shared = {kind: KINDS[kind].rollback(own, slots, count) for kind, own in cache.shared.items()}
+    return dataclasses.replace(cache, sequences=held, shared=shared)
 
 
 def fork(cache: Cache, source: Array, target: Array) -> Cache:
-    """Makes each target slot hold what its source committed (beams, several samples of one prompt).
+    """Makes each target slot hold what its source committed (beams, several samples of one prompt, held prefixes).
 
     Checkpoints, full blocks and full pages are shared, if the cache was made for it (see `init_cache`); what both slots
-    will write to is copied: partly filled blocks and pages, and the convolutions' rings.
+    will write to is copied: partly filled blocks and pages, and the convolutions' rings. It is done for all rows or,
+    where some pool does not suffice, for none.
 
     Args:
       cache: Without pending tokens in the targets that are still wanted: they are dropped.
@@ -240,105 +287,99 @@ def fork(cache: Cache, source: Array, target: Array) -> Cache:
     source, target = jnp.atleast_1d(jnp.asarray(source)), jnp.atleast_1d(jnp.asarray(target))
     if source.shape == (1,):
         source = jnp.broadcast_to(source, target.shape)
-    source, target = checked_fork(source, target, cache.table.shape[0])
-    kv = next((layer for layer in cache.layers if isinstance(layer, PagedKV)), None)
-    table, pages, served = cache.table, cache.pages, jnp.asarray(True)
-    nothing = jnp.zeros((source.shape[0], 0), jnp.int32)
-    copied = nothing, nothing
-    if kv is not None:
-        served, copied, table, pages = fork_pages(
-            cache.pages,
-            cache.table,
-            cache.page_order,
-            source=source,
-            target=target,
-            length=cache.cursor.position[source],
-            page_size=kv.keys.shape[1],
-        )
-    copies, cursor = buffered.fork_cursor(cache.cursor, source, jnp.where(served, target, 0))
-    if cursor.sharing is not None:
-        there = (cursor.sharing.states.lacking == 0) & (cursor.sharing.blocks.lacking == 0)
-        served = served & there
-        if pages is not None and cache.pages is not None:
-            table = jnp.where(there, table, cache.table)
-            pages = jax.tree.map(lambda new, old: jnp.where(there, new, old), pages, cache.pages)
-            copied = copied[0], jnp.where(there, copied[1], NOWHERE)
-    target = jnp.where(served & (target > 0), target, NOWHERE)
-
-    def fork_slots(x):
-        return x.at[target].set(x[source], mode="drop")
-
-    def fork_layer(layer):
-        if isinstance(layer, PagedKV):
-            return paged.fork(layer, copied)
-        return RecurrentCache(buffered.fork_pool(layer.pool, copies), fork_slots(layer.ring))
-
-    return Cache(
-        cursor=cursor,
-        table=table,
-        layers=tuple(fork_layer(layer) for layer in cache.layers),
-        page_order=None if cache.page_order is None else fork_slots(cache.page_order),
-        ring_order=None if cache.ring_order is None else fork_slots(cache.ring_order),
-        pages=pages,
-    )
+    source, target = checked_fork(source, target, cache.sequences.committed.shape[0])
+    committed = cache.sequences.committed[source]
+    claims = {kind: KINDS[kind].claim_fork(held, source, target, committed) for kind, held in cache.shared.items()}
+    shared, layers = _noted(cache, claims), list(cache.layers)
+    if any(claims.values()):
+        target = jnp.where(grant_all([claim for found in claims.values() for claim in found]), target, 0)
+    for kind, held in shared.items():
+        places = [place for place, its_kind in enumerate(cache.kinds) if its_kind == kind]
+        own = [cache.layers[place] for place in places]
+        shared[kind], forked = KINDS[kind].fork(held, own, source, target, committed)
+        for place, layer in zip(places, forked, strict=True):
+            layers[place] = layer
+    held = sequences.fork(cache.sequences, source, target)
+    return dataclasses.replace(cache, sequences=held, shared=shared, layers=tuple(layers))
 
 
 def reset(cache: Cache, slots: Array) -> Cache:
     """Empties slots (int32 [rows]) for their next owner; only integers move. Shared rows, blocks and pages are given
-    back, and launches that rested because some were lacking are served again. A slot that is there several times is
-    emptied once.
+    back, and the note of what was missing is cleared. A slot that is there several times is emptied once.
 
     Raises:
       ValueError: A slot is out of range, where that is known.
     """
-    slots = first_rows(checked_slots(slots, cache.table.shape[0]))
-    table, pages, order = cache.table, cache.pages, cache.page_order
-    cursor = buffered.reset_cursor(cache.cursor, slots)
-    if pages is not None:
-        table, pages = release_pages(pages, table, slots)
-        pages = clear_flag(pages)
-    if order is not None:
-        fresh = jnp.broadcast_to(jnp.arange(order.shape[1], dtype=jnp.int32)[None], (slots.shape[0], order.shape[1]))
-        order = order.at[jnp.where(slots > 0, slots, NOWHERE)].set(fresh, mode="drop")
-    return dataclasses.replace(cache, cursor=cursor, table=table, pages=pages, page_order=order)
+    slots = sequences.emptied_slots(slots, cache.sequences.committed.shape[0])
+    shared = {kind: KINDS[kind].reset(held, slots) for kind, held in cache.shared.items()}
+    return dataclasses.replace(cache, sequences=sequences.reset(cache.sequences, slots), shared=shared)
 
 
 def raise_exhausted(cache: Cache) -> None:
-    """Raises if checkpoint rows, blocks or pages ran out in an earlier launch; see `buffered.raise_exhausted`.
+    """Raises if checkpoint rows, blocks or pages were missing since the last reset; see `buffered.raise_exhausted`.
 
     Raises:
       PoolExhausted: Says which, how many there are, how many were missing, and what to raise.
     """
-    raise_missing_rows(cache.cursor.sharing)
-    raise_missing(pages=cache.pages)
+    for kind, held in cache.shared.items():
+        KINDS[kind].raise_missing(held)
 
 
-def take_pages(cache: Cache, slots: Array, lengths: Array, time: int) -> tuple[Cache, Array]:
-    """The cache with pages for the next tokens of each row, and the rows' lengths: zeros if pages ran out.
+def with_limits(cache: Cache, limits: Array | int) -> Cache:
+    """The cache whose slots fold from other numbers of entries on, at most what it was made for.
 
     Args:
-      cache: Of the model.
-      slots: int32 [rows], no slot but 0 twice (under jit the first row of a slot counts).
-      lengths: int32 [rows], real tokens of each row.
-      time: The most tokens of a row.
-
-    Raises:
-      ValueError: slots or lengths do not fit, or (where that is known) a slot is out of range or repeated.
-      PoolExhausted: Pages ran out, where that is known.
+      cache: Of any model; without recurrent layers nothing changes.
+      limits: int32 [rows], of the slots that run in order, or one number for all.
     """
-    rows, lengths = checked_slots(slots, cache.table.shape[0], once=True), jnp.asarray(lengths)
-    check_rows("lengths", lengths, rows.shape[0])
-    kv = next((layer for layer in cache.layers if isinstance(layer, PagedKV)), None)
-    if cache.pages is None or kv is None:
-        return cache, lengths
-    place = places(cache.page_order, rows, cache.cursor.position[rows], time)
-    served, table, pages = reserve_pages(
-        cache.pages, cache.table, place, slots=slots, lengths=lengths, page_size=kv.keys.shape[1]
-    )
-    return dataclasses.replace(cache, table=table, pages=pages), jnp.where(served, lengths, 0)
+    if RECURRENCE not in cache.shared:
+        return cache
+    changed = recurrent_memory.with_limits(cache.shared[RECURRENCE], all_slots(cache), limits)
+    return dataclasses.replace(cache, shared=cache.shared | {RECURRENCE: changed})
+
+
+def fold_limits(cache: Cache) -> Array:
+    """int32 [rows]: the entries from which each slot that runs folds; ones for a model without recurrent layers."""
+    slots = all_slots(cache)
+    if RECURRENCE not in cache.shared:
+        return jnp.ones_like(slots)
+    return cache.shared[RECURRENCE].cursor.limit[slots]
+
+
+def recurrent_work(before: Cache, after: Cache) -> Work | None:
+    """What the launch between the two did to the recurrent states; None for a model without recurrent layers."""
+    if RECURRENCE not in before.shared:
+        return None
+    return recurrent_memory.work(before.shared[RECURRENCE], after.shared[RECURRENCE], all_slots(before))
 
 
 def all_slots(cache: Cache) -> Array:
-    """int32 [slots]: every physical slot but the null one, in order."""
-    # An array of numpy is known under jit, too: no decoding step has to look for slots that are there twice.
-    return cast(Array, np.arange(1, cache.cursor.length.shape[0], dtype=np.int32))
+    """int32 [rows]: every physical slot that runs, in order."""
+    return sequences.slots_in_order(cache.rows)
+
+
+def _claims(cache: Cache, launch: Launch) -> dict[str, tuple[Claim, ...]]:
+    return {kind: KINDS[kind].claim(held, launch) for kind, held in cache.shared.items()}
+
+
+def _noted(cache: Cache, claims: Mapping[str, tuple[Claim, ...]]) -> dict[str, Any]:
+    """What is shared, with a note of what is missing; raises where that is known."""
+    missing = {kind: [claim.missing for claim in found] for kind, found in claims.items()}
+    return {kind: KINDS[kind].note_missing(held, missing[kind]) for kind, held in cache.shared.items()}
+
+
+def _granted(cache: Cache, launch: Launch, drafts: bool) -> tuple[Launch, dict[str, Any]]:
+    """The launch in which rows that lack something rest, and what is shared with a note of what is missing."""
+    by_kind = _claims(cache, launch)
+    claims = [claim for found in by_kind.values() for claim in found]
+    if not claims:
+        return launch, dict(cache.shared)
+    granted = grant(claims)
+    lengths = jnp.where(granted, launch.lengths, 0)
+    if drafts and launch.time > 1:
+        one = dataclasses.replace(launch, lengths=jnp.where(granted, 0, jnp.minimum(launch.lengths, 1)))
+        first = [claim for found in _claims(cache, one).values() for claim in found]
+        left = after(claims, granted)
+        first = [claim._replace(left=there) for claim, there in zip(first, left, strict=True)]
+        lengths = jnp.where(grant(first), lengths + one.lengths, lengths)
+    return dataclasses.replace(launch, lengths=lengths), _noted(cache, by_kind)

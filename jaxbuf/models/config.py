@@ -57,8 +57,9 @@ class Mixer(Protocol):
         """New parameters for inputs [..., hidden]."""
         ...
 
-    def memory(self, sizes: Any) -> Any:
-        """An empty memory of a layer, for `jaxbuf.models.cache.Sizes`."""
+    def memory(self, shared: Any, dtypes: Any) -> Any:
+        """An empty memory of a layer: `shared` is what all layers of the kind share, `dtypes` are
+        `jaxbuf.models.cache.Dtypes`."""
         ...
 
     def __call__(self, parameters: Any, x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:

@@ -5,23 +5,23 @@ Letters in shapes: b batch, t time, D hidden size, V vocabulary.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbuf.attention.attention_plan import Launch, LaunchedAttention, WholeAttention
-from jaxbuf.attention.pages import advance_order
+from jaxbuf.memory.sequences import Launch
 from jaxbuf.models.cache import Cache as Cache
-from jaxbuf.models.cache import all_slots, take_pages
+from jaxbuf.models.cache import Plans, all_slots, begin, make_launch, whole_plans
 from jaxbuf.models.cache import commit as commit
 from jaxbuf.models.cache import fork as fork
 from jaxbuf.models.cache import init_cache as init_cache
 from jaxbuf.models.cache import raise_exhausted as raise_exhausted
 from jaxbuf.models.cache import reset as reset
-from jaxbuf.models.config import ATTENTION, RECURRENCE, LayerConfig, ModelConfig
+from jaxbuf.models.cache import rollback as rollback
+from jaxbuf.models.config import LayerConfig, ModelConfig
 from jaxbuf.models.layers import (
     GatedMLP,
     Initializer,
@@ -32,11 +32,8 @@ from jaxbuf.models.layers import (
     parameter,
     rms_norm,
 )
-from jaxbuf.recurrence import buffered
-from jaxbuf.recurrence.recurrent_plan import LaunchedRecurrence, WholeRecurrence
 
 type Array = jax.Array
-type Plans = Mapping[str, Any]  # a plan for each kind of memory
 
 
 class DecoderLayer(nnx.Module):
@@ -143,11 +140,6 @@ def _run(model: Decoder, tokens: Array, memories: Iterable[Any], plans: Plans) -
     return rms_norm(x, model.norm, model.config.norm), tuple(after)
 
 
-def whole_plans(time: int, lengths: Array | None = None, chunk_size: int = 64) -> Plans:
-    """Plans for sequences of `time` tokens that start from nothing, without a cache; their memories are None."""
-    return {RECURRENCE: WholeRecurrence(lengths, chunk_size), ATTENTION: WholeAttention(time, lengths)}
-
-
 def forward(model: Decoder, tokens: Array, *, lengths: Array | None = None, chunk_size: int = 64) -> Array:
     """Runs the model over whole sequences, without a cache. Differentiable.
 
@@ -205,14 +197,10 @@ def prefill(
       ValueError: slots is None and there are not as many rows as slots; a shape or dtype does not fit; or slots,
         lengths or keep are out of range or a slot is repeated, where they are known. Under jit lengths and keep are
         clamped, the first row of a slot counts, and rows of a slot out of range are as rows of slot 0.
+      PoolExhausted: As in `extend`; under jit `cache.sequences.committed` says which rows were read.
     """
-    cache, rows, lengths = _rows(cache, tokens, slots, lengths)
-    step, cursor = buffered.begin_prefill(cache.cursor, rows, lengths, keep, time=tokens.shape[1])
-    hidden, after = _serve(model, cache, tokens, step, cursor)
-    if cache.page_order is None:
-        return hidden, after
-    order = advance_order(cache.page_order, step.slots, step.start, step.lengths)
-    return hidden, dataclasses.replace(after, page_order=order)
+    _check_tokens(cache, tokens, slots)
+    return _serve(model, cache, tokens, make_launch(cache, slots, lengths, tokens.shape[1], keep=keep))
 
 
 def extend(
@@ -223,6 +211,7 @@ def extend(
     lengths: Array | None = None,
     slots: Array | None = None,
     parents: Array | None = None,
+    drafts: bool = False,
 ) -> tuple[Array, Cache]:
     """Reads T pending tokens a row; `commit` makes the first of them real. Earlier pending tokens are dropped.
 
@@ -234,6 +223,7 @@ def extend(
       parents: int32 [rows, T], for a tree of tokens: the one before each, of a lower index; -1 is the committed tail. A
         token sees what was committed and its ancestors, and its position follows theirs. Needs a cache made with
         trees=True. None: each token follows the one before.
+      drafts: Whether a row that lacks room for all its tokens reads the first one alone (static).
 
     Returns:
       Hidden states [rows, T, D] after the final norm, and the cache. A draft whose embedding is not finite may make
@@ -244,37 +234,25 @@ def extend(
       ValueError: T exceeds max_pending, slots is None and there are not as many rows as slots, a shape or dtype does
         not fit, or (where that is known) parents, lengths or slots are out of range or a slot is repeated; under jit
         as in `prefill`.
-      PoolExhausted: Shared rows, blocks or pages ran out, where that is known; see `raise_exhausted`.
+      PoolExhausted: Shared rows, blocks or pages do not suffice for all rows, where that is known. Under jit the rows
+        that lack some rest, and `cache.sequences.pending` says how many tokens of each slot were read.
     """
-    if parents is not None and cache.page_order is None:
-        raise ValueError("parents need a cache made with trees=True, got one without")
-    cache, rows, lengths = _rows(cache, tokens, slots, lengths)
-    step, cursor = buffered.begin(cache.cursor, rows, lengths, tokens.shape[1], parents)
-    return _serve(model, cache, tokens, step, cursor)
+    _check_tokens(cache, tokens, slots)
+    launch = make_launch(cache, slots, lengths, tokens.shape[1], parents=parents)
+    return _serve(model, cache, tokens, launch, drafts=drafts)
 
 
-def _rows(cache: Cache, tokens: Array, slots: Array | None, lengths: Array | None) -> tuple[Cache, Array, Array]:
-    """The physical slot and the number of real tokens of each row, and the cache with pages for them."""
+def _check_tokens(cache: Cache, tokens: Array, slots: Array | None) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be int32 [rows, T], got {tokens.dtype} {tokens.shape}")
     rows = all_slots(cache) if slots is None else slots
     if jnp.shape(rows) != tokens.shape[:1]:
         number = len(rows) if jnp.ndim(rows) else 1
         raise ValueError(f"tokens must have one row a slot ({number}), got shape {tokens.shape}")
-    if lengths is None:
-        lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
-    cache, lengths = take_pages(cache, rows, lengths, tokens.shape[1])
-    return cache, rows, lengths
 
 
-def _serve(model: Decoder, cache: Cache, tokens: Array, step, cursor) -> tuple[Array, Cache]:
-    """The layers over a cache; `step` has the integers of the launch."""
-    ancestors = step.ancestors if isinstance(step, buffered.Step) else None
-    offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if ancestors is None else step.depth
-    launch = Launch(step.slots, step.start, step.lengths, offset, ancestors)
-    plans = {
-        RECURRENCE: LaunchedRecurrence(step, cache.ring_order),
-        ATTENTION: LaunchedAttention(launch, cache.table, cache.page_order),
-    }
+def _serve(model: Decoder, cache: Cache, tokens: Array, launch: Launch, *, drafts: bool = False) -> tuple[Array, Cache]:
+    """The layers over a cache."""
+    plans, cache = begin(cache, launch, drafts=drafts)
     hidden, memories = _run(model, tokens, cache.layers, plans)
-    return hidden, dataclasses.replace(cache, cursor=cursor, layers=memories)
+    return hidden, dataclasses.replace(cache, layers=memories)

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes, checked_fork
 from jaxbuf.attention import paged
-from jaxbuf.attention.attention_plan import Launch, LaunchedAttention
-from jaxbuf.attention.paged import PagedKV, init_table
-from jaxbuf.models.cache import Sizes
+from jaxbuf.attention.attention_plan import LaunchedAttention
+from jaxbuf.attention.paged import PagedKV
+from jaxbuf.attention.paged_memory import init_pages
+from jaxbuf.memory.sequences import Launch
+from jaxbuf.models.cache import Dtypes, Plans, whole_plans
 from jaxbuf.models.config import ATTENTION, ModelConfig
-from jaxbuf.models.decoder import Decoder, Plans, apply_layer, embed, last_hidden, logits, whole_plans
+from jaxbuf.models.decoder import Decoder, apply_layer, embed, last_hidden, logits
 from jaxbuf.models.layers import linear, rms_norm
 
 type Array = jax.Array
@@ -65,9 +67,9 @@ def init_mtp(
     check_sizes(slots=slots, capacity=capacity, max_pending=max_pending, page_size=page_size)
     if config.mtp is None:
         raise ValueError("the model has no MTP layer (mtp_num_hidden_layers is 0)")
-    table = init_table(slots=slots, capacity=capacity + max_pending, page_size=page_size)
-    (mixer,), pages = config.mtp.mixers, 1 + slots * table.shape[1]
-    return MTPCache(mixer.memory(Sizes(None, pages, page_size, dtype, dtype, dtype)), table)
+    pages = init_pages(slots=slots, capacity=capacity + max_pending, page_size=page_size)
+    (mixer,) = config.mtp.mixers
+    return MTPCache(mixer.memory(pages, Dtypes(dtype, dtype, dtype)), pages.table)
 
 
 def fork_mtp(memory: MTPCache, source: Array, target: Array) -> MTPCache:
@@ -162,7 +164,7 @@ def mtp_extend(
         )
     time = next_tokens.shape[1]
     lengths = jnp.full(rows.shape, time, jnp.int32) if lengths is None else lengths
-    launch = Launch(rows, start, lengths, jnp.arange(time, dtype=jnp.int32)[None])
+    launch = Launch(rows, start, lengths, time)
     plans = {ATTENTION: LaunchedAttention(launch, memory.table)}
     further, kv = _mtp_layer(model, hidden, next_tokens, memory.kv, plans)
     return further, MTPCache(kv, memory.table)

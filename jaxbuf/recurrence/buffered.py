@@ -37,23 +37,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.arguments import check_sizes, checked_slots
-from jaxbuf.recurrence.cursor import (
-    Cursor,
-    PrefillStep,
-    Step,
-    begin,
-    begin_fold,
-    begin_prefill,
-    commit_cursor,
-    held,
-    init_cursor,
-)
+from jaxbuf.arguments import check_rows, check_sizes, checked_slots
+from jaxbuf.recurrence.cursor import Cursor, commit_cursor, init_cursor
 from jaxbuf.recurrence.launch import extend_pool, fold_pool
 from jaxbuf.recurrence.pool import Pool, fork_pool, init_pool, prefill_pool, read_pool, store_states
 from jaxbuf.recurrence.shared_rows import raise_missing_rows
 from jaxbuf.recurrence.slots import Copies, fork_cursor, load_cursor, reset_cursor
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs, check_rows, check_state
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs, check_state
+from jaxbuf.recurrence.step import PrefillStep, Step, begin, begin_fold, begin_prefill, held
 
 __all__ = [
     "BufferedState",
@@ -300,8 +291,9 @@ def fork(cache: BufferedState, source: Array, target: Array) -> BufferedState:
 def raise_exhausted(cache: BufferedState) -> None:
     """Raises if rows ran out in an earlier launch. Call it on the host, after what was compiled.
 
-    A launch that finds too few rows or blocks writes nothing and leaves a flag; so does every later one, until `reset`
-    gives some back. Outside jit the launch itself raises.
+    A row of a launch for which rows or blocks do not suffice rests: nothing of its slot changes, the other rows are
+    served, and a note stays until `reset` gives some back. A fork or a load is done for all its rows or for none.
+    Outside jit the call itself raises, and nothing has changed.
 
     Raises:
       PoolExhausted: Says which pool, how many it has, how many were missing, and what to raise.
@@ -312,7 +304,7 @@ def raise_exhausted(cache: BufferedState) -> None:
 def reset(cache: BufferedState, slots: Array) -> BufferedState:
     """Empties slots for their next owner. Only integers move: what the arrays hold is never read again.
 
-    Shared rows and blocks are given back, and launches that rested because they lacked some are served again.
+    Shared rows and blocks are given back, and the note of rows that lacked some (see `raise_exhausted`) is cleared.
 
     Args:
       slots: int32 [rows]; a slot that is there several times is emptied once.

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.arguments import check_range, check_sizes, checked_slots
-from jaxbuf.recurrence.spec import check_rows
-from jaxbuf.recurrence.tree import check_parents
+from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_slots
+from jaxbuf.memory.tree import check_parents
 
 type Array = jax.Array
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.recurrence import pool as xla
-from jaxbuf.recurrence.cursor import NOWHERE, Held, Step
 from jaxbuf.recurrence.pool import Pool
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, asks_kernel, check_inputs, takes_call
 from jaxbuf.recurrence.state_format import rounded
+from jaxbuf.recurrence.step import Held, Step
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.arguments import check_rows
 from jaxbuf.recurrence.convolution import causal_convolution, extend_ring, launch_integers
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, asks_kernel, check_rows, takes_call
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, asks_kernel, takes_call
 
 EPS = 1e-6  # of the norms of q and k
 

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_rows, check_state
+from jaxbuf.arguments import check_rows
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_state
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

@@ -5,47 +5,21 @@ among them), `convolve` (the convolution alone) and `recur`.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
 from jaxbuf.recurrence import buffered
-from jaxbuf.recurrence.buffered import Pool
 from jaxbuf.recurrence.chunked import chunked
-from jaxbuf.recurrence.convolution import causal_convolution, extend_ring, init_ring
-from jaxbuf.recurrence.cursor import Cursor, PrefillStep, Step
+from jaxbuf.recurrence.convolution import causal_convolution, extend_ring
 from jaxbuf.recurrence.prepare import Inputs, Weights, prepare, prepare_sequence
 from jaxbuf.recurrence.spec import RecurrenceSpec
+from jaxbuf.recurrence.step import PrefillStep, Step
+
+if TYPE_CHECKING:
+    from jaxbuf.recurrence.recurrent_memory import RecurrentCache
 
 type Array = jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RecurrentCache:
-    """Memory of one recurrent layer: the buffered state's pool, and the ring of the convolution's last inputs."""
-
-    pool: Pool
-    ring: Array
-
-
-def init_recurrent(
-    spec: RecurrenceSpec, cursor: Cursor, *, channels: int, width: int, dtype, entry_dtype, state_dtype: object
-) -> RecurrentCache:
-    """An empty memory of a layer.
-
-    Args:
-      spec: Its recurrence.
-      cursor: The integers of all recurrent layers.
-      channels, width: Of its convolution: channels and taps.
-      dtype: Of the convolution's inputs.
-      entry_dtype, state_dtype: As in `buffered.init_pool`.
-    """
-    slots = cursor.length.shape[0] - 1
-    return RecurrentCache(
-        pool=buffered.init_pool(spec, cursor, state_dtype=state_dtype, entry_dtype=entry_dtype),
-        ring=init_ring(slots=slots, channels=channels, width=width, max_pending=cursor.max_pending, dtype=dtype),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,18 +65,19 @@ class LaunchedRecurrence:
     implementation: ClassVar = "auto"
 
     def prepare(
-        self, memory: RecurrentCache, spec: RecurrenceSpec, weights: Weights, *inputs: Array
-    ) -> tuple[Inputs, RecurrentCache]:
+        self, memory: "RecurrentCache", spec: RecurrenceSpec, weights: Weights, *inputs: Array
+    ) -> tuple[Inputs, "RecurrentCache"]:
         """Gated DeltaNet's inputs from its projections, see `jaxbuf.recurrence.prepare.prepare`."""
         found, ring = prepare(spec, weights, memory.ring, *inputs, **self._where)
         return found, dataclasses.replace(memory, ring=ring)
 
-    def convolve(self, memory: RecurrentCache, weight: Array, x: Array) -> tuple[Array, RecurrentCache]:
+    def convolve(self, memory: "RecurrentCache", weight: Array, x: Array) -> tuple[Array, "RecurrentCache"]:
         """The causal convolution of x [rows, time, channels], before bias and activation."""
+        assert memory.ring is not None  # a mixer with a convolution has made it
         y, ring = extend_ring(memory.ring, weight, x, **self._where)
         return y, dataclasses.replace(memory, ring=ring)
 
-    def recur(self, memory: RecurrentCache, spec: RecurrenceSpec, *inputs: Any) -> tuple[Array, RecurrentCache]:
+    def recur(self, memory: "RecurrentCache", spec: RecurrenceSpec, *inputs: Any) -> tuple[Array, "RecurrentCache"]:
         """The outputs [rows, time, heads, value_dim] for q, k, v, log_decay and beta."""
         recur_pool = buffered.extend_pool if isinstance(self.step, Step) else buffered.prefill_pool
         out, pool = recur_pool(spec, memory.pool, self.step, *inputs)

@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
+from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.ownership import (
     Ownership,
+    clear_flag,
     flag_missing,
     init_ownership,
     is_shared,
     raise_missing,
     release_rows,
-    short_of,
     take_rows,
 )
 from jaxbuf.recurrence.spec import Array
@@ -52,44 +53,59 @@ def init_sharing(states: int, blocks: int) -> Sharing:
     return Sharing(init_ownership(1 + states), init_ownership(1 + blocks))
 
 
-def reserve(
-    pools: Sharing, table: Array, checkpoint: Array, folds: Array, appends: Array, keeps: Array
-) -> tuple[Array, Array, Array, Sharing]:
-    """Gives the rows of a launch the checkpoint rows and blocks that they will write. Where too few are free, no row of
-    the launch gets any.
+def claim_rows(pools: Sharing, table: Array, checkpoint: Array, folds: Array, appends: Array) -> tuple[Claim, Claim]:
+    """The checkpoint rows and blocks that the rows of a launch need beside those that they have for themselves.
 
     Args:
       pools: Who owns what.
       table: int32 [rows, max_blocks], the blocks of each row's slot; 0 where there is none.
       checkpoint: int32 [rows], its checkpoint row; 0: none.
       folds: bool [rows], which write their checkpoint.
-      appends, keeps: bool [rows, max_blocks], where new entries go, and where those lie that are alive after the
-        launch. A row that folds gives back its other blocks.
+      appends: bool [rows, max_blocks], where new entries go.
+    """
+    new_state, new_block = _wanted(pools, table, checkpoint, folds, appends)
+    blocks = jnp.sum(new_block, axis=1, dtype=jnp.int32)
+    return Claim(new_state.astype(jnp.int32), pools.states.left), Claim(blocks, pools.blocks.left)
+
+
+def take_shared(
+    pools: Sharing, table: Array, checkpoint: Array, folds: Array, appends: Array, keeps: Array
+) -> tuple[Array, Array, Sharing]:
+    """Gives the rows of a launch the checkpoint rows and blocks that they will write; enough are free.
+
+    Args:
+      pools, table, checkpoint, folds, appends: As in `claim_rows`.
+      keeps: bool [rows, max_blocks], where entries lie that are alive after the launch. A row that folds gives back its
+        other blocks.
 
     Returns:
-      served: bool scalar. False where too few are free, or an earlier launch found too few: then nothing has changed
-        but the note of what is missing.
       target: int32 [rows], the checkpoint row that each folding row writes; its own, if nobody else has it.
-      table: As it is now.
-      pools: As they are now, flagged if there were too few.
+      table, pools: As they are now.
     """
-    new_state = folds & ((checkpoint == 0) | is_shared(pools.states, checkpoint))
-    new_block = appends & ((table == 0) | is_shared(pools.blocks, table))
-    missing = short_of(pools.states, new_state), short_of(pools.blocks, new_block)
-    flagged = Sharing(flag_missing(pools.states, missing[0]), flag_missing(pools.blocks, missing[1]))
-    served = (flagged.states.lacking == 0) & (flagged.blocks.lacking == 0)
-
-    taken, states = take_rows(pools.states, new_state & served)
+    new_state, new_block = _wanted(pools, table, checkpoint, folds, appends)
+    taken, states = take_rows(pools.states, new_state)
     target = jnp.where(new_state, taken, checkpoint)
-    states = release_rows(states, jnp.where(new_state & served, checkpoint, 0))
-
-    taken, blocks = take_rows(pools.blocks, new_block & served)
+    states = release_rows(states, jnp.where(new_state, checkpoint, 0))
+    taken, blocks = take_rows(pools.blocks, new_block)
     now = jnp.where(new_block, taken, jnp.where(folds[:, None] & ~keeps & ~appends, 0, table))
-    now = jnp.where(served, now, table)
-    blocks = release_rows(blocks, jnp.where(now != table, table, 0))
-    lacking = flagged.states.lacking, flagged.blocks.lacking
-    states = dataclasses.replace(states, lacking=lacking[0])
-    return served, target, now, Sharing(states, dataclasses.replace(blocks, lacking=lacking[1]))
+    return target, now, Sharing(states, release_rows(blocks, jnp.where(now != table, table, 0)))
+
+
+def note_missing(pools: Sharing, states: Array, blocks: Array) -> Sharing:
+    """The pools with a note of how many checkpoint rows and blocks (int32 scalars) were missing.
+
+    Raises:
+      PoolExhausted: Some were, where that is known.
+    """
+    fresh = Sharing(flag_missing(clear_flag(pools.states), states), flag_missing(clear_flag(pools.blocks), blocks))
+    raise_missing_rows(fresh)
+    return Sharing(flag_missing(pools.states, states), flag_missing(pools.blocks, blocks))
+
+
+def _wanted(pools: Sharing, table: Array, checkpoint: Array, folds: Array, appends: Array) -> tuple[Array, Array]:
+    """Which rows need a checkpoint row of their own (bool [rows]), and which blocks (bool [rows, max_blocks])."""
+    new_state = folds & ((checkpoint == 0) | is_shared(pools.states, checkpoint))
+    return new_state, appends & ((table == 0) | is_shared(pools.blocks, table))
 
 
 def count_places(order: Array, origin: Array, first: Array, end: Array, blocks: int) -> Array:

@@ -5,11 +5,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.arguments import check_range, checked_fork, checked_slots, distinct_slots, first_rows
-from jaxbuf.memory.ownership import NOWHERE, clear_flag, flag_missing, release_rows, share_rows, short_of, take_rows
-from jaxbuf.recurrence.cursor import Cursor, put
-from jaxbuf.recurrence.shared_rows import Sharing, count_places, raise_missing_rows
-from jaxbuf.recurrence.spec import Array, check_rows
+from jaxbuf.arguments import check_range, check_rows, checked_fork, checked_slots, distinct_slots, first_rows
+from jaxbuf.memory.claims import Claim
+from jaxbuf.memory.ownership import NOWHERE, clear_flag, release_rows, share_rows, short_of, take_rows
+from jaxbuf.memory.sequences import put
+from jaxbuf.recurrence.cursor import Cursor
+from jaxbuf.recurrence.shared_rows import Sharing, count_places, note_missing
+from jaxbuf.recurrence.spec import Array
 
 
 @jax.tree_util.register_dataclass
@@ -53,9 +55,8 @@ def load_cursor(cursor: Cursor, tokens: Array, slots: Array) -> tuple[Array, Cur
     loaded, served = (tokens > 0) & (slots > 0), jnp.asarray(True)
     if cursor.sharing is not None and empty.sharing is not None:
         missing = short_of(empty.sharing.states, loaded)
-        flagged = Sharing(flag_missing(cursor.sharing.states, missing), cursor.sharing.blocks)
-        raise_missing_rows(flagged)
-        served = (flagged.states.lacking == 0) & (flagged.blocks.lacking == 0)
+        flagged = note_missing(cursor.sharing, missing, jnp.zeros_like(missing))
+        served = missing == 0
         target, states = take_rows(empty.sharing.states, loaded & served)
         empty = dataclasses.replace(empty, sharing=dataclasses.replace(empty.sharing, states=states))
         cursor = dataclasses.replace(cursor, sharing=flagged)
@@ -69,6 +70,15 @@ def load_cursor(cursor: Cursor, tokens: Array, slots: Array) -> tuple[Array, Cur
     if cursor.sharing is not None:
         done = jax.tree.map(lambda new, old: jnp.where(served, new, old), done, cursor)
     return jnp.where(loaded, target, NOWHERE), done
+
+
+def claim_fork(cursor: Cursor, source: Array, target: Array) -> tuple[Claim, ...]:
+    """The checkpoint rows and blocks that a fork takes, where slots share them; see `fork_cursor`."""
+    if cursor.sharing is None:
+        return ()
+    copied, _ = _copied(cursor, source, target)
+    blocks = jnp.sum(copied, axis=1, dtype=jnp.int32)
+    return Claim(jnp.zeros_like(blocks), cursor.sharing.states.left), Claim(blocks, cursor.sharing.blocks.left)
 
 
 def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, Cursor]:
@@ -85,26 +95,21 @@ def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, C
       PoolExhausted: Blocks ran out, where that is known; inside jit the cursor is flagged and nothing else changes.
     """
     source, target = checked_fork(source, target, cursor.length.shape[0])
-    real = target > 0
-    blocks = cursor.block_table.shape[1]
-    size = cursor.ring // blocks
-    held, zero = cursor.length[source], jnp.zeros_like(source)
-    alive = count_places(cursor.order[source], cursor.origin[source], zero, held, blocks)
-    alive = jnp.where(real[:, None], alive, 0)
+    real, zero = target > 0, jnp.zeros_like(source)
+    copied, alive = _copied(cursor, source, target)
     table, has_checkpoint = cursor.block_table[source], real & (cursor.folded[source] > 0)
     checkpoint, old = cursor.checkpoint_of[source], cursor
     if cursor.sharing is None:
         row, mine = cursor.fold_to[target], cursor.block_table[target]
         states = checkpoint, jnp.where(has_checkpoint & (row > 0), row, NOWHERE)
-        copied, served = alive > 0, jnp.asarray(True)
+        served = jnp.asarray(True)
     else:
         states, pools = None, cursor.sharing
-        copied = (alive > 0) & (alive < size)
-        flagged = Sharing(pools.states, flag_missing(pools.blocks, short_of(pools.blocks, copied)))
-        raise_missing_rows(flagged)
-        served = (flagged.states.lacking == 0) & (flagged.blocks.lacking == 0)
+        missing = short_of(pools.blocks, copied)
+        flagged = note_missing(pools, jnp.zeros_like(missing), missing)
+        served = missing == 0
         old = dataclasses.replace(cursor, sharing=flagged)
-        row, whole = jnp.where(has_checkpoint, checkpoint, 0), jnp.where(alive == size, table, 0)
+        row, whole = jnp.where(has_checkpoint, checkpoint, 0), jnp.where((alive > 0) & ~copied, table, 0)
         shared = Sharing(share_rows(pools.states, row), share_rows(pools.blocks, whole))
         taken, fresh = take_rows(shared.blocks, copied & served)
         mine = jnp.where(copied, taken, whole)
@@ -125,6 +130,19 @@ def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, C
         after = jax.tree.map(lambda new, was: jnp.where(served, new, was), after, old)
     copied = copied & served & (mine > 0)
     return Copies(states, (table, jnp.where(copied, mine, NOWHERE))), after
+
+
+def _copied(cursor: Cursor, source: Array, target: Array) -> tuple[Array, Array]:
+    """Which blocks of each source a fork copies, bool [rows, max_blocks], and int32 how many live entries are in each.
+
+    Where slots share blocks, those are copied to which both slots will append: the partly filled ones.
+    """
+    blocks = cursor.block_table.shape[1]
+    held, zero = cursor.length[source], jnp.zeros_like(source)
+    alive = count_places(cursor.order[source], cursor.origin[source], zero, held, blocks)
+    alive = jnp.where((target > 0)[:, None], alive, 0)
+    whole = cursor.ring // blocks if cursor.sharing is not None else alive + 1
+    return (alive > 0) & (alive < whole), alive
 
 
 def _empty(cursor: Cursor, slots: Array) -> Cursor:

@@ -124,12 +124,6 @@ def check_state(state: Array, rows: int, shape: tuple[int, ...]) -> None:
         raise ValueError(f"state must have shape {shape}, got {state.shape}")
 
 
-def check_rows(name: str, array: Array, rows: int) -> None:
-    """Raises a ValueError unless `array` is an integer vector with one number a row."""
-    if array.shape != (rows,) or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name} must be int32 [{rows}], one number a row, got {array.dtype} {array.shape}")
-
-
 def check_implementation(operation: str, implementation: str, kernels: tuple[str, ...] = ()) -> None:
     """Raises a ValueError unless `implementation` is "auto", "xla", or one of the `kernels` that `operation` has."""
     if implementation in {"gpu", "tpu"}.difference(kernels):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.recurrence.tree import check_parents
+from jaxbuf.memory.tree import check_parents
 from jaxbuf.serving.sampling import Sampling, narrow, noise
 
 type Array = jax.Array

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.recurrence.tree import ancestors
+from jaxbuf.memory.tree import ancestors
 from jaxbuf.serving.carry import RUNNING
 from jaxbuf.serving.sampling import is_finite
 from jaxbuf.serving.speculation import Drafter, drafts_trees, usable

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.models import decoder
-from jaxbuf.models.cache import all_slots
+from jaxbuf.models.cache import all_slots, with_limits
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.progress import progress_bar
@@ -29,7 +29,7 @@ from jaxbuf.serving.request import (
     encode_prompts,
     pack_prompts,
 )
-from jaxbuf.serving.samples import Samples, init_cache, raise_where_memory_ran_out, with_limits
+from jaxbuf.serving.samples import Samples, init_cache, raise_where_memory_ran_out
 from jaxbuf.serving.sampling import SamplingParams, has_candidate, is_finite, whole
 from jaxbuf.serving.slices import run_slices
 from jaxbuf.serving.text import TextStream

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.models import decoder
+from jaxbuf.models.cache import all_slots
 from jaxbuf.models.scoring import Logprobs, token_logprobs
 from jaxbuf.serving.acceptance import log_distribution
 from jaxbuf.serving.samples import Samples
@@ -64,6 +65,7 @@ class Carry:
         nobody asked.
       prompt_logprobs: [prompts, bucket], the same for the prompts' tokens: entry i is of token i + 1 of the prompt.
       counters: What was done so far.
+      lacking: bool [rows], running rows that rested in the last step, because a pool of memory had no room for them.
       speculation: None without a drafter.
       samples: Which rows continue which prompt; None: each row has a prompt of its own.
     """
@@ -78,13 +80,19 @@ class Carry:
     logprobs: Logprobs
     prompt_logprobs: Logprobs
     counters: Counters
+    lacking: Array
     speculation: Speculation | None = None
     samples: Samples | None = None
 
     @property
+    def active(self) -> Array:
+        """bool [rows]: which rows run, and had the memory for it in the last step."""
+        return (self.state == RUNNING) & ~self.lacking
+
+    @property
     def position(self) -> Array:
         """int32 [rows]: the position of the newest token, as many as the model has committed."""
-        return self.cache.cursor.position[1:]
+        return self.cache.sequences.committed[all_slots(self.cache)]
 
     @property
     def prompts_read(self) -> tuple[Array, Array, Array | None]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.models import decoder
-from jaxbuf.models.cache import all_slots
+from jaxbuf.models.cache import all_slots, fold_limits, with_limits
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.mtp import MTPCache, draft_mtp, fork_mtp, init_mtp, mtp_extend
 from jaxbuf.serving.acceptance import draft_keys, log_distribution
@@ -239,7 +239,10 @@ class MTP:
 
     def settle(self, model, state, hidden, tokens, number):
         """Keeps what the model read, for the next `propose`, and the memory as it is; see `Drafter.settle`."""
-        return MTPState(state.memory, hidden, tokens, number)
+        rested = number == 0  # its next turn starts where this one did
+        hidden = jnp.where(rested[:, None, None], state.hidden, hidden)
+        tokens = jnp.where(rested[:, None], state.tokens, tokens)
+        return MTPState(state.memory, hidden, tokens, jnp.where(rested, state.number, number))
 
 
 @jax.tree_util.register_dataclass
@@ -270,15 +273,14 @@ class DraftModel:
     def propose(self, model, carry, most):
         """Reads the newest token and every draft, which stay pending in its cache; see `Drafter.propose`."""
         cache, running = carry.speculation.state, carry.state == RUNNING
-        limit = cache.cursor.limit
+        limit = fold_limits(cache)
 
         def step(number, chain):
             token, history, cache, drafts, log_qs = chain
             # A draft that was folded could not leave again: the first of these launches folds for all of them.
             threshold = jnp.where(number == 0, jnp.maximum(limit - self.draft_tokens, 1), NEVER)
-            cache = dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=threshold))
             read = (running & (number <= most)).astype(jnp.int32)
-            hidden, cache = decoder.extend(self.model, cache, token[:, None], lengths=read)
+            hidden, cache = decoder.extend(self.model, with_limits(cache, threshold), token[:, None], lengths=read)
             cache = decoder.commit(cache, read)
 
             def draft():
@@ -293,10 +295,9 @@ class DraftModel:
         log_qs = jnp.zeros((*drafts.shape, model.config.vocab_size), jnp.float32)
         chain = carry.last, carry.history, cache, drafts, log_qs
         _, _, cache, drafts, log_qs = jax.lax.fori_loop(0, jnp.max(most) + 1, step, chain)
-        read = jnp.pad(jnp.where(running, most + 1, 0), (1, 0))
-        cursor = dataclasses.replace(cache.cursor, limit=limit, length=cache.cursor.length - read, pending=read)
+        cache = decoder.rollback(with_limits(cache, limit), jnp.where(running, most + 1, 0))
         drafts, log_q = (jnp.moveaxis(x, 0, 1) for x in (drafts, log_qs))
-        return Proposal(drafts, most, log_q), dataclasses.replace(cache, cursor=cursor)
+        return Proposal(drafts, most, log_q), cache
 
     def settle(self, model, state, hidden, tokens, number):
         """Commits as many of the tokens that it read as the model did; see `Drafter.settle`."""

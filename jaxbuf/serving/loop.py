@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.models import decoder
+from jaxbuf.models.cache import all_slots, recurrent_work, with_limits
 from jaxbuf.models.scoring import Logprobs, fitting_block, hidden_logprobs
 from jaxbuf.serving.carry import FAILED as FAILED
 from jaxbuf.serving.carry import FULL as FULL
@@ -20,7 +21,7 @@ from jaxbuf.serving.carry import STOPPED as STOPPED
 from jaxbuf.serving.carry import Carry as Carry
 from jaxbuf.serving.carry import Counters as Counters
 from jaxbuf.serving.carry import Speculation, record
-from jaxbuf.serving.samples import Samples, fork_rows, init_cache, with_limits
+from jaxbuf.serving.samples import Samples, fork_rows, init_cache
 from jaxbuf.serving.sampling import MOST_LOGPROBS, History, Sampling, adjust, has_candidate, sample
 from jaxbuf.serving.speculation import (
     Drafter,
@@ -126,6 +127,7 @@ def start(
         logprobs=_no_logprobs(rows, room if report else 0, vocab),
         prompt_logprobs=prompt_logprobs,
         counters=Counters(zero(), zero(), zero(), zero()),
+        lacking=jnp.zeros(rows, bool),
         samples=samples,
     )
     carry = _record_next(carry, logits, carry.position)
@@ -139,7 +141,8 @@ def start(
 def generate_tokens(model: decoder.Decoder, carry: Carry, steps: Array | int, drafter: Drafter | None = None) -> Carry:
     """Runs up to `steps` decoding steps; ends early when no row runs.
 
-    A step gives every running row one token, or with a drafter up to 1 + draft_tokens. All is one `lax.while_loop`:
+    A step gives every running row one token, or with a drafter up to 1 + draft_tokens. A row for which a pool of memory
+    has no room rests, and gets none; when all running rows do, the call ends. All is one `lax.while_loop`:
     nothing returns to the host inside it, and the carry's memory is reused (it is donated, so the argument must not be
     used again). Call it again on what it returned to go on: the tokens do not depend on how a generation is cut into
     calls.
@@ -152,15 +155,16 @@ def generate_tokens(model: decoder.Decoder, carry: Carry, steps: Array | int, dr
     """
 
     def running(loop):
-        left, carry = loop
-        return (left > 0) & jnp.any(carry.state == RUNNING)
+        left, served, carry = loop
+        return (left > 0) & served & jnp.any(carry.state == RUNNING)
 
     def step(loop):
-        left, carry = loop
-        return left - 1, _step(model, carry, drafter)
+        left, _, carry = loop
+        after = _step(model, carry, drafter)
+        return left - 1, jnp.any((carry.state == RUNNING) & ~after.lacking), after
 
-    _, carry = jax.lax.while_loop(running, step, (jnp.asarray(steps, jnp.int32), carry))
-    return carry
+    first = jnp.asarray(steps, jnp.int32), jnp.asarray(True), carry
+    return jax.lax.while_loop(running, step, first)[2]
 
 
 def _step(model: decoder.Decoder, carry: Carry, drafter: Drafter | None) -> Carry:
@@ -171,9 +175,9 @@ def _step(model: decoder.Decoder, carry: Carry, drafter: Drafter | None) -> Carr
     """
     active = (carry.state == RUNNING).astype(jnp.int32)
     if drafter is None:
-        hidden, after = _read(model, carry, carry.last[:, None], active)
+        hidden, read, after = _read(model, carry, carry.last[:, None], active)
         logits = decoder.logits(model, hidden[:, 0])
-        after = dataclasses.replace(after, cache=decoder.commit(after.cache, active))
+        after = dataclasses.replace(after, cache=decoder.commit(after.cache, read))
         return _record_next(after, logits, carry.position + 1)
     proposal, state = propose(drafter, model, carry)
     if not getattr(drafter, "adaptive", False):
@@ -192,9 +196,10 @@ def _verify_drafts(model: decoder.Decoder, carry: Carry, drafter: Drafter, propo
     active = (carry.state == RUNNING).astype(jnp.int32)
     parents = None if proposal.parents is None else with_root(proposal.parents)
     read = jnp.concatenate([carry.last[:, None], proposal.drafts], axis=1)
-    hidden, after = _read(model, carry, read, active * (1 + proposal.count), parents)
+    hidden, granted, after = _read(model, carry, read, active * (1 + proposal.count), parents)
+    proposal = dataclasses.replace(proposal, count=jnp.minimum(proposal.count, jnp.maximum(granted - 1, 0)))
     logits = decoder.logits(model, hidden)
-    tokens, number, accepted, path, failed, adjusted = verify(carry, proposal, logits)
+    tokens, number, accepted, path, failed, adjusted = verify(after, proposal, logits)
     if path is not None:
         hidden, logits, adjusted = (jnp.take_along_axis(x, path[..., None], axis=1) for x in (hidden, logits, adjusted))
     missing = ((0, 0), (0, 1 + drafter.draft_tokens - read.shape[1]))
@@ -206,21 +211,23 @@ def _verify_drafts(model: decoder.Decoder, carry: Carry, drafter: Drafter, propo
 
 def _read(
     model: decoder.Decoder, carry: Carry, tokens: Array, lengths: Array, parents: Array | None = None
-) -> tuple[Array, Carry]:
-    """Reads the first `lengths` of tokens int32 [rows, T], which stay pending: their hidden states, and the carry."""
-    before, active = carry.cache.cursor, jnp.minimum(lengths, 1)
-    hidden, cache = decoder.extend(model, carry.cache, tokens, lengths=lengths, parents=parents)
-    if model.config.spec is None:  # nothing folds
-        counters = dataclasses.replace(carry.counters, steps=carry.counters.steps + active)
-        return hidden, dataclasses.replace(carry, cache=cache, counters=counters)
-    folds = (cache.cursor.folded > before.folded)[1:].astype(jnp.int32)
-    counters = Counters(
-        steps=carry.counters.steps + active,
-        folds=carry.counters.folds + folds,
-        checkpoint_reads=carry.counters.checkpoint_reads + active * (before.folded > 0)[1:].astype(jnp.int32),
-        live_entries=carry.counters.live_entries + active * before.length[1:],
-    )
-    return hidden, dataclasses.replace(carry, cache=cache, counters=counters)
+) -> tuple[Array, Array, Carry]:
+    """Reads the first `lengths` of tokens int32 [rows, T], which stay pending.
+
+    Returns:
+      Their hidden states; how many tokens of each row were read, int32 [rows]: 1 where memory did not suffice for the
+      drafts, 0 where it did not for the first token; and the carry.
+    """
+    hidden, cache = decoder.extend(model, carry.cache, tokens, lengths=lengths, parents=parents, drafts=True)
+    read = cache.sequences.pending[all_slots(cache)]
+    active, counters = jnp.minimum(read, 1), carry.counters
+    found = {"steps": counters.steps + active}
+    if (work := recurrent_work(carry.cache, cache)) is not None:
+        for field in dataclasses.fields(work):
+            found[field.name] = getattr(counters, field.name) + active * getattr(work, field.name)
+    counters = dataclasses.replace(counters, **found)
+    lacking = (lengths > 0) & (read == 0)
+    return hidden, read, dataclasses.replace(carry, cache=cache, counters=counters, lacking=lacking)
 
 
 def _count_drafts(carry: Carry, drafter: Drafter, state: Any, proposal: Proposal, accepted: Array) -> Speculation:
@@ -239,9 +246,8 @@ def _record_next(carry: Carry, logits: Array, position: Array) -> Carry:
     with jax.named_scope("sample"):
         adjusted = adjust(only(carry.allowed, logits), carry.sampling, carry.history)
         token = sample(adjusted, carry.sampling, position)
-    running = carry.state == RUNNING
-    failed = running & ~has_candidate(adjusted)
-    number = (running & ~failed).astype(jnp.int32)
+    failed = carry.active & ~has_candidate(adjusted)
+    number = (carry.active & ~failed).astype(jnp.int32)
     return record(carry, token[:, None], number, failed, logits[:, None], adjusted[:, None])
 
 

@@ -71,12 +71,6 @@ def init_cache(
     return decoder.init_cache(config, **sizes, capacity=capacity, **pools, **dtypes)
 
 
-def with_limits(cache: decoder.Cache, limit: Array) -> decoder.Cache:
-    """The memory whose slots fold from `limit` entries (int32 [rows], or one for all), at most what it was made for."""
-    limits = jnp.ones_like(cache.cursor.limit).at[1:].set(limit)
-    return dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=limits))
-
-
 def fork_rows(cache: decoder.Cache, samples: Samples) -> decoder.Cache:
     """Every row's slot holds its prompt, which only the slots in `readers` have read."""
     return decoder.fork(cache, samples.source, all_slots(cache))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.memory.tree import ancestors, check_parents
 from jaxbuf.models import decoder
-from jaxbuf.recurrence.tree import ancestors, check_parents
 from jaxbuf.serving.acceptance import accept, accept_tree, log_distribution, path_of, usable_log_q
 from jaxbuf.serving.carry import RUNNING, Carry
 from jaxbuf.serving.sampling import adjust, has_candidate, keys
@@ -291,9 +291,8 @@ def verify(carry: Carry, proposal: Proposal, logits: Array) -> Verified:
         tokens = jnp.where(index < accepted[:, None], padded, token[:, None])
         stop = jnp.any(tokens[:, :, None] == carry.history.stop_ids[:, None], axis=-1)
         first = jnp.min(jnp.where(stop, index, most_drafts(carry, length)[:, None]), axis=1)
-        running = carry.state == RUNNING
-        failed = running & ~possible[:, 0]
-        number = jnp.where(running & ~failed, jnp.minimum(accepted, first) + 1, 0)
+        failed = carry.active & ~possible[:, 0]
+        number = jnp.where(carry.active & ~failed, jnp.minimum(accepted, first) + 1, 0)
         return Verified(tokens, number, jnp.minimum(accepted, number), path, failed, adjusted)
 
 

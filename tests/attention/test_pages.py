@@ -1,5 +1,7 @@
 """Trees, shared pages and forks of paged attention against float64, with NaN wherever nothing live lies."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +10,16 @@ import pytest
 from jaxbuf.attention import paged
 from jaxbuf.attention.pages import (
     advance_order,
+    claim_pages,
     fork_pages,
     init_order,
+    note_missing,
     places,
     release_pages,
-    reserve_pages,
+    take_pages,
+    touched_pages,
 )
+from jaxbuf.memory.claims import grant
 from jaxbuf.memory.ownership import PoolExhausted, clear_flag, init_ownership, raise_missing
 from tests.attention.definition import attention
 
@@ -25,10 +31,13 @@ ALL = np.arange(1, SLOTS + 1, dtype=np.int32)
 @jax.jit
 def launch(kv, table, order, pages, q, k, v, start, lengths, ancestors):
     place = places(order, ALL, start, q.shape[1])
-    served, table, pages = reserve_pages(pages, table, place, slots=ALL, lengths=lengths, page_size=PAGE_SIZE)
-    where = {"slots": ALL, "start": start, "lengths": jnp.where(served, lengths, 0), "order": order}
+    touched = partial(touched_pages, place, slots=ALL, pages=MAX_PAGES, page_size=PAGE_SIZE)
+    claim = claim_pages(pages, table, ALL, touched(lengths=lengths))
+    lengths = jnp.where(grant([claim]), lengths, 0)
+    table, pages = take_pages(note_missing(pages, claim.missing), table, ALL, touched(lengths=lengths))
+    where = {"slots": ALL, "start": start, "lengths": lengths, "order": order}
     kv = paged.append(kv, table, k, v, **where)
-    return paged.attend(q, kv, table, **where, ancestors=ancestors), kv, table, pages
+    return paged.attend(q, kv, table, **where, ancestors=ancestors), kv, table, pages, lengths
 
 
 @jax.jit
@@ -73,10 +82,9 @@ class Twin:
         shared = np.flatnonzero(np.asarray(self.pages.owners) > 1)
         before = np.asarray(self.kv.keys)[shared].tobytes()
         arguments = self.kv, self.table, self.order, self.pages, q, k, v, start, lengths, ancestors
-        out, self.kv, self.table, self.pages = launch(*arguments)
+        out, self.kv, self.table, self.pages, granted = launch(*arguments)
         assert np.asarray(self.kv.keys)[shared].tobytes() == before, "a page with several owners was written"
-        if int(self.pages.lacking):
-            return False
+        lacking, lengths = bool(int(self.pages.lacking)), self._granted(lengths, granted)
         accepted, permutation = np.zeros(SLOTS, np.int32), np.zeros((SLOTS, TIME), np.int32)
         for row in range(SLOTS):
             for node in range(lengths[row]):
@@ -94,7 +102,14 @@ class Twin:
             self.tokens[row + 1] = np.concatenate([self.tokens[row + 1], new], axis=1)
         self._spoil_rejected(start, lengths, accepted, permutation)
         self.order = advance(self.order, ALL, start, accepted, permutation)
-        return True
+        return not lacking
+
+    def _granted(self, asked, granted):
+        """What rows were served; those that rest have no page too few for nothing."""
+        granted = np.asarray(granted)
+        assert ((granted == asked) | (granted == 0)).all()
+        assert int(self.pages.lacking) or (granted == asked).all()
+        return granted
 
     def _spoil_rejected(self, start, lengths, accepted, permutation):
         """The rejected tokens were not finite, as far as later launches can know."""
@@ -110,8 +125,8 @@ class Twin:
         """A launch of one token that is never committed, fewer than the list has places: it sees what was committed."""
         q, k, v = (self.rng.standard_normal((SLOTS, 1, n, HEAD_DIM)).astype("f4") for n in (HEADS, 2, 2))
         state = self.kv, self.table, self.order, self.pages
-        out, *_, pages = launch(*state, q, k, v, self.lengths()[1:], np.ones(SLOTS, np.int32), None)
-        for row in range(0 if int(pages.lacking) else SLOTS):
+        out, *_, granted = launch(*state, q, k, v, self.lengths()[1:], np.ones(SLOTS, np.int32), None)
+        for row in np.flatnonzero(granted):
             keys, values = (
                 np.concatenate([old, new[row]]) for old, new in zip(self.tokens[row + 1], (k, v), strict=True)
             )

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxbuf.bench import random_model, step, step_figures
+from jaxbuf.models.config import RECURRENCE
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.layers import named_parameters
 from jaxbuf.pallas import platform
@@ -115,7 +116,8 @@ def test_the_random_model_has_the_parameters_of_the_architecture_each_its_own():
 def test_every_run_of_a_form_starts_alike_and_its_rows_are_staggered(made):
     options, _, carry = made
     first = step.first_carry(step.small_arrays(carry), "buffered", options)
-    cursor = first.cache.cursor
+    cursor = first.cache.shared[RECURRENCE].cursor
+    assert first.cache.sequences.committed.tolist() == [0, 21, 21, 21, 0]
     assert cursor.length.tolist() == [0, 2, 3, 4, 0] and cursor.limit.tolist() == [1, 4, 4, 4, 1]
     assert (cursor.folded + cursor.length).tolist() == [0, 21, 21, 21, 0]
     assert first.state.tolist() == [loop.RUNNING] * 3 + [loop.FULL]

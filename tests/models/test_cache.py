@@ -10,6 +10,7 @@ import pytest
 from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import forked_sizes
+from jaxbuf.models.config import ATTENTION, RECURRENCE
 from jaxbuf.models.families.qwen3_5 import Config
 from tests.tiny import SIZES, abstract, random_model
 
@@ -89,18 +90,21 @@ def test_trees_and_forks_equal_their_branches_alone(model, rng, sizes):
             cache = fork(cache, source[None], target[None])
             if not is_exhausted(cache):
                 history[target] = list(history[source])
-        np.testing.assert_array_equal(cache.cursor.position, [len(tokens) for tokens in history])
+        np.testing.assert_array_equal(cache.sequences.committed, [len(tokens) for tokens in history])
     cache = reset(cache, ALL)
     if sizes:
-        for owned in (cache.cursor.sharing.states, cache.cursor.sharing.blocks, cache.pages):
+        for owned in pools_of(cache):
             assert int(owned.left) == owned.owners.shape[0] - 1
 
 
+def pools_of(cache):
+    """What slots share: checkpoint rows, blocks, pages."""
+    sharing, pages = cache.shared[RECURRENCE].cursor.sharing, cache.shared[ATTENTION].owners
+    return () if sharing is None else (sharing.states, sharing.blocks, pages)
+
+
 def is_exhausted(cache):
-    if cache.pages is None:
-        return False
-    pools = cache.cursor.sharing.states, cache.cursor.sharing.blocks, cache.pages
-    return any(int(owned.lacking) for owned in pools)
+    return any(int(owned.lacking) for owned in pools_of(cache))
 
 
 def test_no_call_changes_the_shape_of_a_cache():
@@ -143,11 +147,13 @@ def test_a_limit_beyond_the_capacity_makes_no_larger_ring():
     rings = {}
     for limit in (8, 40, 44, 45, 10**9, 2**31, 2**70):
         cache = jax.eval_shape(lambda limit=limit: decoder.init_cache(CONFIG, **sizes, limit=limit))
-        rings[limit] = cache.cursor.ring
+        rings[limit] = cache.shared[RECURRENCE].cursor.ring
         assert cache.layers[0].pool.keys.shape[:2] == (1 + 2 * rings[limit] // 8, 8)
     assert list(rings.values()) == [16, 48, 48, 48, 48, 48, 48]
     cache = decoder.init_cache(CONFIG, **sizes, limit=np.array([7, 10**9]))
-    assert cache.cursor.limit.tolist() == [1, 7, 44], "40 committed tokens and 4 pending ones fold nothing yet"
+    assert cache.shared[RECURRENCE].cursor.limit.tolist() == [1, 7, 44], (
+        "40 committed tokens and 4 pending ones fold nothing yet"
+    )
     prompts = {"slots": 2, "prompts": 1, "prompt_tokens": 30, "new_tokens": 10, "max_pending": 4}
     assert forked_sizes(**prompts, limit=10**9) == forked_sizes(**prompts, limit=44)
     with pytest.raises(ValueError, match="limit must be at most 1048576, got 3000004"):

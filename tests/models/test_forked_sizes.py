@@ -3,17 +3,15 @@
 Only the integers are run, no model: what is taken and shared does not depend on numbers.
 """
 
-import dataclasses
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxbuf.memory.ownership import PoolExhausted
-from jaxbuf.models.cache import commit, fork, forked_sizes, init_cache, raise_exhausted, take_pages
-from jaxbuf.recurrence import buffered
+from jaxbuf.models.cache import begin, commit, fork, forked_sizes, init_cache, make_launch, raise_exhausted
+from jaxbuf.models.config import RECURRENCE
 from tests.models.test_cache import CONFIG
 
 pytestmark = pytest.mark.slow
@@ -33,15 +31,12 @@ def new_cache(limit, again=False, **fewer):
 
 @_jit
 def prefill(cache, slots, lengths):
-    cache, lengths = take_pages(cache, slots, lengths, TOKENS["prompt_tokens"])
-    return dataclasses.replace(cache, cursor=buffered.begin_prefill(cache.cursor, slots, lengths)[1])
+    return begin(cache, make_launch(cache, slots, lengths, TOKENS["prompt_tokens"], keep=0))[1]
 
 
 @_jit
 def step(cache, lengths, accepted):
-    cache, lengths = take_pages(cache, jnp.asarray(ALL), lengths, TIME)
-    cursor = buffered.begin(cache.cursor, jnp.asarray(ALL), lengths, TIME)[1]
-    return commit(dataclasses.replace(cache, cursor=cursor), accepted)
+    return commit(begin(cache, make_launch(cache, ALL, lengths, TIME))[1], accepted)
 
 
 fork = _jit(fork)
@@ -66,7 +61,7 @@ def run(cache, lengths, groups, draw=None, sources=None):
             source = sources().astype(np.int32)
             cache, added = fork(cache, source, ALL), added[source - 1]
     raise_exhausted(cache)
-    np.testing.assert_array_equal(cache.cursor.position[1:], lengths[groups] + TOKENS["new_tokens"])
+    np.testing.assert_array_equal(cache.sequences.committed[1:], lengths[groups] + TOKENS["new_tokens"])
     return cache
 
 
@@ -102,8 +97,8 @@ def test_beams_never_run_out_and_all_is_given_back(rng):
 
 
 def check_left(cache):
-    held = np.unique(np.asarray(cache.cursor.checkpoint_of)[1:]).size
-    states = cache.cursor.sharing.states
+    cursor = cache.shared[RECURRENCE].cursor
+    held, states = np.unique(np.asarray(cursor.checkpoint_of)[1:]).size, cursor.sharing.states
     assert int(states.left) == states.owners.shape[0] - 1 - held
 
 

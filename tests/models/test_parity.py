@@ -1,6 +1,5 @@
 """What transformers computes, from the fixtures that scripts/make_parity_fixtures wrote: random models and the demo."""
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxbuf.models import decoder, mtp
+from jaxbuf.models.cache import with_limits
 from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import load
 
@@ -80,8 +80,7 @@ def start(lm, expected, lengths, limit=16):
     """
     rows = expected.tokens.shape[0]
     cache = decoder.init_cache(lm.config, slots=rows, capacity=CAPACITY, limit=16)
-    limits = jnp.full_like(cache.cursor.limit, limit)
-    cache = dataclasses.replace(cache, cursor=dataclasses.replace(cache.cursor, limit=limits))
+    cache = with_limits(cache, limit)
     tokens = np.pad(expected.tokens, ((0, 0), (0, PADDED - expected.tokens.shape[1])))
     tokens[np.arange(PADDED)[None] >= lengths[:, None]] = 0
     return prefill(lm.model, cache, tokens, lengths)

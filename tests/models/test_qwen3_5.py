@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.models import decoder, mtp
+from jaxbuf.models.config import ATTENTION, RECURRENCE
 from jaxbuf.models.families import config_from_dict, config_json
 from jaxbuf.models.families.qwen3_5 import Config
 from jaxbuf.models.layers import cast, named_parameters, replace_parameters
@@ -141,7 +142,9 @@ def test_cache_under_random_schedules(model, tokens, hidden, rng, poisoned):
     """Prefill and pending tokens, accepted in part, slots in any order: always the forward over what was committed."""
     cache = decoder.init_cache(CONFIG, slots=ROWS, capacity=TIME, limit=16, max_pending=PENDING)
     pages = jnp.asarray(rng.permutation(np.arange(1, cache.layers[1].keys.shape[0], dtype=np.int32)))
-    cache = dataclasses.replace(cache, table=cache.table.at[1:].set(pages.reshape(ROWS, -1)))
+    shared = cache.shared[ATTENTION]
+    shared = dataclasses.replace(shared, table=shared.table.at[1:].set(pages.reshape(ROWS, -1)))
+    cache = dataclasses.replace(cache, shared=cache.shared | {ATTENTION: shared})
     if poisoned:  # whoever had the slots before
         cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x, cache)
     slots = rng.permutation(np.arange(1, ROWS + 1)).astype(np.int32)
@@ -161,7 +164,7 @@ def test_cache_under_random_schedules(model, tokens, hidden, rng, poisoned):
             real = slice(position[row], position[row] + lengths[row])
             np.testing.assert_allclose(out[row, : lengths[row]], hidden[row, real], atol=2e-4)
         position += accepted
-        np.testing.assert_array_equal(cache.cursor.position[slots], position)
+        np.testing.assert_array_equal(cache.sequences.committed[slots], position)
 
 
 def test_prompts_in_pieces_and_kept_entries(model, tokens, hidden):
@@ -172,7 +175,7 @@ def test_prompts_in_pieces_and_kept_entries(model, tokens, hidden):
     piece = np.take_along_axis(tokens, offsets, axis=1)
     keep = np.array([0, 3, 16, 8], np.int32)
     out, cache = run_prefill(model, cache, piece, np.full(ROWS, 32, np.int32), ALL_SLOTS, keep)
-    np.testing.assert_array_equal(cache.cursor.length[1:], keep)
+    np.testing.assert_array_equal(cache.shared[RECURRENCE].cursor.length[1:], keep)
     np.testing.assert_allclose(out, np.take_along_axis(hidden, offsets[..., None], axis=1), atol=2e-4)
     read = np.take_along_axis(tokens, (first + 32)[:, None] + np.arange(PENDING), axis=1)
     full = np.full(ROWS, PENDING, np.int32)
@@ -189,13 +192,13 @@ def test_null_rows_disturb_nobody(model, tokens, hidden):
     out, cache = run_prefill(model, cache, tokens[:, :32], lengths, slots, NO_KEEP)
     assert np.isfinite(out).all()
     np.testing.assert_allclose(np.asarray(out)[[0, 2]], hidden[[0, 2], :32], atol=2e-4)
-    np.testing.assert_array_equal(cache.cursor.position, [0, 0, 32, 0, 32])
+    np.testing.assert_array_equal(cache.sequences.committed, [0, 0, 32, 0, 32])
     ring, pool = cache.layers[0].ring, cache.layers[0].pool
     for slot in (0, 1, 3):
         np.testing.assert_array_equal(ring[slot], before.layers[0].ring[slot])
         np.testing.assert_array_equal(pool.checkpoints[slot], before.layers[0].pool.checkpoints[slot])
     for slot in (1, 3):
-        pages = before.table[slot]
+        pages = before.shared[ATTENTION].table[slot]
         np.testing.assert_array_equal(cache.layers[1].keys[pages], before.layers[1].keys[pages])
     np.testing.assert_array_equal(cache.layers[1].keys[0], 0.0)
 

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.attention.paged import PagedKV
-from jaxbuf.attention.pages import advance_order
 from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.models import decoder
-from jaxbuf.models.cache import commit, fork, init_cache, reset, take_pages
+from jaxbuf.models.cache import begin, commit, fork, init_cache, make_launch, reset
+from jaxbuf.models.config import ATTENTION, RECURRENCE
 from jaxbuf.models.mtp import fork_mtp, init_mtp
-from jaxbuf.recurrence import buffered
-from tests.models.test_cache import CONFIG
+from tests.models.test_cache import CONFIG, is_exhausted, pools_of
 from tests.recurrence.twin import assert_owned
 from tests.tiny import changed, random_model
 
@@ -27,20 +25,16 @@ _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def read_prompts(cache, slots, lengths, keep):
-    cache, lengths = take_pages(cache, slots, lengths, PROMPT)
-    step, cursor = buffered.begin_prefill(cache.cursor, slots, lengths, keep, time=PROMPT)
-    order = advance_order(cache.page_order, step.slots, step.start, step.lengths)
-    return dataclasses.replace(cache, cursor=cursor, page_order=order)
+    return begin(cache, make_launch(cache, slots, lengths, PROMPT, keep=keep))[1]
 
 
-def begin(cache, slots, lengths, parents):
-    cache, lengths = take_pages(cache, slots, lengths, PENDING)
-    return dataclasses.replace(cache, cursor=buffered.begin(cache.cursor, slots, lengths, PENDING, parents)[1])
+def read_tokens(cache, slots, lengths, parents):
+    return begin(cache, make_launch(cache, slots, lengths, PENDING, parents=parents))[1]
 
 
 CALLS = {
     "prefill": read_prompts,
-    "extend": begin,
+    "extend": read_tokens,
     "commit": lambda cache, slots, accepted, path: commit(cache, accepted, slots=slots, path=path),
     "fork": lambda cache, target, source: fork(cache, source, target),
     "reset": reset,
@@ -91,12 +85,14 @@ def draw(rng, name):
 
 def held(cache, slot):
     """The bits of all that a slot has: its integers, and whatever these refer to in every layer."""
-    cursor, rows = cache.cursor, [cache.table[slot], cache.page_order[slot], cache.ring_order[slot]]
+    recurrent, pages = cache.shared[RECURRENCE], cache.shared[ATTENTION]
+    cursor, rows = recurrent.cursor, [pages.table[slot], pages.order[slot], recurrent.ring_order[slot]]
+    rows += [cache.sequences.committed[slot], cache.sequences.pending[slot]]
     fields = "checkpoint_of", "block_table", "order", "origin", "length", "pending", "limit", "folded"
     rows += [getattr(cursor, name)[slot] for name in fields]
-    for layer in cache.layers:
-        if isinstance(layer, PagedKV):
-            rows += [x[cache.table[slot]] for x in (layer.keys, layer.values)]
+    for kind, layer in zip(cache.kinds, cache.layers, strict=True):
+        if kind == ATTENTION:
+            rows += [x[pages.table[slot]] for x in (layer.keys, layer.values)]
         else:
             pool = layer.pool
             rows += [pool.checkpoints[cursor.checkpoint_of[slot]], layer.ring[slot]]
@@ -110,17 +106,10 @@ def bits(tree):
 
 def assert_owners(cache):
     """Each row, block and page has as many owners as slots refer to it; the others are free, once."""
-    if cache.pages is None:
-        return
-    sharing, cursor = cache.cursor.sharing, cache.cursor
-    pools = (sharing.states, cursor.checkpoint_of), (sharing.blocks, cursor.block_table), (cache.pages, cache.table)
-    for owned, table in pools:
+    cursor = cache.shared[RECURRENCE].cursor
+    tables = cursor.checkpoint_of, cursor.block_table, cache.shared[ATTENTION].table
+    for owned, table in zip(pools_of(cache), tables, strict=False):
         assert_owned(owned, np.asarray(table)[1:])
-
-
-def lacking(cache):
-    pools = () if cache.pages is None else (cache.cursor.sharing.states, cache.cursor.sharing.blocks, cache.pages)
-    return any(int(owned.lacking) for owned in pools)
 
 
 SHARED = {"states": 3, "blocks": 9, "pages": 10}  # they run out now and then
@@ -143,10 +132,10 @@ def test_compiled_calls_serve_the_first_row_of_a_slot_and_harm_no_other(rng, siz
         now, then = jax.device_get((cache, before))
         for slot in np.setdiff1d(np.arange(1, SLOTS + 1), first):
             assert held(now, slot) == held(then, slot), f"{name} of {slots} changed slot {slot}"
-        if lacking(cache):
+        if is_exhausted(cache):
             cache = COMPILED["reset"](cache, rng.integers(1, SLOTS + 1, 1, dtype=np.int32))
             assert_owners(cache)
-            assert not lacking(cache)
+            assert not is_exhausted(cache)
 
 
 @pytest.mark.slow  # one operation at a time
@@ -164,21 +153,21 @@ def test_calls_that_are_not_compiled_refuse_repeated_slots_or_are_the_compiled_o
         if name in ("prefill", "extend"):
             others[0] = np.clip(others[0], 0, PROMPT if name == "prefill" else PENDING)
         if name == "commit":
-            others = [np.minimum(np.maximum(others[0], 0), np.asarray(cache.cursor.pending)[slots]), None]
+            others = [np.minimum(np.maximum(others[0], 0), np.asarray(cache.sequences.pending)[slots]), None]
         repeated = np.unique(written[written > 0]).size < (written > 0).sum() and name != "reset"
         compiled = COMPILED[name](cache, slots, *others)
         if repeated:
             with pytest.raises(ValueError, match="must have each slot once, got slot"):
                 CALLS[name](cache, slots, *others)
             refused += 1
-        elif lacking(compiled):
+        elif is_exhausted(compiled):
             with pytest.raises(PoolExhausted):
                 CALLS[name](cache, slots, *others)
         else:
             assert bits(CALLS[name](cache, slots, *others)) == bits(compiled), name
         cache = compiled
         assert_owners(cache)
-        if lacking(cache):
+        if is_exhausted(cache):
             cache = COMPILED["reset"](cache, rng.integers(1, SLOTS + 1, 1, dtype=np.int32))
     assert refused > 0
 

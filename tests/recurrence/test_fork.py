@@ -115,7 +115,7 @@ def bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-MESSAGE = r"of blocks ran out: 1 more needed, it has 20; nothing was written\. Make it with blocks=21 or more"
+MESSAGE = r"of blocks ran out: 1 more needed, it has 20; nothing was written there\. Make it with blocks=21 or more"
 
 
 @pytest.mark.slow  # one operation at a time
@@ -132,16 +132,19 @@ def test_what_runs_out_is_said_before_anything_is_written(rng):
     inputs, full = inputs_of(rng, GDN, ROWS, TIME), np.full(ROWS, TIME, np.int32)
     cache = left(twin.cache, blocks=3)
     out, after = extend(twin.spec, cache, *inputs, slots=FIRST, lengths=full, parents=None)
-    np.testing.assert_array_equal(out, 0.0)
-    assert bits(after.pool) == bits(cache.pool) and not np.asarray(after.cursor.pending).any()
+    three, first = extend(twin.spec, cache, *inputs, slots=FIRST, lengths=full * (FIRST < 4), parents=None)
+    np.testing.assert_array_equal(out, three)
+    assert not np.asarray(out)[3].any() and np.asarray(out)[2].any()
+    assert bits(after.pool) == bits(first.pool), "the fourth row has nothing written"
+    assert after.cursor.pending.tolist() == [0, TIME, TIME, TIME, 0, 0, 0]
     with pytest.raises(PoolExhausted, match=MESSAGE):
         buffered.raise_exhausted(after)
-    out, later = extend(twin.spec, after, *inputs, slots=FIRST, lengths=only(1), parents=None)
-    np.testing.assert_array_equal(out, 0.0)
-    assert not np.asarray(later.cursor.pending).any(), "every later launch rests too, until something is given back"
-    later = reset(later, np.array([6], np.int32))
-    out, served = extend(twin.spec, later, *inputs, slots=FIRST, lengths=only(1), parents=None)
-    assert np.abs(out[0, 0]).max() > 0 and int(served.cursor.pending[1]) == 1
+    later = extend(twin.spec, after, *inputs, slots=FIRST, lengths=full, parents=None)[1]
+    assert later.cursor.pending.tolist() == after.cursor.pending.tolist(), "it rests until something is given back"
+    later = reset(later, np.array([1], np.int32))
+    buffered.raise_exhausted(later)
+    out, served = extend(twin.spec, later, *inputs, slots=FIRST, lengths=full * (FIRST > 1), parents=None)
+    assert np.abs(out[3, 0]).max() > 0 and served.cursor.pending.tolist() == [0, 0, TIME, TIME, TIME, 0, 0]
 
 
 def test_checkpoint_rows_and_forks_run_out_as_blocks_do(rng):

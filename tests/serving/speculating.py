@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.memory.tree import ancestors
 from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.recurrence.tree import ancestors
 from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
 from jaxbuf.serving.speculation import Proposal
 from tests.serving.conftest import CONFIG, byte_tokenizer

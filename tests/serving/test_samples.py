@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from jaxbuf.cli import app
 from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.models import cache as caches
+from jaxbuf.models.config import ATTENTION, RECURRENCE
 from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
 from jaxbuf.serving.drafters import MTP
 from jaxbuf.serving.drafting import propose_ngram
@@ -124,10 +125,18 @@ def arguments_of(lm, prompts, settings, new=NEW):
     return request.check(lm, prompts, new, settings, 16, "auto", None).arguments
 
 
+def cursor_of(cache):
+    return cache.shared[RECURRENCE].cursor
+
+
+def table_of(cache):
+    return cache.shared[ATTENTION].table
+
+
 def test_all_rows_of_a_prompt_name_the_same_pages_and_the_same_checkpoint(lm, prompts, results):
     """After `start`; at the end each has a checkpoint of its own, and still the pages that its prompt fills."""
     carry = start(lm.model, **arguments_of(lm, prompts, SETTINGS))
-    tables, before = np.asarray(carry.cache.table), carry.cache.cursor
+    tables, before = np.asarray(table_of(carry.cache)), cursor_of(carry.cache)
     checkpoints, blocks = np.asarray(before.checkpoint_of), np.asarray(before.block_table)
     assert not blocks.any(), "prefill folds all of the prompt: there is no entry yet"
     slots = {index: [1 + i for i, row in enumerate(ROWS) if row[0] == index] for index in range(4)}
@@ -140,8 +149,8 @@ def test_all_rows_of_a_prompt_name_the_same_pages_and_the_same_checkpoint(lm, pr
         assert len(set(last)) == len(last) if len(prompt) % 16 else not last.any()
     assert len(set(checkpoints[[slots[index][0] for index in range(4)]])) == 4
     after = generate_tokens(lm.model, carry, np.int32(NEW)).cache
-    assert len(set(np.asarray(after.cursor.checkpoint_of)[1 : 1 + len(ROWS)])) == len(ROWS)
-    assert (np.asarray(after.table)[1:9, :4] == tables[1:9, :4]).all(), "64 tokens are four full pages"
+    assert len(set(np.asarray(cursor_of(after).checkpoint_of)[1 : 1 + len(ROWS)])) == len(ROWS)
+    assert (np.asarray(table_of(after))[1:9, :4] == tables[1:9, :4]).all(), "64 tokens are four full pages"
 
 
 def nbytes(tree):
@@ -168,7 +177,8 @@ def test_eight_samples_of_a_long_prompt_take_little_more_memory_than_one(lm):
 
 def test_one_sample_each_costs_nothing(lm, prompts):
     carry = jax.eval_shape(lambda model: start(model, **arguments_of(lm, prompts, SamplingParams(n=1))), lm.model)
-    assert carry.samples is None and carry.cache.pages is None and carry.cache.cursor.sharing is None
+    assert carry.samples is None and carry.cache.shared[ATTENTION].owners is None
+    assert cursor_of(carry.cache).sharing is None
 
 
 def test_a_generation_is_one_compilation_for_any_numbers_with_that_sum(lm, prompts, results):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.attention.paged import init_kv
+from jaxbuf.attention.paged_memory import PageTable
 from jaxbuf.attention.rotary import Rotary, rotate
 from jaxbuf.models.config import ATTENTION
 from jaxbuf.models.layers import Initializer, Norm, linear, norm_weight, parameter, rms_norm, zeros
@@ -58,14 +59,9 @@ class Attention:
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
         return AttentionParameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
 
-    def memory(self, sizes):
-        return init_kv(
-            pages=sizes.pages,
-            page_size=sizes.page_size,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype=sizes.dtype,
-        )
+    def memory(self, shared: PageTable, dtypes):
+        sizes = {"pages": shared.pages, "page_size": shared.page_size}
+        return init_kv(**sizes, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtypes.dtype)
 
     def __call__(self, parameters: "AttentionParameters", x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:
         """Applies the layer; `plan` is one of `jaxbuf.attention.attention_plan`."""

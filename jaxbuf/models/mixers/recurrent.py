@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxbuf.models.config import RECURRENCE
-from jaxbuf.recurrence.recurrent_plan import RecurrentCache, init_recurrent
+from jaxbuf.recurrence.recurrent_memory import RecurrentCache, RecurrentShared, init_recurrent
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
 
@@ -36,13 +36,6 @@ class RecurrentMixer:
     def channels(self) -> int:
         return self.spec.channels
 
-    def memory(self, sizes) -> RecurrentCache:
-        return init_recurrent(
-            self.spec,
-            sizes.cursor,
-            channels=self.channels,
-            width=self.width,
-            dtype=sizes.dtype,
-            entry_dtype=sizes.entry_dtype,
-            state_dtype=sizes.state_dtype,
-        )
+    def memory(self, shared: RecurrentShared, dtypes) -> RecurrentCache:
+        given = {name: getattr(dtypes, name) for name in ("dtype", "entry_dtype", "state_dtype")}
+        return init_recurrent(self.spec, shared.cursor, channels=self.channels, width=self.width, **given)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.memory.ownership import NOWHERE
-from jaxbuf.recurrence.spec import Array
+
+type Array = jax.Array
 
 
 def check_parents(parents: Array, rows: int, time: int) -> Array:

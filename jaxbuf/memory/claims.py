@@ -1,0 +1,63 @@
+"""Which rows of a launch get what they need, where several pools may be too small for all of them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+type Array = jax.Array
+
+
+class Claim(NamedTuple):
+    """What a launch needs of one pool.
+
+    Attributes:
+      needs: int32 [rows].
+      left: int32 scalar, how many rows of the pool are free.
+    """
+
+    needs: Array
+    left: Array
+
+    @property
+    def missing(self) -> Array:
+        """int32 scalar: how many are missing for all rows together."""
+        return jnp.maximum(jnp.sum(self.needs, dtype=jnp.int32) - self.left, 0)
+
+
+def grant(claims: Sequence[Claim]) -> Array:
+    """bool [rows]: which rows get all that they need, of every pool.
+
+    Rows that need less come first, and of equal ones the earlier row. So a row that needs nothing is always served, and
+    if any row could be served alone, some row is. All pools are looked at together: rows that one pool granted and
+    another refused would else keep what a third row could have used.
+
+    Args:
+      claims: At least one.
+    """
+    total = sum((claim.needs for claim in claims), jnp.zeros_like(claims[0].needs))
+    granted = jnp.ones(total.shape, bool)
+    for claim in claims:
+        granted = granted & (claim.needs <= claim.left)
+    row = jnp.arange(total.shape[0], dtype=jnp.int32)
+    # No sort: launches are small, and a comparison of all pairs is one operation.
+    not_after = (total[None] < total[:, None]) | ((total[None] == total[:, None]) & (row[None] <= row[:, None]))
+    counts = not_after & granted[None]
+    for claim in claims:
+        used = jnp.sum(jnp.where(counts, claim.needs[None], 0), axis=1, dtype=jnp.int32)
+        granted = granted & ((claim.needs == 0) | (used <= claim.left))
+    return granted
+
+
+def grant_all(claims: Sequence[Claim]) -> Array:
+    """bool scalar: whether every row gets all that it needs."""
+    served = jnp.asarray(True)
+    for claim in claims:
+        served = served & (claim.missing == 0)
+    return served
+
+
+def after(claims: Sequence[Claim], granted: Array) -> tuple[Array, ...]:
+    """int32 scalar of each pool: what is left once the `granted` rows (bool [rows]) took what they need."""
+    return tuple(claim.left - jnp.sum(jnp.where(granted, claim.needs, 0), dtype=jnp.int32) for claim in claims)

@@ -1,0 +1,235 @@
+"""How many tokens each slot holds, whatever the layers of a model are, and which tokens a launch reads.
+
+A slot is the place of one sequence in every memory of a model. Its first `committed` tokens are its text; `pending`
+ones lie behind them, drafts for example, until `commit` says how many of them are right.
+"""
+
+import dataclasses
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.arguments import check_range, check_rows, checked_slots, distinct_slots, first_rows
+from jaxbuf.memory.ownership import NOWHERE
+from jaxbuf.memory.tree import ancestors, check_parents, check_path, path_first
+
+type Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """The tokens of every slot. Slot 0 is null and stays empty.
+
+    Attributes:
+      committed, pending: int32 [slots + 1].
+      max_pending: The most tokens that one launch may leave pending (static).
+      trees: Whether launches may have parents (static).
+    """
+
+    committed: Array
+    pending: Array
+    max_pending: int = dataclasses.field(metadata={"static": True})
+    trees: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Which tokens a launch reads.
+
+    Attributes:
+      slots: int32 [rows], each of them once but for the null slot 0.
+      start: int32 [rows], the tokens that each row's slot committed before.
+      lengths: int32 [rows], its tokens in this launch, in [0, time]; 0 for the null slot.
+      time: The most tokens of a row.
+      keep: None: the tokens stay pending. Else they are committed, and the last `keep` of each row (one number or int32
+        [rows]) stay entries of a recurrence.
+      parents: int32 [rows, time], the token before each new one, -1 for the committed tail; None: each follows the one
+        before.
+      ancestors: bool [rows, time, time], at (i, j) whether new token j is on i's path, i itself included; None
+        likewise.
+    """
+
+    slots: Array
+    start: Array
+    lengths: Array
+    time: int
+    keep: int | Array | None = None
+    parents: Array | None = None
+    ancestors: Array | None = None
+
+    @property
+    def commits(self) -> bool:
+        """Whether the tokens are committed at once."""
+        return self.keep is not None
+
+    @property
+    def depth(self) -> Array:
+        """int32 [rows or 1, time]: how many of the new tokens precede each one."""
+        if self.ancestors is None:
+            return jnp.arange(self.time, dtype=jnp.int32)[None]
+        return jnp.sum(self.ancestors, axis=2, dtype=jnp.int32) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """What a commit does, for every memory.
+
+    Attributes:
+      slots: int32 [rows].
+      start: int32 [rows], the tokens committed before.
+      accepted: int32 [rows], how many pending tokens become committed ones.
+      path: int32 [rows, n], for a tree: the accepted nodes, of which the first `accepted` count; None: the first ones.
+      permutation: int32 [rows, max_pending], the accepted nodes first and the others in their order; None without path.
+    """
+
+    slots: Array
+    start: Array
+    accepted: Array
+    path: Array | None = None
+    permutation: Array | None = None
+
+
+def init_sequences(*, slots: int, max_pending: int, trees: bool = False) -> Sequences:
+    """Empty sequences: slots 1 to `slots`, and the null slot."""
+    return Sequences(jnp.zeros(slots + 1, jnp.int32), jnp.zeros(slots + 1, jnp.int32), max_pending, trees)
+
+
+def make_launch(
+    positions: Array,
+    max_pending: int,
+    slots: Array,
+    lengths: Array,
+    time: int | None,
+    *,
+    keep: int | Array | None = None,
+    parents: Array | None = None,
+) -> Launch:
+    """A checked launch on slots that committed `positions` (int32 [slots + 1]) tokens.
+
+    Args:
+      positions, max_pending: Of the sequences.
+      slots, lengths: int32 [rows].
+      time: The most tokens of a row; None: whatever `lengths` say.
+      keep, parents: As in `Launch`.
+
+    Raises:
+      ValueError: time is 0 or above max_pending for tokens that stay pending; or slots, lengths or parents do not fit,
+        or are out of range or repeated, where that is known. Under jit lengths are clamped, and the first row of a slot
+        counts.
+    """
+    if keep is None and time is not None:
+        if time < 1:
+            raise ValueError(f"time must be at least 1 token, got {time}")
+        if time > max_pending:
+            raise ValueError(f"time ({time} tokens at once) must be at most max_pending ({max_pending})")
+    most = np.iinfo(np.int32).max if time is None else time
+    slots, given = distinct_slots(slots, positions.shape[0]), jnp.asarray(lengths)
+    check_rows("lengths", given, slots.shape[0])
+    check_range("lengths", lengths, 0, most)
+    lengths = jnp.where(slots > 0, jnp.clip(given.astype(jnp.int32), 0, most), 0)
+    if parents is not None:
+        parents = check_parents(parents, slots.shape[0], most)
+        parents = None if time == 1 else parents  # one token makes no tree
+    reach = None if parents is None else ancestors(parents)
+    return Launch(slots, positions[slots], lengths, most, keep, parents, reach)
+
+
+def begin(sequences: Sequences, launch: Launch) -> Sequences:
+    """The sequences once a launch's tokens are there; what was pending before is dropped."""
+    committed, pending = sequences.committed, launch.lengths
+    if launch.commits:
+        committed, pending = put(committed, launch.slots, launch.start + launch.lengths), jnp.zeros_like(pending)
+    return dataclasses.replace(sequences, committed=committed, pending=put(sequences.pending, launch.slots, pending))
+
+
+def make_commit(
+    pending: Array, positions: Array, max_pending: int, accepted: Array, slots: Array, path: Array | None = None
+) -> Commit:
+    """A checked commit of the first `accepted` (int32 [rows]) of the slots' pending tokens, or of a tree's path.
+
+    Args:
+      pending, positions: int32 [slots + 1], the tokens that every slot has pending and committed.
+      max_pending: Of the sequences.
+      accepted, slots, path: As in `Commit`.
+
+    Raises:
+      ValueError: One of them does not fit, or is out of range or repeated, where that is known; under jit `accepted` is
+        clamped.
+    """
+    slots = distinct_slots(slots, positions.shape[0])
+    accepted, there = jnp.asarray(accepted), pending[slots]
+    check_rows("accepted", accepted, slots.shape[0])
+    check_range("accepted", accepted, 0, there)
+    accepted, permutation = jnp.clip(accepted.astype(jnp.int32), 0, there), None
+    if path is not None:
+        path = check_path(path, accepted, there, max_pending)
+        permutation = path_first(path, accepted, max_pending)
+    return Commit(slots, positions[slots], accepted, path, permutation)
+
+
+def commit(sequences: Sequences, done: Commit) -> Sequences:
+    """The sequences after a commit: what it did not accept ceases to exist."""
+    return dataclasses.replace(
+        sequences,
+        committed=put(sequences.committed, done.slots, done.start + done.accepted),
+        pending=put(sequences.pending, done.slots, jnp.zeros_like(done.accepted)),
+    )
+
+
+def rollback(sequences: Sequences, count: Array, slots: Array) -> tuple[Array, Array, Sequences]:
+    """Makes the last `count` (int32 [rows]) committed tokens of each slot pending again, in place of what was.
+
+    Returns:
+      slots and count, int32 [rows], as they were done, and the sequences.
+
+    Raises:
+      ValueError: count is negative, or above max_pending or what a slot committed, or slots do not fit, where that is
+        known; under jit count is clamped.
+    """
+    slots, given = distinct_slots(slots, sequences.committed.shape[0]), jnp.asarray(count)
+    check_rows("count", given, slots.shape[0])
+    committed = sequences.committed[slots]
+    most = jnp.minimum(committed, sequences.max_pending)
+    check_range("count", given, 0, most)
+    count = jnp.clip(given.astype(jnp.int32), 0, most)
+    after = dataclasses.replace(
+        sequences,
+        committed=put(sequences.committed, slots, committed - count),
+        pending=put(sequences.pending, slots, count),
+    )
+    return slots, count, after
+
+
+def fork(sequences: Sequences, source: Array, target: Array) -> Sequences:
+    """Each target (int32 [rows]; 0: nothing) has committed what its source has, and nothing is pending there."""
+    committed = put(sequences.committed, target, sequences.committed[source])
+    return dataclasses.replace(
+        sequences, committed=committed, pending=put(sequences.pending, target, jnp.zeros_like(target))
+    )
+
+
+def reset(sequences: Sequences, slots: Array) -> Sequences:
+    """Empties slots (int32 [rows])."""
+    zero = jnp.zeros_like(slots)
+    return dataclasses.replace(
+        sequences, committed=put(sequences.committed, slots, zero), pending=put(sequences.pending, slots, zero)
+    )
+
+
+def emptied_slots(slots: Array, count: int) -> Array:
+    """The slots of a reset, of `count` in all: each once, for a slot that gave back twice would take from others."""
+    return first_rows(checked_slots(slots, count))
+
+
+def put(array: Array, slots: Array, new: Array) -> Array:
+    """Writes per-row values to their slots; the null slot's are dropped."""
+    return array.at[jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")
+
+
+def slots_in_order(number: int) -> Array:
+    """int32 [number]: the physical slots from 1 on."""
+    # An array of numpy is known under jit, too: no decoding step has to look for slots that are there twice.
+    return cast(Array, np.arange(1, number + 1, dtype=np.int32))

@@ -1,0 +1,167 @@
+"""The memory of recurrent layers as a kind among others: one cursor, and a pool and a convolution's ring a layer."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.memory.claims import Claim
+from jaxbuf.memory.kind import Sizes
+from jaxbuf.memory.sequences import Commit, Launch, put
+from jaxbuf.memory.tree import permute
+from jaxbuf.recurrence import buffered, step
+from jaxbuf.recurrence.buffered import Pool
+from jaxbuf.recurrence.convolution import init_ring, init_ring_order
+from jaxbuf.recurrence.cursor import Cursor, checked_limits, commit_entries, init_cursor, rollback_entries
+from jaxbuf.recurrence.recurrent_plan import LaunchedRecurrence, WholeRecurrence
+from jaxbuf.recurrence.shared_rows import note_missing, raise_missing_rows
+from jaxbuf.recurrence.slots import claim_fork, fork_cursor, reset_cursor
+from jaxbuf.recurrence.spec import RecurrenceSpec
+
+type Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecurrentShared:
+    """What all recurrent layers share.
+
+    Attributes:
+      cursor: The integers of the buffered states.
+      ring_order: int32 [slots + 1, ring], the rows of the convolutions' rings; None without trees or convolutions.
+    """
+
+    cursor: Cursor
+    ring_order: Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecurrentCache:
+    """Memory of one recurrent layer.
+
+    Attributes:
+      pool: Of the buffered state.
+      ring: The convolution's last inputs; None for a layer without a convolution.
+    """
+
+    pool: Pool
+    ring: Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a launch did to the recurrent states of each row: int32 [rows] each.
+
+    Attributes:
+      folds: 1 where a state was written.
+      checkpoint_reads: 1 where the slot had a checkpoint to read.
+      live_entries: Entries of the ring that it had.
+    """
+
+    folds: Array
+    checkpoint_reads: Array
+    live_entries: Array
+
+
+def init_recurrent(
+    spec: RecurrenceSpec, cursor: Cursor, *, channels: int, width: int, dtype, entry_dtype, state_dtype: object
+) -> RecurrentCache:
+    """An empty memory of a layer.
+
+    Args:
+      spec: Its recurrence.
+      cursor: The integers of all recurrent layers.
+      channels, width: Of its convolution: channels and taps; width 0: it has none.
+      dtype: Of the convolution's inputs.
+      entry_dtype, state_dtype: As in `buffered.init_pool`.
+    """
+    sizes = {"slots": cursor.length.shape[0] - 1, "max_pending": cursor.max_pending}
+    return RecurrentCache(
+        pool=buffered.init_pool(spec, cursor, state_dtype=state_dtype, entry_dtype=entry_dtype),
+        ring=init_ring(**sizes, channels=channels, width=width, dtype=dtype) if width else None,
+    )
+
+
+def work(before: RecurrentShared, after: RecurrentShared, slots: Array) -> Work:
+    """What the launch between the two did to slots (int32 [rows])."""
+    was, now = before.cursor, after.cursor
+    folds = now.folded[slots] > was.folded[slots]
+    return Work(folds.astype(jnp.int32), (was.folded[slots] > 0).astype(jnp.int32), was.length[slots])
+
+
+def with_limits(shared: RecurrentShared, slots: Array, limits: Array | int) -> RecurrentShared:
+    """The same with other fold thresholds: int32 [rows], or one number, at most what the rings were made for."""
+    changed = shared.cursor.limit.at[slots].set(limits)
+    return dataclasses.replace(shared, cursor=dataclasses.replace(shared.cursor, limit=changed))
+
+
+class RecurrentMemory:
+    """The kind: see `jaxbuf.memory.kind.MemoryKind`."""
+
+    def init(self, mixers: Sequence[Any], sizes: Sizes) -> RecurrentShared:
+        given = {"block_size": sizes.block_size, "states": sizes.states, "blocks": sizes.blocks}
+        limits = checked_limits(sizes.limit, sizes.slots, longest=sizes.capacity + sizes.max_pending)
+        lists = {"slots": sizes.slots, "max_pending": sizes.max_pending}
+        if sizes.shares and sizes.states is None:
+            given["states"] = sizes.slots + sizes.slots // 2
+        cursor = init_cursor(**lists, **given, limit=limits)
+        widths = {mixer.width for mixer in mixers} - {0}
+        if len(widths) > 1:
+            raise ValueError(f"the convolutions of all layers must have as many taps, got {sorted(widths)}")
+        return RecurrentShared(cursor, init_ring_order(width=widths.pop(), **lists) if sizes.trees and widths else None)
+
+    def claim(self, shared: RecurrentShared, launch: Launch) -> tuple[Claim, ...]:
+        return step.claim(shared.cursor, launch)
+
+    def claim_fork(self, shared: RecurrentShared, source: Array, target: Array, committed: Array) -> tuple[Claim, ...]:
+        return claim_fork(shared.cursor, source, target)
+
+    def note_missing(self, shared: RecurrentShared, missing: Sequence[Array]) -> RecurrentShared:
+        if shared.cursor.sharing is None:
+            return shared
+        noted = note_missing(shared.cursor.sharing, *missing)
+        return dataclasses.replace(shared, cursor=dataclasses.replace(shared.cursor, sharing=noted))
+
+    def raise_missing(self, shared: RecurrentShared) -> None:
+        raise_missing_rows(shared.cursor.sharing)
+
+    def whole(self, time: int, lengths: Array | None, chunk_size: int) -> WholeRecurrence:
+        return WholeRecurrence(lengths, chunk_size)
+
+    def begin(self, shared: RecurrentShared, launch: Launch) -> tuple[LaunchedRecurrence, RecurrentShared]:
+        begin = step.begin_prompt if launch.commits else step.begin_launch
+        plan, cursor = begin(shared.cursor, launch)
+        return LaunchedRecurrence(plan, shared.ring_order), dataclasses.replace(shared, cursor=cursor)
+
+    def commit(self, shared: RecurrentShared, done: Commit) -> RecurrentShared:
+        order = shared.ring_order
+        if order is not None and done.permutation is not None:
+            order = permute(order, done.slots, done.start, done.permutation)
+        return RecurrentShared(commit_entries(shared.cursor, done), order)
+
+    def rollback(self, shared: RecurrentShared, slots: Array, count: Array) -> RecurrentShared:
+        return dataclasses.replace(shared, cursor=rollback_entries(shared.cursor, slots, count))
+
+    def fork(
+        self,
+        shared: RecurrentShared,
+        layers: Sequence[RecurrentCache],
+        source: Array,
+        target: Array,
+        committed: Array,
+    ) -> tuple[RecurrentShared, tuple[RecurrentCache, ...]]:
+        copies, cursor = fork_cursor(shared.cursor, source, target)
+        order = None if shared.ring_order is None else put(shared.ring_order, target, shared.ring_order[source])
+
+        def fork_layer(layer: RecurrentCache) -> RecurrentCache:
+            ring = None if layer.ring is None else put(layer.ring, target, layer.ring[source])
+            return RecurrentCache(buffered.fork_pool(layer.pool, copies), ring)
+
+        return RecurrentShared(cursor, order), tuple(fork_layer(layer) for layer in layers)
+
+    def reset(self, shared: RecurrentShared, slots: Array) -> RecurrentShared:
+        return dataclasses.replace(shared, cursor=reset_cursor(shared.cursor, slots))

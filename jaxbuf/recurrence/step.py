@@ -1,0 +1,320 @@
+"""What one launch reads, folds and writes, of the buffered memory: integers, decided once for all layers.
+
+Layers and kernels get finished indices and look nothing up themselves.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.arguments import check_range, check_rows, distinct_slots
+from jaxbuf.memory.claims import Claim, grant
+from jaxbuf.memory.ownership import NOWHERE
+from jaxbuf.memory.sequences import Launch, make_launch, put
+from jaxbuf.recurrence.cursor import Cursor
+from jaxbuf.recurrence.shared_rows import claim_rows, count_places, note_missing, take_shared
+from jaxbuf.recurrence.spec import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Where the committed state of each row of a launch lies.
+
+    Attributes:
+      checkpoint: int32 [rows], its row of the pool; read only where has_checkpoint (bool [rows]).
+      entries: int32 [rows, ring], their flat positions in the pool (block · block_size + offset).
+      live: int32 [rows], how many of them are committed.
+      max_pending: The most tokens of one launch (static).
+    """
+
+    checkpoint: Array
+    has_checkpoint: Array
+    entries: Array
+    live: Array
+    max_pending: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The integers of one `extend`, for every layer.
+
+    Attributes:
+      slots, lengths: int32 [rows]; lengths is 0 for the null slot.
+      start: int32 [rows], tokens committed before: the position of the row's first new token.
+      before, now: What the rows held, and what they hold after the fold.
+      write: int32 [rows], the checkpoint row that a folding row writes in this launch; past the pool for the others.
+      any_fold: bool, whether any row folds: decided here, once for all layers.
+      append: int32 [rows, T], flat position of each new entry; past the pool for those that are not real.
+      parents: int32 [rows, T], the node before each new token, -1 for the committed tail; None: each follows the last.
+      ancestors: bool [rows, T, T], at (i, j) whether new token j is on i's path, i itself included; None likewise.
+    """
+
+    slots: Array
+    lengths: Array
+    start: Array
+    before: Held
+    now: Held
+    write: Array
+    any_fold: Array
+    append: Array
+    parents: Array | None = None
+    ancestors: Array | None = None
+
+    @property
+    def folds(self) -> Array:
+        """bool [rows]: which rows fold in this launch."""
+        return self.write < NOWHERE
+
+    @property
+    def depth(self) -> Array:
+        """int32 [rows, T] or [1, T]: how many of the new tokens precede each one."""
+        if self.ancestors is None:
+            return jnp.arange(self.append.shape[1], dtype=jnp.int32)[None]
+        return jnp.sum(self.ancestors, axis=2, dtype=jnp.int32) - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillStep:
+    """The integers of one `prefill`, for every layer.
+
+    Attributes:
+      slots, lengths, start, before: As in `Step`.
+      head: int32 [rows], tokens that go into the checkpoint; the others stay entries.
+      write: int32 [rows], the checkpoint row written; past the pool where none is.
+      append: int32 [rows, kept], flat position of token head + i's entry; past the pool where there is none.
+    """
+
+    slots: Array
+    lengths: Array
+    start: Array
+    before: Held
+    head: Array
+    write: Array
+    append: Array
+
+
+class Use(NamedTuple):
+    """What a launch does to each row's ring.
+
+    Attributes:
+      folds: bool [rows], whether all that is live goes into the checkpoint.
+      first, end: int32 [rows]: new entries go to the logical places [first, end) of what is left, and all entries
+        before `end` are alive afterwards.
+    """
+
+    folds: Array
+    first: Array
+    end: Array
+
+
+def begin(cursor: Cursor, slots: Array, lengths: Array, time: int, parents: Array | None = None) -> tuple[Step, Cursor]:
+    """Decides one `extend` of `time` tokens: which rows fold, what is read, where entries go.
+
+    Args:
+      slots: int32 [rows].
+      lengths: int32 [rows], real tokens of each row, in [0, time].
+      time: T, at most max_pending.
+      parents: int32 [rows, T], the node before each token, below its own index; -1: the committed tail. None: each
+        token follows the one before.
+
+    Returns:
+      The launch's integers, and the cursor with the folds done and the new tokens pending. A row for which shared rows
+      or blocks do not suffice rests (its length is 0), and the cursor's `sharing` has a note of it.
+
+    Raises:
+      ValueError: time is 0 or exceeds max_pending, or slots, lengths and parents do not fit.
+      PoolExhausted: Rows or blocks do not suffice for all, where that is known (outside jit).
+    """
+    launch = make_launch(cursor.position, cursor.max_pending, slots, lengths, time, parents=parents)
+    return begin_launch(*_granted(cursor, launch))
+
+
+def begin_prefill(
+    cursor: Cursor, slots: Array, lengths: Array, keep: int | Array = 0, *, time: int | None = None
+) -> tuple[PrefillStep, Cursor]:
+    """Decides one `prefill`; arguments as there. The returned cursor has the prompt committed.
+
+    `time` is the most tokens that a row has, the width of the prompts; None: whatever `lengths` say.
+
+    Raises:
+      ValueError: keep is negative or leaves no room for max_pending entries, or slots and lengths do not fit.
+      PoolExhausted: As in `begin`.
+    """
+    launch = make_launch(cursor.position, cursor.max_pending, slots, lengths, time, keep=keep)
+    return begin_prompt(*_granted(cursor, launch))
+
+
+def claim(cursor: Cursor, launch: Launch) -> tuple[Claim, ...]:
+    """The checkpoint rows and blocks that a launch takes, where slots share them; nothing where they do not."""
+    if cursor.sharing is None:
+        return ()
+    return _claim(cursor, launch.slots, _use(cursor, launch))
+
+
+def begin_launch(cursor: Cursor, launch: Launch) -> tuple[Step, Cursor]:
+    """`begin` of a launch whose rows were granted all that they need."""
+    slots, lengths = launch.slots, launch.lengths
+    before, use = held(cursor, slots), _use(cursor, launch)
+    cursor = _take(cursor, slots, use)
+    after, write = _fold_rows(cursor, slots, use.folds)
+    now = held(after, slots)
+    time_index = jnp.arange(launch.time, dtype=jnp.int32)[None]
+    append = _append_positions(now.entries, now.live[:, None] + time_index, time_index < lengths[:, None])
+    step = Step(
+        slots=slots,
+        lengths=lengths,
+        start=launch.start,
+        before=before,
+        now=now,
+        write=write,
+        any_fold=jnp.any(write < NOWHERE),
+        append=append,
+        parents=launch.parents,
+        ancestors=launch.ancestors,
+    )
+    return step, dataclasses.replace(after, pending=put(after.pending, slots, lengths))
+
+
+def begin_prompt(cursor: Cursor, launch: Launch) -> tuple[PrefillStep, Cursor]:
+    """`begin_prefill` of a launch whose rows were granted all that they need."""
+    slots, lengths = launch.slots, launch.lengths
+    kept_at_most, _ = _keep(cursor, launch)
+    before, use = held(cursor, slots), _use(cursor, launch)
+    cursor, kept = _take(cursor, slots, use), use.end
+    head = lengths - kept
+    moved, write = _fold_rows(cursor, slots, use.folds)
+    after = dataclasses.replace(
+        moved,
+        folded=put(moved.folded, slots, moved.folded[slots] + head),
+        length=put(moved.length, slots, jnp.where(lengths > 0, kept, moved.length[slots])),
+        pending=put(moved.pending, slots, jnp.zeros_like(slots)),
+    )
+    index = jnp.arange(kept_at_most, dtype=jnp.int32)[None]
+    now = held(after, slots)
+    append = _append_positions(
+        now.entries, jnp.broadcast_to(index, (slots.shape[0], kept_at_most)), index < kept[:, None]
+    )
+    return PrefillStep(slots, lengths, launch.start, before, head, write, append), after
+
+
+def begin_fold(cursor: Cursor, slots: Array) -> tuple[Held, Array, Cursor]:
+    """Decides a forced fold of all that `slots` committed: what they hold, the rows to write, the cursor after it.
+
+    Pending entries stay pending.
+    """
+    slots = distinct_slots(slots, cursor.length.shape[0])
+    before = held(cursor, slots)
+    pending = jnp.where(slots > 0, cursor.pending[slots], 0)
+    use = Use(before.live > 0, pending, pending)
+    if cursor.sharing is not None:
+        claims = _claim(cursor, slots, use)
+        cursor = dataclasses.replace(cursor, sharing=note_missing(cursor.sharing, *(c.missing for c in claims)))
+        use = use._replace(folds=use.folds & grant(claims))
+        cursor = _take(cursor, slots, use)
+    after, write = _fold_rows(cursor, slots, use.folds)
+    return before, write, after
+
+
+def held(cursor: Cursor, slots: Array) -> Held:
+    """Where the committed state of each row lies."""
+    blocks = cursor.block_table.shape[1]
+    block_size = cursor.ring // blocks
+    logical = (cursor.origin[slots][:, None] + jnp.arange(cursor.ring, dtype=jnp.int32)[None]) % cursor.ring
+    ring = jnp.take_along_axis(cursor.order[slots], logical, axis=1)
+    block = jnp.take_along_axis(cursor.block_table[slots], ring // block_size, axis=1)
+    has_checkpoint = (cursor.folded[slots] > 0) & (slots > 0)
+    live = jnp.where(slots > 0, cursor.length[slots], 0)
+    entries = block * block_size + ring % block_size
+    return Held(cursor.checkpoint_of[slots], has_checkpoint, entries, live, cursor.max_pending)
+
+
+def _use(cursor: Cursor, launch: Launch) -> Use:
+    """What a launch does to the rings of its rows."""
+    slots, lengths = launch.slots, launch.lengths
+    live = jnp.where(slots > 0, cursor.length[slots], 0)
+    if launch.commits:
+        _, kept = _keep(cursor, launch)
+        # A checkpoint is written if anything goes into it: part of the prompt, or entries that were live.
+        return Use((lengths > 0) & (lengths - kept + live > 0), jnp.zeros_like(kept), kept)
+    # A launch that folds still reads the entries that it folds, and may not write its tokens over them.
+    limit = jnp.minimum(cursor.limit[slots], cursor.ring - cursor.max_pending)
+    folds = (lengths > 0) & (live > 0) & (live + lengths > limit)
+    first = jnp.where(folds, 0, live)
+    return Use(folds, first, first + lengths)
+
+
+def _keep(cursor: Cursor, launch: Launch) -> tuple[int, Array]:
+    """The most tokens that a prompt leaves as entries (static), and how many each row does, int32 [rows]."""
+    room, keep, rows = cursor.ring - cursor.max_pending, launch.keep, launch.slots.shape[0]
+    if isinstance(keep, (int, np.integer)) and not isinstance(keep, bool):
+        if not 0 <= keep <= room:
+            raise ValueError(f"keep must be in [0, {room}], the ring ({cursor.ring}) less max_pending, got {keep}")
+        return int(keep), jnp.minimum(jnp.int32(keep), launch.lengths)
+    keep = jnp.asarray(keep)
+    check_rows("keep", keep, rows)
+    check_range("keep", keep, 0, room)
+    return room, jnp.minimum(jnp.clip(keep.astype(jnp.int32), 0, room), launch.lengths)
+
+
+def _granted(cursor: Cursor, launch: Launch) -> tuple[Cursor, Launch]:
+    """The cursor with a note of what is missing, and the launch in which rows that lack something rest."""
+    claims = claim(cursor, launch)
+    if not claims or cursor.sharing is None:
+        return cursor, launch
+    cursor = dataclasses.replace(cursor, sharing=note_missing(cursor.sharing, *(c.missing for c in claims)))
+    return cursor, dataclasses.replace(launch, lengths=jnp.where(grant(claims), launch.lengths, 0))
+
+
+def _claim(cursor: Cursor, slots: Array, use: Use) -> tuple[Claim, ...]:
+    assert cursor.sharing is not None
+    return claim_rows(cursor.sharing, *_touched(cursor, slots, use)[:4])
+
+
+def _take(cursor: Cursor, slots: Array, use: Use) -> Cursor:
+    """The cursor with the checkpoint rows and blocks that a launch writes, where slots share them."""
+    if cursor.sharing is None:
+        return cursor
+    target, table, sharing = take_shared(cursor.sharing, *_touched(cursor, slots, use))
+    return dataclasses.replace(
+        cursor,
+        fold_to=put(cursor.fold_to, slots, jnp.where(use.folds, target, cursor.fold_to[slots])),
+        block_table=put(cursor.block_table, slots, table),
+        sharing=sharing,
+    )
+
+
+def _touched(cursor: Cursor, slots: Array, use: Use) -> tuple[Array, Array, Array, Array, Array]:
+    """What `claim_rows` and `take_shared` look at: tables, checkpoint rows, who folds, and blocks written and kept."""
+    folds, blocks = use.folds & (slots > 0), cursor.block_table.shape[1]
+    origin = cursor.origin[slots] + jnp.where(folds, cursor.length[slots], 0)
+    appends = count_places(cursor.order[slots], origin, use.first, use.end, blocks) > 0
+    keeps = count_places(cursor.order[slots], origin, jnp.zeros_like(use.end), use.end, blocks) > 0
+    return cursor.block_table[slots], cursor.checkpoint_of[slots], folds, appends, keeps
+
+
+def _fold_rows(cursor: Cursor, slots: Array, which: Array) -> tuple[Cursor, Array]:
+    """The cursor after the rows in `which` folded, and the checkpoint row each writes (NOWHERE for the others)."""
+    length = cursor.length[slots]
+    target = cursor.fold_to[slots]
+    which = which & (slots > 0) & (target > 0)  # without a row to write, a slot stays KV-only
+    gone = jnp.where(which, length, 0)
+    after = dataclasses.replace(
+        cursor,
+        checkpoint_of=put(cursor.checkpoint_of, slots, jnp.where(which, target, cursor.checkpoint_of[slots])),
+        origin=put(cursor.origin, slots, (cursor.origin[slots] + gone) % cursor.ring),
+        length=put(cursor.length, slots, length - gone),
+        folded=put(cursor.folded, slots, cursor.folded[slots] + gone),
+    )
+    return after, jnp.where(which, target, NOWHERE)
+
+
+def _append_positions(entries: Array, logical: Array, real: Array) -> Array:
+    # Logical places past the ring belong to tokens that are not real; the index is only kept in range.
+    place = jnp.take_along_axis(entries, jnp.minimum(logical, entries.shape[1] - 1), axis=1)
+    return jnp.where(real, place, NOWHERE)
