@@ -14,7 +14,14 @@ type Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the memories of all kinds are made for; see `jaxbuf.models.cache.init_cache`."""
+    """What the memories of all kinds are made for: arguments of `jaxbuf.models.cache.init_cache`, explained there.
+
+    Attributes:
+      slots: All of them, those that hold prefixes included.
+      capacity, max_pending, page_size, block_size, trees: As given there.
+      limit: Of each slot, or one number for all.
+      states, blocks, pages: As given there; None for all: every slot has its own memory for good.
+    """
 
     slots: int
     capacity: int
@@ -42,19 +49,29 @@ class MemoryKind[Shared, Layer](Protocol):
     """
 
     def init(self, mixers: Sequence[Any], sizes: Sizes) -> Shared:
-        """What empty layers share."""
+        """What empty layers share, from their mixers and the sizes of the cache."""
         ...
 
     def claim(self, shared: Shared, launch: Launch) -> tuple[Claim, ...]:
-        """What a launch takes from pools that slots share, a claim each; () where nothing can run out."""
+        """What a launch takes from pools that slots share, a claim for each pool; () where nothing can run out.
+
+        Args:
+          shared: What all layers of the kind share.
+          launch: With all rows that want to be served.
+        """
         ...
 
     def claim_fork(self, shared: Shared, source: Array, target: Array, committed: Array) -> tuple[Claim, ...]:
-        """What a fork takes; of the pools in the order of `claim`."""
+        """What a fork takes; of the pools in the order of `claim`.
+
+        Args:
+          shared: What all layers of the kind share.
+          source, target, committed: As `fork` is given them.
+        """
         ...
 
     def note_missing(self, shared: Shared, missing: Sequence[Array]) -> Shared:
-        """The same, with a note of how many rows of each pool (int32 scalars, as claimed) were missing.
+        """What is shared, with a note of how many rows of each pool (`missing`, int32 scalars) were missing.
 
         Raises:
           PoolExhausted: Some were, where that is known.
@@ -62,23 +79,29 @@ class MemoryKind[Shared, Layer](Protocol):
         ...
 
     def raise_missing(self, shared: Shared) -> None:
-        """Raises PoolExhausted if something was missing since the last reset; on the host."""
+        """Raises PoolExhausted if something in `shared` was missing since the last reset; on the host."""
         ...
 
     def whole(self, time: int, lengths: Array | None, chunk_size: int) -> Any:
-        """The plan of a mixer for sequences that start from nothing, without a memory."""
+        """The plan of a mixer for sequences that start from nothing, without a memory.
+
+        Args:
+          time: Tokens of a row.
+          lengths: int32 [rows], how many of them are real; None: all.
+          chunk_size: Of the chunked form.
+        """
         ...
 
     def begin(self, shared: Shared, launch: Launch) -> tuple[Any, Shared]:
-        """The plan of a mixer for a launch, finished, and what is shared after it."""
+        """The plan of a mixer for a launch, finished, and what is shared after it, from what was shared before."""
         ...
 
     def commit(self, shared: Shared, done: Commit) -> Shared:
-        """Makes pending tokens committed ones; only integers move."""
+        """What is shared once the commit `done` made pending tokens committed ones; only integers move."""
         ...
 
     def rollback(self, shared: Shared, slots: Array, count: Array) -> Shared:
-        """Makes the last `count` committed tokens of each slot pending again; int32 [rows] both.
+        """What is shared once the last `count` committed tokens of `slots` (int32 [rows] both) are pending again.
 
         Raises:
           ValueError: The memory can't.
@@ -98,5 +121,5 @@ class MemoryKind[Shared, Layer](Protocol):
         ...
 
     def reset(self, shared: Shared, slots: Array) -> Shared:
-        """Empties slots (int32 [rows], each once) and gives back what they had; only integers move."""
+        """What is shared once slots (int32 [rows], each once) are empty, and gave back what they had."""
         ...

@@ -257,7 +257,8 @@ def rollback(cache: Cache, count: Array, *, slots: Array | None = None) -> Cache
 
     Args:
       cache: Made without trees, whose recurrences folded none of these tokens.
-      count: int32 [rows], at most max_pending.
+      count: int32 [rows], at most max_pending less the tokens that the slot's last launch read in vain: a convolution's
+        ring holds no older inputs.
       slots: As in `commit`.
 
     Raises:

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.memory.sequences import Sequences, init_sequences
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.loading.checkpoint import compute_dtype
 from jaxbuf.planning.model_sizes import ModelSizes, find_sizes, from_config
 from jaxbuf.recurrence import traffic
-from jaxbuf.recurrence.cursor import init_cursor
+from jaxbuf.recurrence.cursor import Cursor, init_cursor
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.recurrence.state_format import SPLIT, StateFormat, state_format
 
@@ -41,7 +42,7 @@ class FormCost:
       checkpoint_bytes, entry_bytes: Of the states, and of the rings' entries.
       convolution_bytes: Of the rings of the convolutions' last inputs.
       kv_bytes: Of the softmax layers' keys and values, whole pages.
-      index_bytes: Of the cursor and the table of pages.
+      index_bytes: Of the counts of tokens, the cursor and the table of pages.
       fixed_bytes: Null rows, blocks and pages: there once, however many the requests. Not in `request_bytes`.
       requests: How many fit.
       state_step_bytes: Checkpoints and entries that a step reads and writes, the mean over a fold cycle: what
@@ -274,7 +275,7 @@ class _Counter:
         else:
             dtypes = {"state_dtype": self.state, "entry_dtype": self.entry_dtype}
             step = traffic.buffered_step_bytes(self.spec, limit, tokens=self.tokens, accepted=self.accepted, **dtypes)
-        two, one = (_cursor_bytes(slots, longest, self.tokens, self.block_size) for slots in (2, 1))
+        two, one = (_integer_bytes(slots, longest, self.tokens, self.block_size) for slots in (2, 1))
         table = INDEX * self._pages(context)
         null = layers * (state + entry * self.block_size + self._convolution) + self._kv(1) + table
         return self._cost(
@@ -348,12 +349,14 @@ def _fit(cost: FormCost, room: int) -> FormCost:
     return dataclasses.replace(cost, requests=max(0, (room - cost.fixed_bytes) // cost.request_bytes))
 
 
-def _cursor_bytes(slots: int, limit: int, max_pending: int, block_size: int) -> int:
-    """Of the real cursor, so that nothing is forgotten; it is never made."""
-    cursor = jax.eval_shape(
-        lambda: init_cursor(slots=slots, limit=limit, max_pending=max_pending, block_size=block_size)
-    )
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cursor))
+def _integer_bytes(slots: int, limit: int, max_pending: int, block_size: int) -> int:
+    """Of the real cursor and the sequences' counts, so that nothing is forgotten; they are never made."""
+
+    def integers() -> tuple[Cursor, Sequences]:
+        cursor = init_cursor(slots=slots, limit=limit, max_pending=max_pending, block_size=block_size)
+        return cursor, init_sequences(slots=slots, max_pending=max_pending)
+
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(integers)))
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:

@@ -1,0 +1,249 @@
+"""Every combination of memories that a model can have, and pools that are too small: always the plain forward.
+
+Served rows have exactly the hidden states of their tokens alone; rows that lack something rest untouched.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxbuf.memory.ownership import PoolExhausted
+from jaxbuf.models import decoder
+from jaxbuf.models.config import ATTENTION, RECURRENCE, LayerConfig, ModelConfig
+from jaxbuf.models.families import llama, mamba2
+from jaxbuf.models.layers import Norm, linear, parameter
+from jaxbuf.models.mixers.recurrent import RecurrentMixer
+from jaxbuf.recurrence.spec import RecurrenceSpec
+from tests.models.test_cache import CONFIG
+from tests.recurrence.twin import assert_owned
+from tests.tiny import random_model
+
+ROWS, TIME, PENDING, PROMPT, HOLDS = 3, 48, 4, 12, 1
+SLOTS = np.arange(1, ROWS + 1, dtype=np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearAttention(RecurrentMixer):
+    """A recurrence and nothing in front of it: no convolution, no gates."""
+
+    def parameters(self, hidden, *, initializer, rngs, dtype):
+        return Projections(self.spec, hidden, initializer, rngs, dtype)
+
+    def __call__(self, parameters: Any, x, memory, plan):
+        spec, (batch, time) = self.spec, x.shape[:2]
+        keys = spec.key_heads * spec.key_dim
+        q, k, v = jnp.split(linear(x, parameters.qkv), [keys, 2 * keys], axis=-1)
+        q, k = (y.reshape(batch, time, spec.key_heads, spec.key_dim) for y in (q, k))
+        v = v.reshape(batch, time, spec.heads, spec.value_dim)
+        out, memory = plan.recur(memory, spec, q, k, v, None, None)
+        return linear(out.reshape(batch, time, -1), parameters.out), memory
+
+
+class Projections(nnx.Module):
+    def __init__(self, spec, hidden, initializer, rngs, dtype):
+        self.qkv = parameter(rngs, (spec.channels, hidden), (None, None), initializer, dtype=dtype)
+        self.out = parameter(rngs, (hidden, spec.heads * spec.value_dim), (None, None), initializer, dtype=dtype)
+
+
+def without_convolution() -> ModelConfig:
+    spec = RecurrenceSpec(2, 2, 8, 8, decay="none", delta=False)
+    norm = Norm(1e-2)
+    layer = LayerConfig((LinearAttention(spec, 0, 1e-2),), None, norm)
+    return dataclasses.replace(CONFIG, hidden_size=16, layers=(layer,) * 2, norm=norm, tied=True, mtp=None)
+
+
+class Case(NamedTuple):
+    """A model, and pools that are too small in one way each."""
+
+    config: ModelConfig
+    pools: tuple[dict[str, int], ...]
+
+
+LLAMA = llama.Config(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-2,
+)
+MAMBA2 = mamba2.Config(
+    vocab_size=61,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_heads=4,
+    head_dim=8,
+    state_size=8,
+    n_groups=2,
+    layer_norm_epsilon=1e-2,
+)
+SMALL = {"states": 3, "blocks": 6, "pages": 14}
+CASES = {
+    "both": lambda: Case(CONFIG, ({"pages": 10}, {"states": 2}, {"blocks": 4}, SMALL)),
+    "softmax": lambda: Case(LLAMA.model(), ({"pages": 10},)),
+    "recurrence": lambda: Case(MAMBA2.model(), ({"states": 2}, {"blocks": 4})),
+    "no convolution": lambda: Case(without_convolution(), ({"states": 2, "blocks": 5},)),
+}
+_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+forward, prefill = _jit(decoder.forward), _jit(decoder.prefill)
+extend = _jit(partial(decoder.extend, drafts=True))
+commit, fork, reset, rollback = (_jit(call) for call in (decoder.commit, decoder.fork, decoder.reset, decoder.rollback))
+
+
+def pools_of(cache):
+    """Each pool that slots share, and what refers to its rows."""
+    if RECURRENCE in cache.shared:
+        cursor = cache.shared[RECURRENCE].cursor
+        if cursor.sharing is not None:
+            yield cursor.sharing.states, cursor.checkpoint_of
+            yield cursor.sharing.blocks, cursor.block_table
+    if ATTENTION in cache.shared and cache.shared[ATTENTION].owners is not None:
+        yield cache.shared[ATTENTION].owners, cache.shared[ATTENTION].table
+
+
+class Twin:
+    """A cache, and the tokens that each slot committed."""
+
+    def __init__(self, config, rng, **pools):
+        self.rng, self.model, self.vocab = rng, random_model(config), config.vocab_size
+        sizes = {"slots": ROWS, "capacity": TIME, "limit": np.array([1, 5, 16]), "max_pending": PENDING}
+        self.cache = decoder.init_cache(config, **sizes, page_size=4, block_size=4, holds=HOLDS, **pools)
+        self.tokens: list[list[int]] = [[] for _ in range(ROWS + HOLDS + 1)]
+        self.rested = self.served = 0
+
+    def read_prompts(self):
+        prompts = self.rng.integers(0, self.vocab, (ROWS, PROMPT), dtype=np.int32)
+        lengths = self._fitting(self.rng.integers(0, PROMPT + 1, ROWS))
+        before = np.asarray(self.cache.sequences.committed)
+        hidden, self.cache = prefill(self.model, self.cache, prompts, lengths=lengths)
+        self._take(hidden, prompts, (self.cache.sequences.committed - before)[1 : 1 + ROWS], lengths, (0,))
+        for row, slot in enumerate(SLOTS):
+            self.tokens[slot] += prompts[row, : int(self.cache.sequences.committed[slot] - before[slot])].tolist()
+        self.verify()
+
+    def step(self):
+        """A launch, part of it committed, and part of that taken back and committed again."""
+        tokens = self.rng.integers(0, self.vocab, (ROWS, PENDING), dtype=np.int32)
+        lengths = self._fitting(self.rng.integers(0, PENDING + 1, ROWS))
+        hidden, self.cache = extend(self.model, self.cache, tokens, lengths=lengths)
+        granted = self._take(hidden, tokens, self.cache.sequences.pending[1 : 1 + ROWS], lengths, (0, 1))
+        accepted = self.rng.integers(0, granted + 1).astype(np.int32)
+        self.cache = commit(self.cache, accepted)
+        back = self.rng.integers(0, accepted + 1).astype(np.int32)
+        self.cache = rollback(self.cache, back)
+        np.testing.assert_array_equal(self.cache.sequences.pending[1 : 1 + ROWS], back)
+        kept = self.rng.integers(0, back + 1).astype(np.int32)
+        self.cache = commit(self.cache, kept)
+        for row, slot in enumerate(SLOTS):
+            self.tokens[slot] += tokens[row, : accepted[row] - back[row] + kept[row]].tolist()
+        self.verify()
+
+    def fork(self, source, target):
+        self.cache = fork(self.cache, np.int32([source]), np.int32([target]))
+        if int(self.cache.sequences.committed[target]) == len(self.tokens[source]):
+            self.tokens[target] = list(self.tokens[source])
+        self.verify()
+
+    def reset(self, slot):
+        self.cache, self.tokens[slot] = reset(self.cache, np.int32([slot])), []
+        decoder.raise_exhausted(self.cache)
+        self.verify()
+
+    def verify(self):
+        np.testing.assert_array_equal(self.cache.sequences.committed, [len(tokens) for tokens in self.tokens])
+        for owned, table in pools_of(self.cache):
+            assert_owned(owned, np.asarray(table)[1:])
+        if RECURRENCE in self.cache.shared:
+            np.testing.assert_array_equal(self.cache.shared[RECURRENCE].cursor.position, self.cache.sequences.committed)
+
+    @property
+    def lacking(self):
+        return any(int(owned.lacking) for owned, _ in pools_of(self.cache))
+
+    def _fitting(self, lengths):
+        room = TIME - np.array([len(self.tokens[slot]) for slot in SLOTS])
+        return np.minimum(lengths, room).astype(np.int32)
+
+    def _take(self, hidden, tokens, granted, lengths, less):
+        """What rows were served, after their hidden states were compared with those of all their tokens alone."""
+        granted = np.asarray(granted)
+        assert all(got == asked or got in less for got, asked in zip(granted, lengths, strict=True))
+        assert self.lacking or (granted == lengths).all()
+        self.rested, self.served = self.rested + np.sum(granted < lengths), self.served + np.sum(granted > 0)
+        alone = np.zeros((ROWS, TIME), np.int32)
+        for row, slot in enumerate(SLOTS):
+            text = self.tokens[slot] + tokens[row, : granted[row]].tolist()
+            alone[row, : len(text)] = text
+        expected = np.asarray(forward(self.model, alone))
+        for row, slot in enumerate(SLOTS):
+            start = len(self.tokens[slot])
+            found = np.asarray(hidden)[row, : granted[row]]
+            np.testing.assert_allclose(found, expected[row, start : start + granted[row]], atol=3e-4)
+        return granted
+
+
+@pytest.mark.parametrize("name", [*CASES])
+def test_any_memories_under_random_schedules(name, rng):
+    config, _ = CASES[name]()
+    twin = Twin(config, rng)
+    twin.read_prompts()
+    for number in range(10):
+        twin.step()
+        if number % 3 == 1:
+            twin.fork(*rng.permutation(SLOTS)[:2])
+        if number % 4 == 2:
+            twin.reset(int(rng.choice(SLOTS)))
+    assert not twin.rested
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "pools"), [(name, pools) for name in CASES for pools in CASES[name]().pools])
+def test_rows_that_lack_memory_rest_and_the_others_go_on(name, pools, rng):
+    twin = Twin(CASES[name]().config, rng, **pools)
+    for number in range(40):
+        twin.read_prompts() if number % 8 == 0 else twin.step()
+        if number % 5 == 1:
+            source, target = rng.permutation(SLOTS)[:2]
+            twin.fork(*((source, ROWS + 1), (ROWS + 1, target), (source, target))[rng.integers(3)])
+        if twin.lacking and rng.random() < 0.5:
+            with pytest.raises(PoolExhausted, match=r"the pool of \w+ ran out: \d+ more needed"):
+                decoder.raise_exhausted(twin.cache)
+            twin.reset(int(np.argmax([len(tokens) for tokens in twin.tokens])))
+    assert twin.rested > 2 and twin.served > 20
+    for slot in range(1, ROWS + HOLDS + 1):
+        twin.reset(slot)
+    for owned, _ in pools_of(twin.cache):
+        assert int(owned.left) == owned.owners.shape[0] - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES])
+def test_a_held_prefix_is_adopted_and_dropped(name, rng):
+    """Held rows never run: launches are of the others alone."""
+    twin = Twin(CASES[name]().config, rng, pages=60, states=8)
+    twin.read_prompts()
+    twin.step()
+    twin.fork(1, ROWS + 1)
+    twin.reset(1)
+    twin.step()
+    twin.fork(ROWS + 1, 2)
+    twin.reset(ROWS + 1)
+    twin.step()
+    assert not twin.rested
+
+
+def test_tokens_are_not_taken_back_where_it_is_not_known_where_they_lie():
+    cache = decoder.init_cache(CONFIG, slots=1, capacity=8, trees=True)
+    with pytest.raises(ValueError, match="rollback needs a cache made without trees"):
+        decoder.rollback(cache, np.int32([0]))
+    cache = decoder.init_cache(CONFIG, slots=1, capacity=8)
+    with pytest.raises(ValueError, match=r"count must be in \[0, 0\], got 1 at row 0"):
+        decoder.rollback(cache, np.int32([1]))
