@@ -14,6 +14,7 @@ extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napole
 nitpicky = False
 default_role = "code"  # `name` is code, as in Markdown
 smartquotes = False  # "bfloat16" is typed as it stands, and so is --limit
+suppress_warnings = ["ref.python"]  # the [rows] in "int32 [rows]: ..." of a property, which napoleon takes for a name
 html_theme = "furo"
 html_title = f"jaxbuf {version}"
 

@@ -11,22 +11,23 @@ DRAFTS, BEGINNING = 4, 2
 
 
 class Glossary:
-    """A plain class with `draft_tokens` and three methods, which JAX traces: what they compute with are its arrays."""
+    """A plain class with `draft_tokens` and four methods, which JAX traces: what they compute with are its arrays."""
 
     draft_tokens = DRAFTS  # the most drafts of one step
 
     def __init__(self, lm, phrases):
         """Every place of every phrase is a row: the two tokens before it, and those that follow."""
-        rows = []
-        for tokens in map(lm.encode, phrases):
-            padded = tokens + [-1] * DRAFTS  # -1 is no token, so drafting ends there
-            rows += [padded[i : i + BEGINNING + DRAFTS] for i in range(len(tokens) - BEGINNING)]
+        padded = [lm.encode(phrase) + [-1] * DRAFTS for phrase in phrases]  # -1 is no token, so drafting ends there
+        rows = [ids[i : i + BEGINNING + DRAFTS] for ids in padded for i in range(len(ids) - DRAFTS - BEGINNING)]
         self.before, self.after = np.split(np.array(rows, np.int32), [BEGINNING], axis=1)
 
-    def start(self, model, carry, hidden, *, capacity, limit):
-        """Its state, any arrays that the loop carries: here the token before the newest one, int32 [rows]."""
-        last = jnp.maximum(carry.history.lengths - 1, 0)[:, None]
-        return jnp.take_along_axis(carry.history.prompts, last, axis=1)[:, 0]
+    def init(self, config, sizes):
+        return jnp.zeros(sizes.rows, jnp.int32)  # its state, any arrays: here the token before each row's newest one
+
+    def admit(self, model, carry, reading):
+        """The state once prompts were read: where rows begin, the last token of their prompts."""
+        last = jnp.maximum(carry.history.prompt_length - 1, 0)[reading.source]  # a prompt may be read for several rows
+        return reading.begun(carry.speculation.state, carry.history.tokens[reading.source, last])
 
     def propose(self, model, carry, most):
         """The drafts of every row, and the state; `most` says how many a row can use."""
@@ -43,8 +44,7 @@ class Glossary:
 
 lm = jaxbuf.load("demo")
 prompts = ["The number of", "More about this can be used to"]
-plain = jaxbuf.generate(lm, prompts, 24)
-drafted = jaxbuf.generate(lm, prompts, 24, drafter=Glossary(lm, PHRASES))
+plain, drafted = (jaxbuf.generate(lm, prompts, 24, drafter=drafter) for drafter in (None, Glossary(lm, PHRASES)))
 for prompt, result, alone in zip(prompts, drafted, plain, strict=True):
     print(f"{prompt}|{result.text}")
     print(f"  {result.stats.steps} steps instead of {alone.stats.steps}, same tokens: {result.tokens == alone.tokens}")

@@ -63,7 +63,7 @@ def unexplained(function) -> list[str]:
     docstring = inspect.getdoc(function) or ""
     explained = described(docstring, "Args")
     classes = [find(page).__name__ for page in PAGES if inspect.isclass(find(page))]
-    refers = re.search(r"[Aa]s in `|`\w+` for|; see `Drafter\.(start|propose|settle)`\.$", docstring)
+    refers = re.search(r"[Aa]s in `|`\w+` for|; see `Drafter\.(init|admit|propose|settle)`\.$", docstring)
     found = []
     for name, parameter in inspect.signature(inspect.unwrap(function)).parameters.items():
         kind = getattr(parameter.annotation, "__name__", str(parameter.annotation))

@@ -153,7 +153,7 @@ def draft_all_ngram(tokens: Array, *, draft_tokens: int) -> Array:
     none, blank = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, 0), jnp.int32)
 
     def at(_, newest: Array) -> tuple[None, Array]:
-        history = History(tokens, jnp.full(rows, newest + 1, jnp.int32), blank, none, blank)
+        history = History(tokens, none, jnp.full(rows, newest + 1, jnp.int32), blank)
         drafts, count = propose_ngram(history, draft_tokens)
         return None, jnp.where((count > 0)[:, None], drafts, -1)
 

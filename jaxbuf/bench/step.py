@@ -33,7 +33,8 @@ from jaxbuf.models.layers import named_parameters
 from jaxbuf.pallas.platform import without_kernels
 from jaxbuf.recurrence.state_format import StateFormat, state_format
 from jaxbuf.recurrence.traffic import entry_bytes, fold_cycle
-from jaxbuf.serving import SamplingParams, generate_tokens, loop, request
+from jaxbuf.serving import Carry, SamplingParams, batch, generate_tokens, init_carry
+from jaxbuf.serving.carry import EMPTY, RUNNING, Counters
 from jaxbuf.serving.profiling import Operation, operations, trace
 
 # What is measured, and how it keeps its checkpoints: the last two are the buffered form as well.
@@ -127,30 +128,47 @@ def make_model(options: argparse.Namespace) -> LanguageModel:
     return random_model(configuration(**sizes), jnp.dtype(options.dtype or "bfloat16"))
 
 
-def make_request(lm: LanguageModel, batch: int, form: str, options: argparse.Namespace) -> request.Request:
+def make_batch(lm: LanguageModel, rows: int, form: str, options: argparse.Namespace) -> batch.Batch:
     """What `jaxbuf.generate` would start with, for prompts of the context's length; a token more than steps."""
-    prompts = [[row % lm.vocab_size] * options.context for row in range(batch)]
+    prompts = [[row % lm.vocab_size] * options.context for row in range(rows)]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-    asked = ("recurrent" if form == "recurrent" else "buffered"), None
-    return request.check(lm, prompts, options.steps + 1, sampling, options.limit, *asked, state_dtype=FORMS[form])
+    decoding = batch.Decoding(
+        max_new_tokens=options.steps + 1,
+        limit=options.limit,
+        form="recurrent" if form == "recurrent" else "buffered",
+        state_dtype=FORMS[form],
+    )
+    return batch.make_batch(lm, prompts, sampling, decoding)
 
 
-def make_carry(lm: LanguageModel, asked: request.Request) -> loop.Carry:
-    """The carry as after `loop.start`, but for random memory in place of the prompts'; nothing runs on the prompts."""
-    shapes = jax.eval_shape(lambda model: loop.start(model, **asked.arguments), lm.model)
+def make_carry(lm: LanguageModel, asked: batch.Batch) -> Carry:
+    """The carry once its prompts were read, but for random memory in place of theirs; nothing runs on the prompts."""
+    shapes = jax.eval_shape(lambda: init_carry(lm.config, asked.sizes))
+    begins, rows = asked.begins, asked.sizes.rows
+    used = np.arange(rows) < len(asked.rows)
 
     @jax.jit
-    def integers(model):  # whatever depends on the prompts' forward pass is replaced, so that it is left out
-        carry = loop.start(model, **asked.arguments)
-        blank = {name: jax.tree.map(jnp.zeros_like, getattr(carry, name)) for name in ("logprobs", "prompt_logprobs")}
-        history = dataclasses.replace(carry.history, tokens=jnp.zeros_like(carry.history.tokens))
-        history = dataclasses.replace(history, count=jnp.ones_like(history.count))
-        last = jnp.arange(carry.last.shape[0], dtype=carry.last.dtype) % lm.vocab_size
-        state = jnp.where(asked.arguments["lengths"] > 0, loop.RUNNING, loop.FULL).astype(carry.state.dtype)
-        cache = dataclasses.replace(carry.cache, layers=())
-        return dataclasses.replace(carry, cache=cache, history=history, last=last, state=state, **blank)
+    def integers():
+        carry = init_carry(lm.config, asked.sizes)
+        length = jnp.where(used, len(asked.prompts[0]), 0).astype(jnp.int32)
+        history = dataclasses.replace(
+            carry.history,
+            prompt_length=length,
+            length=length + used.astype(np.int32),
+            stop_ids=jnp.asarray(begins.stop_ids),
+        )
+        return dataclasses.replace(
+            carry,
+            cache=dataclasses.replace(carry.cache, layers=()),
+            history=history,
+            last=jnp.arange(rows, dtype=jnp.int32) % lm.vocab_size,
+            state=jnp.where(used, RUNNING, EMPTY).astype(jnp.int32),
+            max_new_tokens=jnp.asarray(begins.max_new_tokens),
+            sampling=begins.sampling,
+            allowed=jnp.asarray(begins.allowed),
+        )
 
-    carry = integers(lm.model)
+    carry = integers()
     keys = jax.random.split(jax.random.key(1), len(shapes.cache.layers))
     layers = tuple(_random_memory(layer, key) for layer, key in zip(shapes.cache.layers, keys, strict=True))
     return dataclasses.replace(carry, cache=dataclasses.replace(carry.cache, layers=layers))
@@ -173,16 +191,16 @@ def _random_memory(shapes, key: jax.Array):
     return jax.tree.unflatten(tree, [fill(key, *leaf) for key, leaf in zip(keys, leaves, strict=True)])
 
 
-def small_arrays(carry: loop.Carry) -> loop.Carry:
+def small_arrays(carry: Carry) -> Carry:
     """A carry without the layers' memory, on the host: a run donates what it starts from."""
     return jax.device_get(dataclasses.replace(carry, cache=dataclasses.replace(carry.cache, layers=())))
 
 
-def first_carry(small: loop.Carry, form: str, options: argparse.Namespace) -> loop.Carry:
+def first_carry(small: Carry, form: str, options: argparse.Namespace) -> Carry:
     """The small arrays at the first step of a form, from those of `make_carry`."""
     cache, shared = small.cache, small.cache.shared[RECURRENCE]
     slots = np.arange(cache.rows + 1)
-    used = (slots > 0) & (slots <= np.sum(small.state == loop.RUNNING))
+    used = (slots > 0) & (slots <= np.sum(small.state == RUNNING))
     limit = 1 if form == "recurrent" else options.limit
     # Each row folds every `limit` steps, each at a step of its own.
     length = np.where(used, 1 + slots % limit, 0)
@@ -200,13 +218,13 @@ def first_carry(small: loop.Carry, form: str, options: argparse.Namespace) -> lo
     return dataclasses.replace(small, cache=dataclasses.replace(cache, sequences=sequences, shared=shared))
 
 
-def restart(carry: loop.Carry, first: loop.Carry) -> loop.Carry:
+def restart(carry: Carry, first: Carry) -> Carry:
     """The first carry of a form with the large arrays of this one."""
     placed = jax.device_put(first, jax.devices()[0])
     return dataclasses.replace(placed, cache=dataclasses.replace(placed.cache, layers=carry.cache.layers))
 
 
-def compile_steps(lm: LanguageModel, carry: loop.Carry, command_buffers: str) -> tuple[Any, float]:
+def compile_steps(lm: LanguageModel, carry: Carry, command_buffers: str) -> tuple[Any, float]:
     """The program, and the seconds it took to compile. Not from the compilation cache: a profile needs its names."""
     began = time.perf_counter()
     with without_cache():
@@ -215,9 +233,7 @@ def compile_steps(lm: LanguageModel, carry: loop.Carry, command_buffers: str) ->
     return compiled, time.perf_counter() - began
 
 
-def measure(
-    program, lm: LanguageModel, form: str, carry: loop.Carry, first: loop.Carry, options
-) -> tuple[Row, loop.Carry]:
+def measure(program, lm: LanguageModel, form: str, carry: Carry, first: Carry, options) -> tuple[Row, Carry]:
     """One form at one batch, from its first carry: the figures, and the carry to go on with."""
     walls, whole = [], fold_cycle(options.limit)
     limit = int(fold_limits(first.cache)[0])
@@ -233,7 +249,7 @@ def measure(
         carry, wall = run(carry, options.steps)
         walls.append(wall)
     counters = jax.device_get(carry.counters)
-    rows = int(np.sum(first.state == loop.RUNNING))
+    rows = int(np.sum(first.state == RUNNING))
     assert np.sum(counters.steps) == rows * options.steps, "every row decodes in every step"
     assert np.sum(counters.folds) * limit == np.sum(counters.steps), "steps are in whole fold cycles"
     with tempfile.TemporaryDirectory(prefix="jaxbuf-step-") as temporary:
@@ -249,7 +265,7 @@ def measure(
     return found | {"bytes": count_bytes(lm, memory_dtypes(carry), counters, options)}, carry
 
 
-def memory_dtypes(carry: loop.Carry) -> tuple[StateFormat, jnp.dtype, jnp.dtype]:
+def memory_dtypes(carry: Carry) -> tuple[StateFormat, jnp.dtype, jnp.dtype]:
     """How checkpoints are kept, and the dtypes of entries, and of keys and values."""
     layers = list(zip(carry.cache.kinds, carry.cache.layers, strict=True))
     pools = [layer.pool for kind, layer in layers if kind == RECURRENCE]
@@ -289,7 +305,7 @@ def split(traced: Sequence[Operation], steps: int, layers: int) -> Row:
     }
 
 
-def count_bytes(lm: LanguageModel, dtypes, counters: loop.Counters, options) -> dict[str, float]:
+def count_bytes(lm: LanguageModel, dtypes, counters: Counters, options) -> dict[str, float]:
     """What a step must move, on average over a run of all rows: read once, or written once where it is appended.
 
     Weights: all that a step multiplies with. Of an embedding that is not the head, a step reads a row for each token,
@@ -364,23 +380,23 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
         record["model"] = {"name": lm.name, "bytes": sum(sizes), "dtype": jnp.dtype(lm.dtype).name}
         record["model"] |= {"config": config_json(lm.config), "memory": "random; the prompts were not read"}
         progress.advance(task)
-        for batch in options.batches:
+        for rows in options.batches:
             try:
-                asked = {form: make_request(lm, batch, form, options) for form in options.forms}
+                asked = {form: make_batch(lm, rows, form, options) for form in options.forms}
             except ValueError as error:  # a context that the model has no room for
                 console.print(f"--context {options.context}: {error}", soft_wrap=True)
                 return 2
             by_program: dict[tuple[int, str], list[str]] = {}
-            for form, its_request in asked.items():
-                sizes = its_request.arguments["ring_limit"], its_request.state_dtype
+            for form, its_batch in asked.items():
+                sizes = its_batch.sizes.limit, its_batch.sizes.state_dtype
                 by_program.setdefault(sizes, []).append(form)
             for forms in by_program.values():
-                progress.update(task, description=f"compiling, batch {batch}")
+                progress.update(task, description=f"compiling, batch {rows}")
                 carry = make_carry(lm, asked[forms[0]])
                 small = small_arrays(carry)
                 program, seconds = compile_steps(lm, carry, options.command_buffers)
                 for form in forms:
-                    progress.update(task, description=f"{form}, batch {batch}")
+                    progress.update(task, description=f"{form}, batch {rows}")
                     row, carry = measure(program, lm, form, carry, first_carry(small, form, options), options)
                     row |= memory(program) | {"compile_s": seconds, "kernel_us": kernel_figure(options.kernels, row)}
                     row["floor_ms"] = 1e3 * sum(row["bytes"].values()) / record["read_bytes_per_s"]

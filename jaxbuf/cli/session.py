@@ -69,12 +69,12 @@ def check_arguments(
         that cannot be written.
     """
     import jaxbuf
+    from jaxbuf.serving.batch import Decoding, check_settings
     from jaxbuf.serving.drafters import DRAFT_TOKENS, check_branches
-    from jaxbuf.serving.request import check_settings
 
     jaxbuf.SamplingParams(**sampling)
     draft_tokens, drafter = drafting.get("draft_tokens", DRAFT_TOKENS), drafting.get("drafter")
-    check_settings(max_new_tokens, limit, form, draft_tokens=draft_tokens, state_dtype=state_dtype)
+    check_settings(Decoding(max_new_tokens, limit, form, draft_tokens=draft_tokens, state_dtype=state_dtype))
     if drafting and drafter is None:
         raise ValueError(f"{option_names(drafting)} must come with a --drafter: ngram, mtp or a model")
     if drafter is not None:

@@ -1,21 +1,28 @@
 """Generation: sampling, the jitted loop, and the functions over it that take and give text."""
 
+from jaxbuf.serving.admit import Arrivals, Beginning, admit, init_carry, release
 from jaxbuf.serving.beams import Beam, beam_search
+from jaxbuf.serving.carry import Carry, CarrySizes
 from jaxbuf.serving.generate import generate
-from jaxbuf.serving.loop import Carry, generate_tokens, start
+from jaxbuf.serving.loop import generate_tokens
 from jaxbuf.serving.result import Event, GenerationResult
 from jaxbuf.serving.sampling import SamplingParams
 from jaxbuf.serving.stats import Stats
 
 __all__ = [
+    "Arrivals",
     "Beam",
+    "Beginning",
     "Carry",
+    "CarrySizes",
     "Event",
     "GenerationResult",
     "SamplingParams",
     "Stats",
+    "admit",
     "beam_search",
     "generate",
     "generate_tokens",
-    "start",
+    "init_carry",
+    "release",
 ]

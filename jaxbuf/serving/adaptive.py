@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.memory.tree import ancestors
-from jaxbuf.serving.carry import RUNNING
+from jaxbuf.serving.carry import RUNNING, Carry
 from jaxbuf.serving.sampling import is_finite
 from jaxbuf.serving.speculation import Drafter, drafts_trees, usable
 
@@ -80,11 +80,18 @@ class Adaptive:
         """Whether the drafts are a tree."""
         return drafts_trees(self.drafter)
 
-    def start(self, model, carry, hidden, *, capacity, limit):
-        """Starts the inner drafter, with nothing counted yet; see `Drafter.start`."""
-        rows = carry.last.shape[0]
-        inner = self.drafter.start(model, carry, hidden, capacity=capacity, limit=limit)
-        return AdaptiveState(inner, jnp.zeros(rows), jnp.zeros(rows), jnp.zeros(rows, jnp.int32))
+    def init(self, config, sizes):
+        """The inner drafter's state, and nothing counted yet; see `Drafter.init`."""
+        none = jnp.zeros(sizes.rows)
+        return AdaptiveState(self.drafter.init(config, sizes), none, none, jnp.zeros(sizes.rows, jnp.int32))
+
+    def admit(self, model, carry, reading):
+        """Admits to the inner drafter, and forgets what a row's earlier request counted; see `Drafter.admit`."""
+        state = carry.speculation.state
+        inner = self.drafter.admit(model, _inside(carry), reading)
+        none = jnp.zeros(reading.begins.shape)
+        counted = reading.begun((state.kept, state.judged, state.depth), (none, none, none.astype(jnp.int32)))
+        return AdaptiveState(inner, *counted)
 
     def propose(self, model, carry, most):
         """Has the inner drafter draft as many tokens as pay on each row; see `Drafter.propose`."""
@@ -92,8 +99,7 @@ class Adaptive:
         share = (state.kept + PRIOR) / (state.judged + 1)
         length = best_length(share, self.draft_tokens, self.cost)
         length = jnp.where((length == 0) & (steps % PROBE == PROBE - 1), 1, length)
-        inside = dataclasses.replace(carry.speculation, state=state.inner)
-        carry = dataclasses.replace(carry, speculation=inside)
+        carry = _inside(carry)
         proposal, inner = self.drafter.propose(model, carry, jnp.minimum(most, length))
         proposal = usable(proposal, self.drafter, carry, model.config.vocab_size)
         depth = proposal.count
@@ -115,6 +121,13 @@ class Adaptive:
             return jnp.where(drafted, DISCOUNT * old + new.astype(jnp.float32), old)
 
         return AdaptiveState(inner, count(state.kept, kept), count(state.judged, judged), state.depth)
+
+
+def _inside(carry: Carry) -> Carry:
+    """The carry as the inner drafter sees it."""
+    assert carry.speculation is not None
+    inner = dataclasses.replace(carry.speculation, state=carry.speculation.state.inner)
+    return dataclasses.replace(carry, speculation=inner)
 
 
 def best_length(share: Array, most: int, cost: float) -> Array:

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from jaxbuf.models.cache import all_slots, with_limits
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.progress import progress_bar
-from jaxbuf.serving.carry import FULL, RUNNING, STOPPED
-from jaxbuf.serving.request import (
+from jaxbuf.serving.batch import (
     ROOM,
+    Decoding,
     Form,
     Prompt,
     check_model,
@@ -26,10 +26,14 @@ from jaxbuf.serving.request import (
     choose_form,
     choose_ring,
     choose_state_dtype,
+    data,
     encode_prompts,
-    pack_prompts,
+    padded_sizes,
+    shared_sizes,
+    split_prompts,
 )
-from jaxbuf.serving.samples import Samples, init_cache, raise_where_memory_ran_out
+from jaxbuf.serving.carry import FULL, RUNNING, STOPPED, CarrySizes
+from jaxbuf.serving.generate import read_prompts
 from jaxbuf.serving.sampling import SamplingParams, has_candidate, is_finite, whole
 from jaxbuf.serving.slices import run_slices
 from jaxbuf.serving.text import TextStream
@@ -175,7 +179,7 @@ def beam_search(
       ValueError: A setting out of range, or a prompt that `generate` would not take.
     """
     check_model(lm)
-    check_settings(max_new_tokens, limit, form, entry_dtype, state_dtype=state_dtype)
+    check_settings(Decoding(max_new_tokens, limit, form, entry_dtype, state_dtype))
     check_beams(beams, length_penalty)
     if not isinstance(early_stopping, bool):
         raise ValueError(f"early_stopping must be True or False, got {early_stopping!r}")
@@ -184,30 +188,34 @@ def beam_search(
     encoded = encode_prompts(lm, prompts, max_new_tokens)
     if not encoded:
         return []
-    tokens, lengths = pack_prompts(encoded)
+    number, bucket = padded_sizes(encoded)
     room = power_of_two_from(max_new_tokens, ROOM)
-    capacity = tokens.shape[1] + room
+    capacity = bucket + room
     stops = [*setting.stop_token_ids, *(() if ignore_eos else lm.stop_ids)]
     form = choose_form(lm, form, len(encoded) * beams)
+    sizes = CarrySizes(
+        rows=number * beams,
+        capacity=capacity,
+        limit=choose_ring(form, limit, capacity),
+        dtype=lm.model.embed_tokens[...].dtype,
+        entry_dtype=jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype),
+        state_dtype=choose_state_dtype(state_dtype),
+    )
+    if beams > 1:
+        sizes = shared_sizes(sizes, prompts=number, prompt_tokens=bucket, again=True)
+    settings = Settings(
+        limit=data(np.int32(1 if form == "recurrent" else min(limit, capacity))),
+        stop_ids=data(np.array(stops + [-1] * (power_of_two_from(len(stops)) - len(stops)), np.int32)),
+        allowed=data(np.tile(pack_mask(lm.known_ids), (number, 1))),
+        max_new_tokens=data(np.int32(max_new_tokens)),
+        length_penalty=data(np.float32(length_penalty)),
+        early_stopping=data(np.bool_(early_stopping)),
+    )
     with progress_bar(max_new_tokens, progress) as report:
         report("compiling, reading prompts", 0)
-        search = start_beams(
-            lm.model,
-            tokens,
-            lengths,
-            np.int32(1 if form == "recurrent" else min(limit, capacity)),
-            np.array(stops + [-1] * (power_of_two_from(len(stops)) - len(stops)), np.int32),
-            np.tile(pack_mask(lm.known_ids), (tokens.shape[0], 1)),
-            np.int32(max_new_tokens),
-            np.float32(length_penalty),
-            np.bool_(early_stopping),
-            beams=beams,
-            capacity=capacity,
-            room=room,
-            ring_limit=choose_ring(form, limit, capacity),
-            entry_dtype=jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype),
-            state_dtype=choose_state_dtype(state_dtype),
-        )
+        readers = range(0, beams * len(encoded), beams)
+        carry = read_prompts(lm, sizes, list(split_prompts(encoded, readers)))
+        search = start_beams(lm.model, carry.cache, carry.hidden, settings, beams=beams, room=room)
 
         def look(search: Search) -> bool:
             state, length = jax.device_get((search.state, search.length))
@@ -218,7 +226,7 @@ def beam_search(
             return search_beams(lm.model, search, np.int32(steps))
 
         search, _ = run_slices(run, search, max_new_tokens, look)
-    raise_where_memory_ran_out(search)
+    decoder.raise_exhausted(search.cache)
     if bool(search.failed):
         log.warning("beam search gave hypotheses up: the model's logits after them are NaN or infinite")
     return _read(lm, search, len(encoded))
@@ -232,45 +240,43 @@ def check_beams(beams: int, length_penalty: float = 1.0) -> None:
         raise ValueError(f"length_penalty must be a number in [-{STEEPEST}, {STEEPEST}], got {length_penalty!r}")
 
 
-@partial(jax.jit, static_argnames=("beams", "capacity", "room", "ring_limit", "entry_dtype", "state_dtype"))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a search is asked for.
+
+    Attributes:
+      limit: int32 scalar, entries from which slots fold.
+      stop_ids: int32 [n], padded with -1.
+      allowed, max_new_tokens, length_penalty, early_stopping: As in `Search`.
+    """
+
+    limit: Array
+    stop_ids: Array
+    allowed: Array
+    max_new_tokens: Array
+    length_penalty: Array
+    early_stopping: Array
+
+
+@partial(jax.jit, static_argnames=("beams", "room"), donate_argnames="cache")
 def start_beams(
-    model: decoder.Decoder,
-    prompts: Array,
-    lengths: Array,
-    limit: Array,
-    stop_ids: Array,
-    allowed: Array,
-    max_new_tokens: Array,
-    length_penalty: Array,
-    early_stopping: Array,
-    *,
-    beams: int,
-    capacity: int,
-    room: int,
-    ring_limit: int,
-    entry_dtype: jnp.dtype,
-    state_dtype: str = "float32",
+    model: decoder.Decoder, cache: decoder.Cache, hidden: Array, settings: Settings, *, beams: int, room: int
 ) -> Search:
-    """Reads the prompts, each into the slot of its first beam, and chooses the first token of every beam.
+    """Chooses the first token of every beam.
 
     Args:
-      model: The parameters; their dtype is the compute dtype.
-      prompts, lengths: As `loop.start` takes them.
-      limit: int32 scalar, entries from which slots fold.
-      stop_ids, allowed, max_new_tokens, length_penalty, early_stopping: As in `Search`.
+      model: The parameters.
+      cache: After `admit` read every prompt into the row of its first beam; rows that none was read into are padding.
+        Donated.
+      hidden: [prompts · beams, D], the carry's.
+      settings: What is asked for.
       beams: Of each prompt (static, as the following).
-      capacity, room, ring_limit, entry_dtype, state_dtype: As in `loop.start`.
+      room: Tokens that can be generated.
     """
-    number, bucket = prompts.shape
-    rows = number * beams
-    prompt = jnp.repeat(jnp.arange(number, dtype=jnp.int32), beams)
-    readers = jnp.where(lengths > 0, 1 + beams * jnp.arange(number, dtype=jnp.int32), 0)
-    samples = Samples(prompt, readers[prompt], readers) if beams > 1 else None
-    sizes: dict[str, Any] = {"rows": rows, "bucket": bucket, "capacity": capacity, "limit": ring_limit}
-    dtypes = {"dtype": model.embed_tokens[...].dtype, "entry_dtype": entry_dtype, "state_dtype": state_dtype}
-    cache = init_cache(model.config, samples, **sizes, max_pending=1, **dtypes, again=True)
-    hidden, cache = decoder.prefill(model, with_limits(cache, limit), prompts, lengths=lengths, slots=readers)
-    logits = decoder.logits(model, decoder.last_hidden(hidden, lengths))
+    number = hidden.shape[0] // beams
+    read = cache.sequences.committed[1::beams] > 0
+    logits = decoder.logits(model, hidden[::beams, None])
 
     def integers(*shape):
         return jnp.zeros(shape, jnp.int32)
@@ -278,19 +284,19 @@ def start_beams(
     nothing = jnp.full((number, beams), -jnp.inf)
     each = [integers(number, beams) for _ in range(3)]
     search = Search(
-        cache=cache,
+        cache=with_limits(cache, settings.limit),
         last=integers(number, beams),
         score=nothing.at[:, 0].set(0.0),
         tokens=integers(room, number, beams),
         parents=integers(room, number, beams),
         length=integers(),
-        state=jnp.where(lengths > 0, RUNNING, STOPPED).astype(jnp.int32),
+        state=jnp.where(read, RUNNING, STOPPED).astype(jnp.int32),
         ended=Ended(nothing, nothing, *each),
-        stop_ids=stop_ids,
-        allowed=allowed,
-        max_new_tokens=max_new_tokens,
-        length_penalty=length_penalty,
-        early_stopping=early_stopping,
+        stop_ids=settings.stop_ids,
+        allowed=settings.allowed,
+        max_new_tokens=settings.max_new_tokens,
+        length_penalty=settings.length_penalty,
+        early_stopping=settings.early_stopping,
         failed=jnp.asarray(False),
     )
     return _advance(search, logits)

@@ -1,4 +1,8 @@
-"""What a generation is between two steps: the arrays that the compiled loop carries, and how tokens enter them."""
+"""What a generation is between two steps: the arrays that the compiled programs carry, and how tokens enter them.
+
+A row is a place in these arrays: a request that runs. A slot is a place in the memories, of which there are more: slot
+0 is null, row r has slot r + 1 for good (`slots_of`), and the slots behind those of all rows hold prefixes, never run.
+"""
 
 import dataclasses
 from typing import Any
@@ -6,17 +10,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots
 from jaxbuf.models.scoring import Logprobs, token_logprobs
 from jaxbuf.serving.acceptance import log_distribution
-from jaxbuf.serving.samples import Samples
 from jaxbuf.serving.sampling import MOST_LOGPROBS, History, Sampling
 
 type Array = jax.Array
 
-# Why a row ended: a stop token, its max_new_tokens, or logits from which no token can be chosen.
-RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
+# What a row does: it runs, or why it ended: a stop token, its max_new_tokens, logits from which no token can be chosen,
+# or memory that did not suffice. An empty row has no request yet, or one whose prompt is being read.
+RUNNING, STOPPED, FULL, FAILED, EMPTY, STARVED = 0, 1, 2, 3, 4, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class CarrySizes:
+    """What a carry is made for. Static: each is a program of its own.
+
+    Attributes:
+      rows: Requests at once.
+      capacity: Tokens of each row's text, prompt and generation together.
+      limit: The largest fold threshold that the rings have room for.
+      stop_ids, biases: Stop tokens and entries of logit_bias of a row, at most.
+      logprobs: Whether log-probabilities are reported.
+      holds, states, blocks, pages: As in `decoder.init_cache`.
+      dtype: The compute dtype, that of the model's parameters.
+      entry_dtype, state_dtype: As in `decoder.init_cache`.
+    """
+
+    rows: int
+    capacity: int
+    limit: int = 16
+    stop_ids: int = 4
+    biases: int = 4
+    logprobs: bool = False
+    holds: int = 0
+    states: int | None = None
+    blocks: int | None = None
+    pages: int | None = None
+    dtype: Any = jnp.float32
+    entry_dtype: Any = None
+    state_dtype: str = "float32"
 
 
 @jax.tree_util.register_dataclass
@@ -48,41 +83,38 @@ class Speculation:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """A generation between two calls of the program; the row of a request is its slot - 1.
+    """A generation between two calls of a program.
 
     Attributes:
       cache: The model's memory.
-      history: The prompts, what was generated so far (history.tokens, int32 [rows, room], of which history.count, int32
-        [rows], are real) and the stop tokens.
+      history: The text of every row, its prompt and what was generated so far, and its stop tokens.
       last: int32 [rows], the newest token, which the model has not read yet.
-      state: int32 [rows]: RUNNING, STOPPED (at a stop token, which is in tokens), FULL, or FAILED (no token could be
-        chosen after the last one).
-      max_new_tokens: int32 [rows], at most room.
+      hidden: [rows, D], the model's hidden state of the last prompt token that it read, which scores the one after it.
+      state: int32 [rows]: EMPTY, RUNNING, STOPPED (at a stop token, which is in the text), FULL (max_new_tokens),
+        FAILED (no token could be chosen after the last one) or STARVED (memory did not suffice for the next one).
+      max_new_tokens: int32 [rows].
       sampling: The settings of each row.
       allowed: int32 [rows, ceil(vocab / 32)], the tokens that each row may sample, as bits (see `token_masks`): ids
         that the tokenizer lacks may not be.
-      logprobs: [rows, room] of the generated tokens, in the distribution that each row's settings ask for; [rows, 0] if
-        nobody asked.
-      prompt_logprobs: [prompts, bucket], the same for the prompts' tokens: entry i is of token i + 1 of the prompt.
+      logprobs: [rows, capacity], of the token at each place of the text. A prompt's are in the model's own
+        distribution, generated ones in the one that the row's settings ask for. [rows, 0] if nobody asked.
       counters: What was done so far.
-      lacking: bool [rows], running rows that rested in the last step, because a pool of memory had no room for them.
+      lacking: bool [rows], rows that rested in the last launch, because a pool of memory had no room for them.
       speculation: None without a drafter.
-      samples: Which rows continue which prompt; None: each row has a prompt of its own.
     """
 
     cache: decoder.Cache
     history: History
     last: Array
+    hidden: Array
     state: Array
     max_new_tokens: Array
     sampling: Sampling
     allowed: Array
     logprobs: Logprobs
-    prompt_logprobs: Logprobs
     counters: Counters
     lacking: Array
     speculation: Speculation | None = None
-    samples: Samples | None = None
 
     @property
     def active(self) -> Array:
@@ -94,25 +126,43 @@ class Carry:
         """int32 [rows]: the position of the newest token, as many as the model has committed."""
         return self.cache.sequences.committed[all_slots(self.cache)]
 
-    @property
-    def prompts_read(self) -> tuple[Array, Array, Array | None]:
-        """The prompts, each once: int32 [prompts, bucket] and their lengths int32 [prompts], and int32 [prompts] the
-        slots that read them; None: all in order."""
-        history, samples = self.history, self.samples
-        if samples is None:
-            return history.prompts, history.lengths, None
-        row = jnp.maximum(samples.readers - 1, 0)
-        return history.prompts[row], jnp.where(samples.readers > 0, history.lengths[row], 0), samples.readers
+
+def slots_of(rows: Array) -> Array:
+    """int32: the slot of each row; the null slot for what is no row (NOWHERE, or a negative number)."""
+    return jnp.where((rows >= 0) & (rows < NOWHERE), rows + 1, 0)
+
+
+def put_rows[T](old: T, rows: Array, new: T) -> T:
+    """Arrays [rows, ...] with `new` [n, ...] at n of the rows; a row that is NOWHERE is dropped."""
+    return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), old, new)
 
 
 def append_token(history: History, token: Array, real: Array) -> History:
-    """The history with one more generated token (int32 [rows]) in the rows where `real` (bool [rows])."""
-    place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None] == history.count[:, None]
-    tokens = jnp.where(place & real[:, None], token[:, None], history.tokens)
-    return dataclasses.replace(history, tokens=tokens, count=history.count + real.astype(jnp.int32))
+    """The history with one more token (int32 [rows]) in the rows where `real` (bool [rows])."""
+    return _append(history, token[:, None], real.astype(jnp.int32))
 
 
-def record(carry: Carry, tokens: Array, number: Array, failed: Array, logits: Array, adjusted: Array) -> Carry:
+def _append(history: History, tokens: Array, number: Array) -> History:
+    """The history with the first `number` (int32 [rows]) of tokens int32 [rows, T] more."""
+    text = put_places(history.tokens, tokens, history.length, number)
+    return dataclasses.replace(history, tokens=text, length=history.length + number)
+
+
+def put_places(old: Array, new: Array, start: Array, number: Array, rows: Array | None = None) -> Array:
+    """Writes the first `number` (int32 [n]) of new [n, T, ...] to the places from `start` (int32 [n]) on.
+
+    Args:
+      old: [rows, capacity, ...].
+      new, start, number: As said; nothing is written past the capacity.
+      rows: int32 [n], whose places; None: all in order.
+    """
+    ahead = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    place = jnp.where(ahead < number[:, None], start[:, None] + ahead, NOWHERE)
+    row = jnp.arange(new.shape[0], dtype=jnp.int32) if rows is None else rows
+    return old.at[row[:, None], place].set(new, mode="drop")
+
+
+def record(carry: Carry, tokens: Array, number: Array, failed: Array, logprobs: Logprobs | None = None) -> Carry:
     """Writes down what was chosen, and decides which rows are done.
 
     Args:
@@ -120,41 +170,39 @@ def record(carry: Carry, tokens: Array, number: Array, failed: Array, logits: Ar
       tokens: int32 [rows, T].
       number: int32 [rows], how many of the T tokens are real: 0 for a row that does not run. A stop token is the last.
       failed: bool [rows], the rows that have no candidate for the token after those.
-      logits: f32 [rows, T, vocab], the model's own, that the tokens were chosen from.
-      adjusted: The same as the settings changed them, see `sampling.adjust`.
+      logprobs: [rows, T], of those tokens, if they are reported.
     """
-    history, last, logprobs = carry.history, carry.last, carry.logprobs
-    found = _logprobs(carry, tokens, logits, adjusted) if logprobs.chosen.shape[1] else None
-    for t in range(tokens.shape[1]):
-        real = t < number
-        if found is not None:
-            logprobs = _write(logprobs, jax.tree.map(lambda x, t=t: x[:, t], found), history.count, real)
-        history = append_token(history, tokens[:, t], real)
-        last = jnp.where(real, tokens[:, t], last)
+    found = carry.logprobs
+    if logprobs is not None:
+        length = carry.history.length
+        found = jax.tree.map(lambda old, new: put_places(old, new, length, number), found, logprobs)
+    newest = jnp.take_along_axis(tokens, jnp.maximum(number - 1, 0)[:, None], axis=1)[:, 0]
+    last, history = jnp.where(number > 0, newest, carry.last), _append(carry.history, tokens, number)
     stopped = jnp.any(last[:, None] == history.stop_ids, axis=-1)
     reason = jnp.where(stopped, STOPPED, jnp.where(history.count >= carry.max_new_tokens, FULL, RUNNING))
     reason = jnp.where(failed, FAILED, reason)
     state = jnp.where(carry.state == RUNNING, reason, carry.state).astype(jnp.int32)
-    return dataclasses.replace(carry, history=history, last=last, state=state, logprobs=logprobs)
+    return dataclasses.replace(carry, history=history, last=last, state=state, logprobs=found)
 
 
-def _logprobs(carry: Carry, tokens: Array, logits: Array, adjusted: Array) -> Logprobs:
-    """What rows report of the tokens int32 [rows, T]: [rows, T], in the distribution that each row asks for."""
-    processed = carry.sampling.processed_logprobs
+def reports(carry: Carry) -> bool:
+    """Whether log-probabilities are kept (static)."""
+    return carry.logprobs.chosen.shape[1] > 0
+
+
+def chosen_logprobs(sampling: Sampling, tokens: Array, logits: Array, adjusted: Array) -> Logprobs:
+    """What rows report of the tokens int32 [rows, T]: [rows, T], in the distribution that each row asks for.
+
+    Args:
+      sampling: The settings of the rows.
+      tokens: What was chosen.
+      logits: f32 [rows, T, vocab], the model's own, that the tokens were chosen from.
+      adjusted: The same as the settings changed them, see `sampling.adjust`.
+    """
+    processed = sampling.processed_logprobs
 
     def drawn_from():
-        return jnp.where(processed[:, None, None], log_distribution(adjusted, carry.sampling), logits)
+        return jnp.where(processed[:, None, None], log_distribution(adjusted, sampling), logits)
 
     scores = jax.lax.cond(jnp.any(processed), drawn_from, lambda: logits)
-    return token_logprobs(scores, tokens, MOST_LOGPROBS, wanted=jnp.any(carry.sampling.top_logprobs > 0))
-
-
-def _write(logprobs: Logprobs, found: Logprobs, count: Array, real: Array) -> Logprobs:
-    """The log-probabilities of one token of each row, [rows, ...], put at place `count` of the rows where `real`."""
-    place = jnp.arange(logprobs.chosen.shape[1], dtype=jnp.int32)[None] == count[:, None]
-    place = place & real[:, None]
-
-    def write(old, new):
-        return jnp.where(place.reshape(*place.shape, *[1] * (old.ndim - 2)), new[:, None], old)
-
-    return jax.tree.map(write, logprobs, found)
+    return token_logprobs(scores, tokens, MOST_LOGPROBS, wanted=jnp.any(sampling.top_logprobs > 0))

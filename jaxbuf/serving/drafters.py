@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.models import decoder
-from jaxbuf.models.cache import all_slots, fold_limits, with_limits
+from jaxbuf.models.cache import fold_limits, with_limits
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.mtp import MTPCache, draft_mtp, fork_mtp, init_mtp, mtp_extend
 from jaxbuf.serving.acceptance import draft_keys, log_distribution
 from jaxbuf.serving.adaptive import Adaptive
-from jaxbuf.serving.carry import RUNNING, Carry, append_token
+from jaxbuf.serving.carry import RUNNING, Carry, append_token, slots_of
 from jaxbuf.serving.drafting import propose_ngram, propose_ngram_tree
 from jaxbuf.serving.own_drafter import check_draft_tokens, fit_drafter
-from jaxbuf.serving.samples import fork_rows, init_cache
 from jaxbuf.serving.sampling import History, adjust, keys, noise, whole
 from jaxbuf.serving.speculation import Drafter, Proposal, within_depth
 from jaxbuf.serving.token_masks import only
@@ -59,9 +58,9 @@ def make_drafter(
     if drafter is None:
         return None
     told = repr(who) if isinstance(who, str | int | float | type | None) else f"a {type(who).__name__}"
-    lacks = [name for name in ("draft_tokens", "start", "propose", "settle") if not hasattr(who, name)]
+    lacks = [name for name in ("draft_tokens", "init", "admit", "propose", "settle") if not hasattr(who, name)]
     what = f"{told} in an Adaptive" if isinstance(drafter, Adaptive) else told
-    without = f" without {', '.join(lacks)}" if lacks and len(lacks) < 4 else ""
+    without = f" without {', '.join(lacks)}" if lacks and len(lacks) < 5 else ""
     raise ValueError(
         f'drafter must be None, "ngram", "mtp", a LanguageModel or a Drafter (an object, not its class), got {what}'
         f"{without}"
@@ -113,8 +112,12 @@ class NGram:
         """Whether the drafts are a tree."""
         return self.branches > 1
 
-    def start(self, model, carry, hidden, *, capacity, limit):
-        """Keeps nothing: the text is in the carry; see `Drafter.start`."""
+    def init(self, config, sizes):
+        """Keeps nothing: the text is in the carry; see `Drafter.init`."""
+        return ()
+
+    def admit(self, model, carry, reading):
+        """Keeps nothing; see `Drafter.admit`."""
         return ()
 
     def propose(self, model, carry, most):
@@ -185,21 +188,36 @@ class MTP:
         width = np.where(np.arange(chain) < wide, self.branches, 1)
         return np.repeat(np.arange(chain, dtype=np.int32), width)
 
-    def start(self, model, carry, hidden, *, capacity, limit):
-        """Reads the prompts up to their last position, which is left for the first `propose`; see `Drafter.start`."""
-        prompts, lengths, slots = carry.prompts_read
-        sizes = {"slots": carry.last.shape[0], "capacity": capacity, "max_pending": 1 + self.draft_tokens}
-        memory = init_mtp(model.config, **sizes, dtype=model.embed_tokens[...].dtype)
-        following = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1)))
-        read = {"start": jnp.zeros_like(lengths), "lengths": jnp.maximum(lengths - 1, 0), "slots": slots}
-        _, memory = mtp_extend(model, memory, hidden, following, **read)
-        newest = decoder.last_hidden(hidden, lengths)
-        if carry.samples is not None:
-            memory = fork_mtp(memory, carry.samples.source, all_slots(carry.cache))
-            newest = newest[carry.samples.prompt]
+    def init(self, config, sizes):
+        """An empty memory of the layer; see `Drafter.init`."""
+        width = 1 + self.draft_tokens
+        memory = init_mtp(config, slots=sizes.rows, capacity=sizes.capacity, max_pending=width, dtype=sizes.dtype)
+        none = jnp.zeros((sizes.rows, width), jnp.int32)
+        hidden = jnp.zeros((sizes.rows, width, config.hidden_size), sizes.dtype)
+        return MTPState(memory, hidden, none, none[:, 0])
+
+    def admit(self, model, carry, reading):
+        """Reads the prompts up to their last position, which is left for the first `propose`.
+
+        A position needs the token after it, so the last one of a chunk is read with the next; see `Drafter.admit`.
+        """
+        state, new = carry.speculation.state, reading.start == 0
+        before = jnp.concatenate([reading.before[:, None], reading.hidden[:, :-1]], axis=1)
+        hidden = jnp.where(new[:, None, None], reading.hidden, before)
+        following = jnp.where(new[:, None], jnp.roll(reading.tokens, -1, axis=1), reading.tokens)
+        read = {"lengths": jnp.maximum(reading.lengths - new.astype(jnp.int32), 0), "slots": reading.slots}
+        read["start"] = jnp.maximum(reading.start - 1, 0)
+        _, memory = mtp_extend(model, state.memory, hidden, following, **read)
+        if reading.forks:
+            memory = fork_mtp(memory, slots_of(reading.source), slots_of(reading.begins))
+        inside = jnp.minimum(reading.begins, carry.last.shape[0] - 1)
         wide = ((0, 0), (0, self.draft_tokens))
-        newest, tokens = jnp.pad(newest, (*wide, (0, 0))), jnp.pad(carry.last[:, None], wide)
-        return MTPState(memory, newest, tokens, jnp.minimum(carry.history.lengths, 1))
+        newest = jnp.pad(carry.hidden[inside][:, None], (*wide, (0, 0)))
+        tokens = jnp.pad(carry.last[inside][:, None], wide)
+        kept = reading.begun(
+            (state.hidden, state.tokens, state.number), (newest, tokens, jnp.ones_like(reading.begins))
+        )
+        return MTPState(memory, *kept)
 
     def propose(self, model, carry, most):
         """Reads what the model read last, then drafts a chain or a tree; see `Drafter.propose`."""
@@ -260,15 +278,28 @@ class DraftModel:
     model: decoder.Decoder
     draft_tokens: int = dataclasses.field(metadata={"static": True})
 
-    def start(self, model, carry, hidden, *, capacity, limit):
-        """Reads the prompts into a cache of its own; see `Drafter.start`."""
-        prompts, lengths, slots = carry.prompts_read
-        sizes = {"rows": carry.last.shape[0], "bucket": prompts.shape[1], "capacity": capacity}
-        sizes |= {"limit": limit, "max_pending": 1 + self.draft_tokens}
-        dtype = self.model.embed_tokens[...].dtype
-        cache = init_cache(self.model.config, carry.samples, **sizes, dtype=dtype)
-        cache = decoder.prefill(self.model, cache, prompts, lengths=lengths, slots=slots)[1]
-        return cache if carry.samples is None else fork_rows(cache, carry.samples)
+    def init(self, config, sizes):
+        """An empty cache of its own; see `Drafter.init`."""
+        return decoder.init_cache(
+            self.model.config,
+            slots=sizes.rows,
+            capacity=sizes.capacity,
+            limit=sizes.limit,
+            max_pending=1 + self.draft_tokens,
+            states=sizes.states,
+            blocks=sizes.blocks,
+            pages=sizes.pages,
+            dtype=self.model.embed_tokens[...].dtype,
+        )
+
+    def admit(self, model, carry, reading):
+        """Reads the chunk into its cache, which forgets a row's earlier request first; see `Drafter.admit`."""
+        cache = decoder.reset(carry.speculation.state, jnp.where(reading.start == 0, reading.slots, 0))
+        read = {"lengths": reading.lengths, "slots": reading.slots}
+        _, cache = decoder.prefill(self.model, cache, reading.tokens, **read)
+        if reading.forks:
+            cache = decoder.fork(cache, slots_of(reading.source), slots_of(reading.begins))
+        return cache
 
     def propose(self, model, carry, most):
         """Reads the newest token and every draft, which stay pending in its cache; see `Drafter.propose`."""

@@ -19,7 +19,7 @@ def propose_ngram(history: History, draft_tokens: int, longest: int = 3) -> tupl
     repeated: text of a short period is drafted on in that period.
 
     Args:
-      history: The prompts and generated tokens.
+      history: The text of every row.
       draft_tokens: How many to draft (static).
       longest: The most tokens that are looked for (static).
 
@@ -87,7 +87,7 @@ def _continuations(
         raise ValueError(f"draft_tokens must be at least 0, got {draft_tokens}")
     if longest < 1:
         raise ValueError(f"longest must be at least 1, got {longest}")
-    text, length = _text(history)
+    text, length = history.tokens, history.length[:, None]
     place = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
     matched = jnp.zeros_like(text)
     for back in range(min(longest, text.shape[1])):
@@ -122,15 +122,3 @@ def _votes(text: Array, matched: Array) -> Array:
     remainder = jnp.pad(text[:, 1:], ((0, 0), (0, 1))) % REMAINDERS
     counts = jnp.zeros((text.shape[0], REMAINDERS), jnp.int32).at[row, remainder].add(longest.astype(jnp.int32))
     return jnp.minimum(counts[row, remainder], MOST_VOTES)
-
-
-def _text(history: History) -> tuple[Array, Array]:
-    """Each row's prompt and generated tokens in one, int32 [rows, bucket + room], and their number int32 [rows, 1].
-
-    What lies past them is not cleared.
-    """
-    bucket, lengths = history.prompts.shape[1], history.lengths[:, None]
-    both = jnp.concatenate([history.prompts, history.tokens], axis=1)
-    place = jnp.arange(both.shape[1], dtype=jnp.int32)[None]
-    source = jnp.where(place < lengths, place, jnp.minimum(bucket - lengths + place, both.shape[1] - 1))
-    return jnp.take_along_axis(both, source, axis=1), lengths + history.count[:, None]

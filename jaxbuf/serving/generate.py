@@ -13,9 +13,12 @@ from jaxbuf.directory import make_directory
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.progress import Report, check_progress, progress_bar, say_nothing
 from jaxbuf.serving import loop
+from jaxbuf.serving.admit import Arrivals, admit, start
+from jaxbuf.serving.batch import DRAFT_TOKENS, GREEDY, Batch, Decoding, Form, Prompt, list_prompts, make_batch
+from jaxbuf.serving.carry import RUNNING, Carry, CarrySizes
 from jaxbuf.serving.profiling import trace
-from jaxbuf.serving.request import DRAFT_TOKENS, GREEDY, Form, Prompt, Request, check, list_prompts
 from jaxbuf.serving.result import Event, GenerationResult, Reader
+from jaxbuf.serving.room import make_room
 from jaxbuf.serving.sampling import SamplingParams, whole
 from jaxbuf.serving.slices import run_slices
 from jaxbuf.serving.speculation import Drafter
@@ -147,57 +150,79 @@ def generate(
     prompts = list_prompts(prompts)
     if not prompts:
         return (event for event in ()) if stream else []
-    speculation = drafter, draft_tokens, adaptive_drafts
-    settings = max_new_tokens, sampling, limit, form, entry_dtype
-    request = check(lm, prompts, *settings, *speculation, state_dtype=state_dtype)
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens,
+        limit=limit,
+        form=form,
+        entry_dtype=entry_dtype,
+        state_dtype=state_dtype,
+        drafter=drafter,
+        draft_tokens=draft_tokens,
+        adaptive_drafts=adaptive_drafts,
+    )
+    batch = make_batch(lm, prompts, sampling, decoding)
     if profile is not None:
         make_directory(profile, "profile")
     if stream:
-        return _events(request, segment, profile, say_nothing)
-    with progress_bar(max_new_tokens * len(request.rows), progress) as report:
+        return _events(batch, segment, profile, say_nothing)
+    with progress_bar(max_new_tokens * len(batch.rows), progress) as report:
         report("compiling, reading prompts", 0)
-        events = _events(request, segment if request.has_stop_texts else max_new_tokens, profile, report)
+        events = _events(batch, segment if batch.has_stop_texts else max_new_tokens, profile, report)
         results = {(event.index, event.sample): event.result for event in events}
     found = []
-    for index, setting in enumerate(request.settings):
+    for index, setting in enumerate(batch.settings):
         first, *others = (results[index, sample] for sample in range(setting.n))
         found.append(dataclasses.replace(first, other_samples=tuple(others)) if others else first)
     return found
 
 
 def _events(
-    request: Request, segment: int, profile: str | os.PathLike[str] | None, report: Report
+    batch: Batch, segment: int, profile: str | os.PathLike[str] | None, report: Report
 ) -> Generator[Event, None, None]:
     """Runs the loop `segment` steps at a time, and tells in between what came."""
     if profile is None:
-        yield from _run(request, segment, report)
+        yield from run_batch(batch, segment, report)
         return
     with without_cache():
-        _decode(request, loop.start(request.lm.model, **request.arguments), 1)
+        _decode(batch, read_prompts(batch.lm, batch.sizes, batch.arrivals, batch.drafter), 1)
         with trace(profile):
-            yield from _run(request, segment, report)
+            yield from run_batch(batch, segment, report)
 
 
-def _run(request: Request, segment: int, report: Report) -> Generator[Event, None, None]:
-    carry = loop.start(request.lm.model, **request.arguments)
-    reader, steps = Reader(request, carry), 1
+def read_prompts(
+    lm: LanguageModel, sizes: CarrySizes, arrivals: Sequence[Arrivals], drafter: Drafter | None = None
+) -> Carry:
+    """A new carry that has read chunks of prompts, one after another."""
+    with_drafter = () if drafter is None else (drafter,)
+    carry = start(lm.model, sizes, arrivals[0], *with_drafter)
+    for chunk in arrivals[1:]:
+        carry = admit(lm.model, carry, chunk, *with_drafter)
+    return carry
 
-    def look(carry: loop.Carry) -> bool:
-        state, count = jax.device_get((carry.state, carry.history.count))
-        report("generating", int(count.sum()))
-        return bool((state == loop.RUNNING).any())
 
-    def decode(carry: loop.Carry, steps: int) -> loop.Carry:
-        return _decode(request, carry, steps)
+def run_batch(batch: Batch, segment: int, report: Report = say_nothing) -> Generator[Event, None, None]:
+    """Generates, and tells after every `segment` steps what came."""
+    carry = read_prompts(batch.lm, batch.sizes, batch.arrivals, batch.drafter)
+    reader, steps = Reader(batch), 1
+
+    def look(carry: Carry) -> bool:
+        history = carry.history
+        fetched = carry.state, carry.lacking, history.length, history.prompt_length
+        state, lacking, length, prompt_length = jax.device_get(fetched)
+        report("generating", int((length - prompt_length).sum()))
+        return bool(((state == RUNNING) & ~lacking).any())
+
+    def decode(carry: Carry, steps: int) -> Carry:
+        return _decode(batch, carry, steps)
 
     while True:
         carry, events = reader.read(carry)
         yield from events
         if not reader.running:
             return
-        carry, steps = run_slices(decode, carry, segment, look, first=steps)
+        carry, steps = run_slices(decode, make_room(carry), segment, look, first=steps)
 
 
-def _decode(request: Request, carry: loop.Carry, steps: int) -> loop.Carry:
-    drafter = () if request.drafter is None else (request.drafter,)
-    return loop.generate_tokens(request.lm.model, carry, np.int32(steps), *drafter)
+def _decode(batch: Batch, carry: Carry, steps: int) -> Carry:
+    drafter = () if batch.drafter is None else (batch.drafter,)
+    return loop.generate_tokens(batch.lm.model, carry, np.int32(steps), *drafter)

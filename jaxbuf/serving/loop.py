@@ -1,8 +1,4 @@
-"""The two compiled programs of a generation: `start` reads the prompts, `generate_tokens` decodes.
-
-Whatever differs between requests is data in the carry (sampling settings, seeds, stop tokens, lengths, fold limits), so
-one pair of programs serves every batch of the same shape.
-"""
+"""The compiled loop of a generation: `generate_tokens` decodes the rows that `admit` let run."""
 
 import dataclasses
 from functools import partial
@@ -12,129 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.models import decoder
-from jaxbuf.models.cache import all_slots, recurrent_work, with_limits
-from jaxbuf.models.scoring import Logprobs, fitting_block, hidden_logprobs
-from jaxbuf.serving.carry import FAILED as FAILED
-from jaxbuf.serving.carry import FULL as FULL
-from jaxbuf.serving.carry import RUNNING as RUNNING
-from jaxbuf.serving.carry import STOPPED as STOPPED
-from jaxbuf.serving.carry import Carry as Carry
-from jaxbuf.serving.carry import Counters as Counters
-from jaxbuf.serving.carry import Speculation, record
-from jaxbuf.serving.samples import Samples, fork_rows, init_cache
-from jaxbuf.serving.sampling import MOST_LOGPROBS, History, Sampling, adjust, has_candidate, sample
-from jaxbuf.serving.speculation import (
-    Drafter,
-    Proposal,
-    check_state,
-    drafts_trees,
-    propose,
-    verify,
-    with_root,
-)
+from jaxbuf.models.cache import all_slots, recurrent_work
+from jaxbuf.serving.carry import RUNNING, Carry, Speculation, chosen_logprobs, record, reports
+from jaxbuf.serving.sampling import adjust, has_candidate, sample
+from jaxbuf.serving.speculation import Drafter, Proposal, check_state, propose, verify, with_root
 from jaxbuf.serving.token_masks import only
 
 type Array = jax.Array
-
-
-@partial(
-    jax.jit, static_argnames=("capacity", "room", "ring_limit", "entry_dtype", "state_dtype", "report", "report_prompt")
-)
-def start(
-    model: decoder.Decoder,
-    prompts: Array,
-    lengths: Array,
-    limit: Array,
-    max_new_tokens: Array,
-    sampling: Sampling,
-    stop_ids: Array,
-    allowed: Array,
-    *,
-    capacity: int,
-    room: int,
-    ring_limit: int,
-    entry_dtype,
-    state_dtype: str = "float32",
-    report: bool = False,
-    report_prompt: bool = False,
-    prompt_top: Array | int = 0,
-    drafter: Drafter | None = None,
-    samples: Samples | None = None,
-) -> Carry:
-    """Reads the prompts into a new cache and samples the first token of each row.
-
-    Args:
-      model: The parameters; their dtype is the compute dtype.
-      prompts: int32 [prompts, bucket], right-padded.
-      lengths: int32 [prompts], the prompts' tokens; 0 for a padding prompt, which rounds the batch up.
-      limit: int32 [rows], at most ring_limit. A row folds when its committed entries and the new tokens together would
-        be more than this: 1 is the recurrent form.
-      max_new_tokens, sampling, allowed: As in `Carry`.
-      stop_ids: int32 [rows, n], padded with -1.
-      capacity: Tokens the softmax layers hold for each row (static, as the following).
-      room: Tokens that can be generated.
-      ring_limit: The largest limit that the rings have room for.
-      entry_dtype: Of the ring's keys and updates.
-      state_dtype: Of the checkpoints, see `init_pool`.
-      report: Whether log-probabilities of the generated tokens are reported (static): each row's settings say which.
-      report_prompt: Whether those of the prompts' tokens are (static).
-      prompt_top: int32 scalar, of how many of the most probable tokens at most beside each; data.
-      drafter: Who drafts tokens in `generate_tokens`, which must be given the same; None: nobody.
-      samples: Which rows continue which prompt: each is read once, and the rows share what they do not write. None: as
-        many rows as prompts, and each has its own memory.
-    """
-    rows, (number, bucket) = limit.shape[0], prompts.shape
-    dtype = model.embed_tokens[...].dtype
-    cache = init_cache(
-        model.config,
-        samples,
-        rows=rows,
-        bucket=bucket,
-        capacity=capacity,
-        limit=ring_limit,
-        max_pending=1 if drafter is None else 1 + drafter.draft_tokens,
-        trees=drafts_trees(drafter),
-        dtype=dtype,
-        entry_dtype=entry_dtype,
-        state_dtype=state_dtype,
-    )
-    slots = None if samples is None else samples.readers
-    hidden, cache = decoder.prefill(model, cache, prompts, lengths=lengths, slots=slots)
-    logits = decoder.logits(model, decoder.last_hidden(hidden, lengths)[:, 0])
-
-    def zero():
-        return jnp.zeros(rows, jnp.int32)
-
-    vocab = model.config.vocab_size
-    if report_prompt:
-        following, wanted = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1))), jnp.asarray(prompt_top, jnp.int32) > 0
-        block = fitting_block(number, bucket, vocab)
-        prompt_logprobs = hidden_logprobs(model, hidden, following, block=block, top=MOST_LOGPROBS, wanted=wanted)
-    else:
-        prompt_logprobs = _no_logprobs(number, 0, vocab)
-    if samples is not None:
-        cache = fork_rows(cache, samples)
-        prompts, logits = prompts[samples.prompt], logits[samples.prompt]
-        lengths = jnp.where(samples.source > 0, lengths[samples.prompt], 0)
-    carry = Carry(
-        cache=with_limits(cache, limit),
-        history=History(prompts, lengths, jnp.zeros((rows, room), jnp.int32), zero(), stop_ids),
-        last=zero(),
-        state=jnp.where(lengths > 0, RUNNING, FULL).astype(jnp.int32),
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        allowed=allowed,
-        logprobs=_no_logprobs(rows, room if report else 0, vocab),
-        prompt_logprobs=prompt_logprobs,
-        counters=Counters(zero(), zero(), zero(), zero()),
-        lacking=jnp.zeros(rows, bool),
-        samples=samples,
-    )
-    carry = _record_next(carry, logits, carry.position)
-    if drafter is None:
-        return carry
-    state = drafter.start(model, carry, hidden, capacity=capacity, limit=ring_limit)
-    return dataclasses.replace(carry, speculation=Speculation(state, zero(), zero()))
 
 
 @partial(jax.jit, donate_argnames="carry")
@@ -148,10 +28,10 @@ def generate_tokens(model: decoder.Decoder, carry: Carry, steps: Array | int, dr
     calls.
 
     Args:
-      model: The parameters, the same as `start` had.
-      carry: From `start`, or from here.
+      model: The parameters, the same as `admit` had.
+      carry: From `admit`, or from here.
       steps: int32 scalar, data: another number does not compile again.
-      drafter: The one that `start` had.
+      drafter: The one that `admit` had.
     """
 
     def running(loop):
@@ -206,7 +86,8 @@ def _verify_drafts(model: decoder.Decoder, carry: Carry, drafter: Drafter, propo
     state = drafter.settle(model, state, jnp.pad(hidden, (*missing, (0, 0))), jnp.pad(tokens, missing), number)
     after = dataclasses.replace(after, speculation=_count_drafts(carry, drafter, state, proposal, accepted))
     after = dataclasses.replace(after, cache=decoder.commit(after.cache, number, path=path))
-    return record(after, tokens, number, failed, logits, adjusted)
+    found = chosen_logprobs(carry.sampling, tokens, logits, adjusted) if reports(carry) else None
+    return record(after, tokens, number, failed, found)
 
 
 def _read(
@@ -226,7 +107,7 @@ def _read(
         for field in dataclasses.fields(work):
             found[field.name] = getattr(counters, field.name) + active * getattr(work, field.name)
     counters = dataclasses.replace(counters, **found)
-    lacking = (lengths > 0) & (read == 0)
+    lacking = jnp.where(carry.state == RUNNING, (lengths > 0) & (read == 0), carry.lacking)
     return hidden, read, dataclasses.replace(carry, cache=cache, counters=counters, lacking=lacking)
 
 
@@ -248,9 +129,7 @@ def _record_next(carry: Carry, logits: Array, position: Array) -> Carry:
         token = sample(adjusted, carry.sampling, position)
     failed = carry.active & ~has_candidate(adjusted)
     number = (carry.active & ~failed).astype(jnp.int32)
-    return record(carry, token[:, None], number, failed, logits[:, None], adjusted[:, None])
-
-
-def _no_logprobs(rows: int, room: int, vocab: int) -> Logprobs:
-    best = (rows, room, min(MOST_LOGPROBS, vocab))
-    return Logprobs(jnp.zeros((rows, room), jnp.float32), jnp.zeros(best, jnp.int32), jnp.zeros(best, jnp.float32))
+    found = None
+    if reports(carry):
+        found = chosen_logprobs(carry.sampling, token[:, None], logits[:, None], adjusted[:, None])
+    return record(carry, token[:, None], number, failed, found)

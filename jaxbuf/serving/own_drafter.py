@@ -38,9 +38,13 @@ class Unregistered:
         """Whether there is a program of its own for steps without drafts."""
         return bool(getattr(self.inner, "adaptive", False))
 
-    def start(self, model, carry, hidden, *, capacity, limit):
-        """As the drafter; see `Drafter.start`."""
-        return self.inner.start(model, carry, hidden, capacity=capacity, limit=limit)
+    def init(self, config, sizes):
+        """As the drafter; see `Drafter.init`."""
+        return self.inner.init(config, sizes)
+
+    def admit(self, model, carry, reading):
+        """As the drafter; see `Drafter.admit`."""
+        return self.inner.admit(model, carry, reading)
 
     def propose(self, model, carry, most):
         """As the drafter; see `Drafter.propose`."""

@@ -10,22 +10,24 @@ import numpy as np
 
 from jaxbuf.models.scoring import Logprobs
 from jaxbuf.recurrence.state_format import state_format
-from jaxbuf.serving import loop
-from jaxbuf.serving.request import Request
-from jaxbuf.serving.samples import raise_where_memory_ran_out
+from jaxbuf.serving import carry as rows
+from jaxbuf.serving.batch import Batch, first_rows
+from jaxbuf.serving.carry import EMPTY, RUNNING, STOPPED, Carry
 from jaxbuf.serving.sampling import SamplingParams
 from jaxbuf.serving.stats import Stats, snapshot_traffic, state_traffic
 from jaxbuf.serving.text import TextStream
 
 log = logging.getLogger("jaxbuf")
 
-type FinishReason = Literal["stop", "length", "error", "unfinished"]
+type FinishReason = Literal["stop", "length", "error", "memory", "unfinished"]
 
 REASONS: dict[int, FinishReason] = {
-    loop.RUNNING: "unfinished",
-    loop.STOPPED: "stop",
-    loop.FULL: "length",
-    loop.FAILED: "error",
+    rows.EMPTY: "unfinished",
+    rows.RUNNING: "unfinished",
+    rows.STOPPED: "stop",
+    rows.FULL: "length",
+    rows.FAILED: "error",
+    rows.STARVED: "memory",
 }
 
 
@@ -38,8 +40,9 @@ class GenerationResult:
         no tokenizer.
       tokens: The generated tokens, a stop token and the tokens of a stop string included.
       finish_reason: "stop" (a stop token or stop string), "length" (max_new_tokens), "error" (no token could be chosen
-        after the last one: the settings forbid all of them, or the model's logits are NaN or infinite), or "unfinished"
-        (a stream that goes on, or was cut short).
+        after the last one: the settings forbid all of them, or the model's logits are NaN or infinite), "memory" (the
+        memory that requests share did not suffice for the next token; `generate` alone always makes enough), or
+        "unfinished" (a stream that goes on, or was cut short).
       stats: What decoding did and moved.
       logprobs: Log-probability (natural logarithm) of each token, in the distribution that SamplingParams.logprobs_mode
         says: the model's own unless told otherwise. None unless SamplingParams.logprobs asks.
@@ -99,20 +102,18 @@ class Row:
       seen: How many tokens were read.
     """
 
-    def __init__(self, request: Request, row: int, index: int, sample: int, prompt_logprobs: Logprobs):
+    def __init__(self, batch: Batch, row: int, index: int, sample: int, reader: int):
+        """`reader` is the row that read the prompt."""
         self.running = True
         self.seen = 0
-        self._request = request
-        self._row, self._index, self._sample = row, index, sample
-        self._setting: SamplingParams = request.settings[index]
-        self._text = TextStream(request.lm.tokenizer, self._setting.stop_texts)
+        self.prompt_tokens = len(batch.prompts[index])
+        self._batch, self._row, self._reader = batch, row, reader
+        self._index, self._sample = index, sample
+        self._setting: SamplingParams = batch.settings[index]
+        self._text = TextStream(batch.lm.tokenizer, self._setting.stop_texts)
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
         self._prompt: dict[str, Any] = {}
-        if self._setting.prompt_logprobs is not None:
-            places = slice(0, len(request.prompts[index]) - 1)
-            chosen, top = _read(prompt_logprobs, index, places, self._setting.prompt_logprobs)
-            self._prompt = {"prompt_logprobs": [None, *chosen], "prompt_top_logprobs": [None, *top]}
 
     def read(self, new: list[int], state: int, logprobs: Logprobs, counted: dict[str, int]) -> Event:
         """Adds the tokens since the last call and what belongs to them.
@@ -120,11 +121,11 @@ class Row:
         Args:
           new: The tokens.
           state: The row's, after them.
-          logprobs: Of all rows and generated tokens.
+          logprobs: Of all rows and places of their texts.
           counted: The row's counters, and how many drafts it had and kept.
         """
-        self.running = state == loop.RUNNING
-        stop_token = new[-1:] if state == loop.STOPPED else []
+        self.running = state in (RUNNING, EMPTY)
+        stop_token = new[-1:] if state == STOPPED else []
         text = self._text.extend(new[: len(new) - len(stop_token)], last=not self.running)
         reason, stop = REASONS[state], next(iter(stop_token), None)
         if self._text.stop is not None:
@@ -139,61 +140,60 @@ class Row:
         tokens = [*self._text.tokens, *stop_token]
         told = {}
         if self._setting.logprobs is not None:
-            chosen, top = _read(logprobs, self._row, slice(self.seen, len(tokens)), self._setting.logprobs)
+            places = slice(self.prompt_tokens + self.seen, self.prompt_tokens + len(tokens))
+            chosen, top = _read(logprobs, self._row, places, self._setting.logprobs)
             self._logprobs += chosen
             self._top_logprobs += top
             told = {"logprobs": self._logprobs[: len(tokens)], "top_logprobs": self._top_logprobs[: len(tokens)]}
+        if self._setting.prompt_logprobs is not None and not self._prompt:
+            places = slice(1, self.prompt_tokens)
+            chosen, top = _read(logprobs, self._reader, places, self._setting.prompt_logprobs)
+            self._prompt = {"prompt_logprobs": [None, *chosen], "prompt_top_logprobs": [None, *top]}
         stats = self._stats(len(tokens), counted)
         result = GenerationResult(self._text.text, tokens, reason, stats, **told, **self._prompt, stop_reason=stop)
         seen, self.seen = self.seen, len(tokens)
         return Event(self._index, text, tokens[seen:], result, done=not self.running, sample=self._sample)
 
     def _stats(self, new_tokens: int, counted: dict[str, int]) -> Stats:
-        config, request = self._request.lm.config, self._request
+        config, batch = self._batch.lm.config, self._batch
         spec, layers = config.spec, len(config.specs)
         work = {name: number for name, number in counted.items() if name != "accepted"}
-        dtypes = {"state_dtype": request.state_dtype, "entry_dtype": request.entry_dtype}
+        dtypes = {"state_dtype": batch.sizes.state_dtype, "entry_dtype": batch.sizes.entry_dtype}
         moved = 0 if spec is None else state_traffic(spec, layers, **work, **dtypes)
         work = {name: counted[name] for name in ("steps", "drafted")}
-        state_dtype = state_format(request.state_dtype).written_each_step
+        state_dtype = state_format(batch.sizes.state_dtype).written_each_step
         snapshots = 0 if spec is None else snapshot_traffic(spec, layers, **work, state_dtype=state_dtype)
-        prompt_tokens = len(request.prompts[self._index])
-        return Stats(prompt_tokens, new_tokens, **counted, form=request.form, bytes=moved, snapshot_bytes=snapshots)
+        return Stats(self.prompt_tokens, new_tokens, **counted, form=batch.form, bytes=moved, snapshot_bytes=snapshots)
 
 
 class Reader:
     """Reads a generation between two calls of the loop, every token once."""
 
-    def __init__(self, request: Request, carry: loop.Carry):
-        prompt_logprobs = jax.device_get(carry.prompt_logprobs)
-        self._rows = [Row(request, row, *which, prompt_logprobs) for row, which in enumerate(request.rows)]
+    def __init__(self, batch: Batch):
+        readers = first_rows([setting.n for setting in batch.settings])
+        self._rows = [Row(batch, row, *which, readers[which[0]]) for row, which in enumerate(batch.rows)]
 
     @property
     def running(self) -> bool:
         """Whether some row goes on."""
         return any(row.running for row in self._rows)
 
-    def read(self, carry: loop.Carry) -> tuple[loop.Carry, list[Event]]:
-        """The carry with the rows stopped that met a stop string, and an event of each row that ran until now.
-
-        Raises:
-          PoolExhausted: Memory that samples share ran out, so that what was generated since is wrong.
-        """
-        raise_where_memory_ran_out(carry)
+    def read(self, carry: Carry) -> tuple[Carry, list[Event]]:
+        """The carry with the rows stopped that met a stop string, and an event of each row that ran until now."""
         counters = {field.name: getattr(carry.counters, field.name) for field in dataclasses.fields(carry.counters)}
         counters |= {name: getattr(carry.speculation, name, None) for name in ("drafted", "accepted")}
-        fetched = (carry.history.tokens, carry.history.count, carry.state, carry.logprobs, counters)
-        tokens, count, state, logprobs, counters = jax.device_get(fetched)
+        fetched = (carry.history.tokens, carry.history.length, carry.state, carry.logprobs, counters)
+        tokens, length, state, logprobs, counters = jax.device_get(fetched)
         events, met_stop = [], np.zeros(state.shape, bool)
         for place, row in enumerate(self._rows):
             if not row.running:
                 continue
             counted = {name: 0 if counts is None else int(counts[place]) for name, counts in counters.items()}
-            new = tokens[place, row.seen : count[place]].tolist()
+            new = tokens[place, row.prompt_tokens + row.seen : length[place]].tolist()
             events.append(row.read(new, int(state[place]), logprobs, counted))
-            met_stop[place] = state[place] == loop.RUNNING and not row.running
+            met_stop[place] = state[place] == RUNNING and not row.running
         if met_stop.any():  # by an operation on the old state: its result lies where the program was compiled for
-            carry = dataclasses.replace(carry, state=jnp.where(met_stop, loop.STOPPED, carry.state))
+            carry = dataclasses.replace(carry, state=jnp.where(met_stop, STOPPED, carry.state))
         return carry, events
 
 

@@ -148,14 +148,14 @@ class Sampling:
     processed_logprobs: Array
 
 
-def pack(params: Sequence[SamplingParams]) -> Sampling:
-    """The settings of a batch as arrays, one row each."""
+def pack(params: Sequence[SamplingParams], *, biases: int | None = None) -> Sampling:
+    """The settings of a batch as arrays, one row each; `biases` is the width of logit_bias; None: what they need."""
 
     def column(name, dtype):
         most = np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else np.inf
         return jnp.asarray(np.array([min(getattr(p, name), most) for p in params], dtype))
 
-    width = power_of_two_from(max(len(p.logit_bias) for p in params), BIASES)
+    width = most_biases(params) if biases is None else biases
     bias_ids, bias = np.full((len(params), width), -1, np.int32), np.zeros((len(params), width), np.float32)
     for row, p in enumerate(params):
         for place, (token, value) in enumerate(p.logit_bias.items()):
@@ -174,17 +174,32 @@ def pack(params: Sequence[SamplingParams]) -> Sampling:
     )
 
 
+def most_biases(params: Sequence[SamplingParams]) -> int:
+    """The width of logit_bias in which all of these settings fit: a power of two."""
+    return power_of_two_from(max(len(p.logit_bias) for p in params), BIASES)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What penalties look at: prompts int32 [rows, bucket] and generated tokens int32 [rows, room], as far as lengths
-    and count (int32 [rows]) say; stop_ids int32 [rows, n], padded with -1, are forbidden until min_tokens."""
+    """The text of every row, which penalties, stop tokens and drafters look at.
 
-    prompts: Array
-    lengths: Array
+    Attributes:
+      tokens: int32 [rows, capacity], the prompt, then what was generated. What lies past the length is not cleared.
+      prompt_length: int32 [rows], tokens of the prompt.
+      length: int32 [rows], of both.
+      stop_ids: int32 [rows, n], padded with -1: forbidden until min_tokens were generated.
+    """
+
     tokens: Array
-    count: Array
+    prompt_length: Array
+    length: Array
     stop_ids: Array
+
+    @property
+    def count(self) -> Array:
+        """int32 [rows]: the tokens that were generated."""
+        return self.length - self.prompt_length
 
 
 def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
@@ -199,16 +214,17 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     early = (history.count < sampling.min_tokens)[:, None] & (history.stop_ids >= 0)
 
-    def counts(ids, number):
-        real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < number[:, None]
-        return jnp.zeros((rows, vocab), jnp.float32).at[row, jnp.where(real, ids, vocab)].add(1.0, mode="drop")
+    def counts(first):
+        place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None]
+        real = (place >= first[:, None]) & (place < history.length[:, None])
+        ids = jnp.where(real, history.tokens, vocab)
+        return jnp.zeros((rows, vocab), jnp.float32).at[row, ids].add(1.0, mode="drop")
 
     def penalised(logits):
         biased = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, vocab)
         logits = logits.at[row, biased].add(sampling.bias, mode="drop")
         logits = logits.at[row, jnp.where(early, history.stop_ids, vocab)].set(-jnp.inf, mode="drop")
-        generated = counts(history.tokens, history.count)
-        seen = (generated > 0) | (counts(history.prompts, history.lengths) > 0)
+        generated, seen = counts(history.prompt_length), counts(jnp.zeros_like(history.length)) > 0
         factor = sampling.repetition_penalty[:, None]
         logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
         logits = logits - sampling.frequency_penalty[:, None] * generated

@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxbuf.memory.tree import ancestors, check_parents
 from jaxbuf.models import decoder
+from jaxbuf.models.config import ModelConfig
 from jaxbuf.serving.acceptance import accept, accept_tree, log_distribution, path_of, usable_log_q
-from jaxbuf.serving.carry import RUNNING, Carry
+from jaxbuf.serving.carry import RUNNING, Carry, CarrySizes, put_rows, slots_of
 from jaxbuf.serving.sampling import adjust, has_candidate, keys
 from jaxbuf.serving.token_masks import has_tokens, only
 
@@ -39,10 +40,49 @@ class Proposal:
     parents: Array | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A chunk of prompts that the model has read.
+
+    Attributes:
+      rows: int32 [n], the row that each was read into; NOWHERE, past all rows, where nothing was.
+      tokens: int32 [n, T].
+      start: int32 [n], how many tokens of the prompt came before; 0: the row has a new prompt.
+      lengths: int32 [n], how many of the tokens were read: real ones, or none where memory did not suffice.
+      hidden: [n, T, D], the model's hidden states of the tokens.
+      before: [n, D], of the token before them; anything where start is 0.
+      begins: int32 [m], the rows that begin to run; NOWHERE where none does.
+      source: int32 [m], the row that read the prompt of each, most often the same.
+      forks: Whether some may be another (static).
+    """
+
+    rows: Array
+    tokens: Array
+    start: Array
+    lengths: Array
+    hidden: Array
+    before: Array
+    begins: Array
+    source: Array
+    forks: bool = False
+
+    @property
+    def slots(self) -> Array:
+        """int32 [n]: the slots of `rows`."""
+        return slots_of(self.rows)
+
+    def begun[T](self, old: T, new: T) -> T:
+        """Arrays [rows, ...] with `new`, [m, ...], in the rows that begin."""
+        return put_rows(old, self.begins, new)
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens inside the compiled loop. Its functions are pure: JAX traces them, and what changes is its state
     in the carry.
+
+    Its state is made for all rows at once, before any has a request (`init`); prompts come in chunks (`admit`), of some
+    rows while others may be running.
 
     A drafter is an object with these methods. If its class is a registered dataclass
     (`jax.tree_util.register_dataclass`), its arrays are arguments of the compiled programs. `generate` takes an object
@@ -60,17 +100,22 @@ class Drafter(Protocol):
         """The most drafts of one step (static)."""
         ...
 
-    def start(self, model: decoder.Decoder, carry: Carry, hidden: Array, *, capacity: int, limit: int) -> Any:
-        """The state after the prompts were read and the first tokens chosen.
+    def init(self, config: ModelConfig, sizes: CarrySizes) -> Any:
+        """The state while all rows are empty: a pytree of arrays that keeps its structure, shapes and dtypes.
+
+        Args:
+          config: Of the model that verifies.
+          sizes: What the carry has room for.
+        """
+        ...
+
+    def admit(self, model: decoder.Decoder, carry: Carry, reading: Reading) -> Any:
+        """The state after a chunk of prompts was read, and rows began; carry.speculation.state is what it was before.
 
         Args:
           model: The one that verifies.
-          carry: Its speculation is not there yet. With carry.samples several rows continue one prompt, which need be
-            read only once: carry.prompts_read has each prompt once.
-          hidden: [prompts, bucket, D], the model's hidden states of the prompts; carry.samples.prompt says which prompt
-            each row continues, without samples each has its own.
-          capacity: The most tokens of a row.
-          limit: Entries from which a buffered recurrence of the drafter's folds.
+          carry: Of rows that begin, `last` is their first token, and `hidden` what scored it.
+          reading: What was read, and which rows begin. A row may have had another request before.
         """
         ...
 
@@ -341,11 +386,11 @@ def _adjust_all(carry: Carry, drafts: Array, parents: Array | None, logits: Arra
             path = jnp.sum(jnp.where(there[..., 1:], drafts[:, None, None], 0), axis=3).reshape(-1, length - 1)
             depth = depths.reshape(-1)
         then = jax.tree.map(flat, history)
-        place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None] - then.count[:, None]
+        place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None] - then.length[:, None]
         drafted = (place >= 0) & (place < depth[:, None])
         near = jnp.take_along_axis(path, jnp.clip(place, 0, length - 2), axis=1)
         tokens = jnp.where(drafted, near, then.tokens)
-        then = dataclasses.replace(then, tokens=tokens, count=then.count + depth)
+        then = dataclasses.replace(then, tokens=tokens, length=then.length + depth)
         return adjust(logits.reshape(-1, vocab), jax.tree.map(flat, sampling), then).reshape(logits.shape)
 
     asked = (

@@ -9,6 +9,11 @@ type Array = jax.Array
 BITS = 32  # of a word
 
 
+def mask_words(vocab: int) -> int:
+    """Words of a mask."""
+    return -(-vocab // BITS)
+
+
 def pack_mask(tokens: np.ndarray) -> np.ndarray:
     """int32 [..., ceil(vocab / 32)] of bool [..., vocab]: token t is bit t % 32 of word t // 32."""
     tokens = np.asarray(tokens, bool)

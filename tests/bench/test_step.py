@@ -14,7 +14,7 @@ from jaxbuf.models.config import RECURRENCE
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.layers import named_parameters
 from jaxbuf.pallas import platform
-from jaxbuf.serving import loop
+from jaxbuf.serving.carry import EMPTY, RUNNING
 from jaxbuf.serving.profiling import Operation
 
 SIZES = {"layers": 2, "hidden": 32, "ffn": 40, "vocabulary": 64, "heads": 2, "key_heads": 1, "dim": 8}
@@ -120,7 +120,7 @@ def test_every_run_of_a_form_starts_alike_and_its_rows_are_staggered(made):
     assert first.cache.sequences.committed.tolist() == [0, 21, 21, 21, 0]
     assert cursor.length.tolist() == [0, 2, 3, 4, 0] and cursor.limit.tolist() == [1, 4, 4, 4, 1]
     assert (cursor.folded + cursor.length).tolist() == [0, 21, 21, 21, 0]
-    assert first.state.tolist() == [loop.RUNNING] * 3 + [loop.FULL]
+    assert first.state.tolist() == [RUNNING] * 3 + [EMPTY]
     again = step.restart(carry, first)
     assert jax.tree.structure(again) == jax.tree.structure(carry)
     for found, held in zip(again.cache.layers, carry.cache.layers, strict=True):

@@ -21,7 +21,8 @@ from jaxbuf.pallas.platform import without_kernels
 from jaxbuf.recurrence import RecurrenceSpec, buffered, prepare
 from jaxbuf.recurrence.convolution import init_ring
 from jaxbuf.recurrence.state_format import decode
-from jaxbuf.serving import SamplingParams, generate_tokens, request, start
+from jaxbuf.serving import SamplingParams, generate_tokens, init_carry
+from jaxbuf.serving.batch import Decoding, make_batch
 from tests.gpu.program import pool_sized_writes
 
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
@@ -417,8 +418,8 @@ def demo() -> LanguageModel:
 
 def check_program(lm: LanguageModel) -> Figures:
     """The whole decoding program writes nothing as large as a recurrent layer's pools or a softmax layer's pages."""
-    asked = request.check(lm, [[1] * 30] * ROWS, 200, SamplingParams(temperature=0.5), 16, "buffered", None)
-    carry = jax.eval_shape(lambda model: start(model, **asked.arguments), lm.model)
+    batch = make_batch(lm, [[1] * 30] * ROWS, SamplingParams(temperature=0.5), Decoding(200, form="buffered"))
+    carry = jax.eval_shape(lambda: init_carry(lm.config, batch.sizes))
     program = jax.jit(generate_tokens.__wrapped__, donate_argnums=1)
     hlo = program.lower(lm.model, carry, np.int32(9)).compile().as_text()
     pools = [_pools(layer.pool) if hasattr(layer, "pool") else layer for layer in carry.cache.layers]

@@ -4,6 +4,11 @@ import math
 import re
 
 import jax
+import numpy as np
+
+from jaxbuf.serving import Carry, generate_tokens, init_carry
+from jaxbuf.serving.batch import Batch
+from jaxbuf.serving.generate import read_prompts
 
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call"}
 
@@ -97,3 +102,15 @@ def check_reused(hlo: str, carry: object) -> None:
     """All arrays of the carry are aliased to outputs: the donated memory is the memory of the result."""
     header = hlo.splitlines()[0]
     assert header.count("may-alias") + header.count("must-alias") == len(jax.tree.leaves(carry))
+
+
+def generate_batch(batch: Batch) -> Carry:
+    """The carry once all rows of a batch have ended."""
+    lm, drafter = batch.lm, () if batch.drafter is None else (batch.drafter,)
+    carry = read_prompts(lm, batch.sizes, batch.arrivals, batch.drafter)
+    return generate_tokens(lm.model, carry, np.int32(max(batch.begins.max_new_tokens)), *drafter)
+
+
+def carry_shape(batch: Batch) -> Carry:
+    """The shapes of a batch's carry; nothing is computed."""
+    return jax.eval_shape(lambda: init_carry(batch.lm.config, batch.sizes, batch.drafter))

@@ -17,10 +17,12 @@ import pytest
 from jaxbuf.memory.tree import ancestors
 from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
+from jaxbuf.serving import SamplingParams, generate
+from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.speculation import Proposal
 from tests.serving.conftest import CONFIG, byte_tokenizer
 from tests.serving.goodness import tail_bound
+from tests.serving.program import generate_batch
 from tests.tiny import random_model
 
 NEW, DRAFTS, ROWS = 40, 4, 8
@@ -135,7 +137,10 @@ class Scripted:
     count: jax.Array
     draft_tokens: int = dataclasses.field(default=DRAFTS, metadata={"static": True})
 
-    def start(self, model, carry, hidden, *, capacity, limit):
+    def init(self, config, sizes):
+        return jnp.zeros(sizes.rows, jnp.int32)
+
+    def admit(self, model, carry, reading):
         return carry.history.count
 
     def propose(self, model, carry, most):
@@ -206,7 +211,10 @@ class ScriptedTree:
     def draft_tokens(self):
         return self.parents.shape[2]
 
-    def start(self, model, carry, hidden, *, capacity, limit):
+    def init(self, config, sizes):
+        return jnp.zeros(sizes.rows, jnp.int32)
+
+    def admit(self, model, carry, reading):
         return carry.history.count
 
     def propose(self, model, carry, most):
@@ -264,15 +272,15 @@ def joint_distribution(lm):
 
 def p_value(lm, drafter, rng, monkeypatch, *, batches=BATCHES):
     """A bound of it (`tail_bound`), of three tokens of each of batches * EACH rows, against exact enumeration."""
-    monkeypatch.setattr(request, "PROMPT_BUCKET", 8)
-    monkeypatch.setattr(request, "ROOM", 8)
+    monkeypatch.setattr("jaxbuf.serving.batch.PROMPT_BUCKET", 8)
+    monkeypatch.setattr("jaxbuf.serving.batch.ROOM", 8)
     counts, drafted = collections.Counter(), 0
     for seeds in rng.choice(2**32, (batches, EACH), replace=False).tolist():
         sampling = [SamplingParams(**SETTINGS, seed=seed) for seed in seeds]
-        arguments = request.check(lm, [PROMPT] * EACH, 5, sampling, 16, "buffered", None, drafter, 2).arguments
-        carry = generate_tokens(lm.model, start(lm.model, **arguments), np.int32(5), arguments["drafter"])
+        decoding = Decoding(max_new_tokens=5, form="buffered", drafter=drafter, draft_tokens=2)
+        carry = generate_batch(make_batch(lm, [PROMPT] * EACH, sampling, decoding))
         assert np.asarray(carry.history.count).tolist() == [5] * EACH
-        counts.update(map(tuple, np.asarray(carry.history.tokens)[:, 1:4].tolist()))
+        counts.update(map(tuple, np.asarray(carry.history.tokens)[:, len(PROMPT) + 1 : len(PROMPT) + 4].tolist()))
         drafted += int(np.asarray(carry.speculation.drafted).sum())
     assert drafted > EACH * batches
     expected = {cell: p * EACH * batches for cell, p in np.ndenumerate(joint_distribution(lm))}

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.serving import generate, generate_tokens, request, start
+from jaxbuf.serving import generate, generate_tokens
 from jaxbuf.serving.adaptive import COST, DISCOUNT, PRIOR, PROBE, Adaptive, best_length
+from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.drafters import MTP
 from tests.serving.goodness import RARE
-from tests.serving.program import check_reused, computations, operation, written_in_loops
+from tests.serving.program import carry_shape, check_reused, computations, generate_batch, operation, written_in_loops
 from tests.serving.speculating import (
     DRAFTS,
     GREEDY,
@@ -35,7 +36,10 @@ from tests.serving.speculating import prompts as prompts
 class Watching(Scripted):
     """Counts the steps in which the model read nothing but the newest tokens: no hidden state follows theirs."""
 
-    def start(self, model, carry, hidden, *, capacity, limit):
+    def init(self, config, sizes):
+        return jnp.zeros((2, sizes.rows), jnp.int32)
+
+    def admit(self, model, carry, reading):
         return jnp.stack([carry.history.count, jnp.zeros(ROWS, jnp.int32)])
 
     def propose(self, model, carry, most):
@@ -116,8 +120,7 @@ def test_a_step_in_which_no_row_drafts_reads_one_token(lm, prompts, greedy):
     for result, plain in zip(results, greedy, strict=True):
         assert (result.stats.steps, result.stats.drafted) == (steps, drafted)
         np.testing.assert_allclose(result.logprobs, plain.logprobs, rtol=0, atol=1e-4)
-    arguments = request.check(lm, prompts, NEW, GREEDY, 16, "auto", None, watch(greedy, 0), DRAFTS, True).arguments
-    carry = generate_tokens(lm.model, start(lm.model, **arguments), np.int32(NEW), arguments["drafter"])
+    carry = generate_batch(make_batch(lm, prompts, GREEDY, Decoding(NEW, drafter=Adaptive(watch(greedy, 0)))))
     assert np.asarray(carry.speculation.state.inner[1]).tolist() == [without] * ROWS and without > 20
     settings = [dataclasses.replace(GREEDY, temperature=0.0, frequency_penalty=0.5 * (i % 2)) for i in range(ROWS)]
     plain = generate(lm, prompts, NEW, settings)
@@ -141,8 +144,7 @@ def test_wrong_arguments_are_named(lm):
 def test_the_program_copies_no_pool(lm, prompts, greedy):
     """Not in either of the two branches; what the memory of a whole model holds is written in place."""
     drafter = Adaptive(MTP(DRAFTS))
-    arguments = request.check(lm, prompts, NEW, GREEDY, 16, "auto", None, drafter).arguments
-    carry = jax.eval_shape(lambda model: start(model, **arguments), lm.model)
+    carry = carry_shape(make_batch(lm, prompts, GREEDY, Decoding(NEW, drafter=drafter)))
     text = generate_tokens.lower(lm.model, carry, np.int32(9), drafter).compile().as_text()
     assert written_in_loops(text, lm.config.spec.state_shape) == []
     recurrent, softmax = carry.cache.layers

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ import pytest
 from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import replace_parameters
-from jaxbuf.serving import SamplingParams, beam_search, beams, generate, request
+from jaxbuf.serving import CarrySizes, SamplingParams, batch, beam_search, beams, generate, init_carry
+from jaxbuf.serving.batch import pack_prompts
 from jaxbuf.serving.token_masks import pack_mask
 from tests.serving.conftest import CONFIG
 from tests.serving.program import check_on_device, check_reused, made_in_loops, written_in_loops
@@ -190,21 +192,14 @@ def test_a_search_is_one_compilation(lm, case):
 
 def shape_of(lm, prompts, number):
     """A search after its start, in shapes."""
-    tokens, lengths = request.pack_prompts(prompts)
-    arguments = (
-        tokens,
-        lengths,
-        np.int32(6),
-        np.full(4, -1, np.int32),
-        np.tile(pack_mask(lm.known_ids), (len(tokens), 1)),
-        np.int32(24),
-        np.float32(1),
-    )
-    sizes = {"beams": number, "capacity": tokens.shape[1] + 32, "room": 32, "ring_limit": 16}
-    return jax.eval_shape(
-        lambda model: beams.start_beams(model, *arguments, np.bool_(True), **sizes, entry_dtype=jnp.dtype("float32")),
-        lm.model,
-    )
+    sizes = CarrySizes(rows=len(prompts) * number, capacity=pack_prompts(prompts)[0].shape[1] + 32)
+    if number > 1:
+        sizes = batch.shared_sizes(sizes, prompts=len(prompts), prompt_tokens=sizes.capacity - 32, again=True)
+    given = np.int32(6), np.full(4, -1, np.int32), np.tile(pack_mask(lm.known_ids), (len(prompts), 1)), np.int32(24)
+    settings = beams.Settings(*given, np.float32(1), np.bool_(True))
+    carry = jax.eval_shape(lambda: init_carry(lm.config, sizes))
+    start = partial(beams.start_beams, beams=number, room=32)
+    return jax.eval_shape(start, lm.model, carry.cache, carry.hidden, settings)
 
 
 def test_the_loop_transfers_nothing_and_copies_no_pool(lm):
@@ -249,7 +244,7 @@ def everything(lm, prompt, stops, new):
 
 @pytest.fixture
 def small_shapes(monkeypatch):
-    monkeypatch.setattr(request, "PROMPT_BUCKET", 8)
+    monkeypatch.setattr(batch, "PROMPT_BUCKET", 8)
     monkeypatch.setattr(beams, "ROOM", 8)
 
 
@@ -263,7 +258,7 @@ def small_shapes(monkeypatch):
 )
 def test_with_as_many_beams_as_texts_it_finds_the_best_of_all(tiny, rng, small_shapes, monkeypatch, form, rings_of_one):
     """Until the last step no text falls out, so what comes back are the best of all texts there are."""
-    monkeypatch.setattr(request, "has_hopper", lambda: rings_of_one)
+    monkeypatch.setattr(batch, "has_hopper", lambda: rings_of_one)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 6)]
     settings = {"beams": MANY, "form": form, "ignore_eos": True}
     cases = ((0.0, (4,), 4), (1.0, (4,), 4), (-1.0, (2, 4), 3), (2.0, (0, 1, 2, 3), 4), (1.0, (1, 3), 1))
@@ -366,7 +361,7 @@ def test_a_search_ends_when_no_beam_is_left():
 
 @pytest.mark.slow
 def test_one_beam_is_greedy_decoding(tiny, rng, small_shapes, monkeypatch):
-    monkeypatch.setattr(request, "ROOM", 8)
+    monkeypatch.setattr(batch, "ROOM", 8)
     while True:
         prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 8, 5, 3)]
         greedy = generate(tiny, prompts, 8, SamplingParams(temperature=0.0, logprobs=2))

@@ -10,6 +10,7 @@ import pytest
 
 from jaxbuf.serving.drafting import propose_ngram, propose_ngram_tree
 from jaxbuf.serving.sampling import History
+from tests.serving.texts import history_of
 
 ROWS, BUCKET, ROOM, DRAFTS = 512, 14, 12, 5
 propose = jax.jit(partial(propose_ngram, draft_tokens=DRAFTS))
@@ -33,12 +34,12 @@ def random_history(rng, alphabet):
     prompts, tokens = (rng.integers(0, alphabet, (ROWS, width)) for width in (BUCKET, ROOM))
     lengths, count = rng.integers(0, BUCKET + 1, ROWS), rng.integers(0, ROOM + 1, ROWS)
     lengths[:4], count[:4] = [0, 0, 1, BUCKET], [0, 1, 0, ROOM]
-    return History(*(jnp.asarray(x, jnp.int32) for x in (prompts, lengths, tokens, count, np.full((ROWS, 1), -1))))
+    return history_of(prompts, lengths, tokens, count, np.full((ROWS, 1), -1))
 
 
 def texts(history):
-    prompts, lengths, tokens, count = map(np.asarray, (history.prompts, history.lengths, history.tokens, history.count))
-    return [[*prompts[i, : lengths[i]].tolist(), *tokens[i, : count[i]].tolist()] for i in range(ROWS)]
+    tokens, length = np.asarray(history.tokens), np.asarray(history.length)
+    return [tokens[row, : length[row]].tolist() for row in range(ROWS)]
 
 
 @pytest.mark.parametrize(("alphabet", "longest"), [(1, 3), (2, 3), (3, 3), (30, 3), (2, 1), (2, 7)])
@@ -56,14 +57,8 @@ def test_drafts_are_the_definition(rng, alphabet, longest):
 
 def test_nothing_past_the_real_tokens_is_read(rng):
     history = random_history(rng, 3)
-    past_prompt = np.arange(BUCKET)[None] >= np.asarray(history.lengths)[:, None]
-    past_tokens = np.arange(ROOM)[None] >= np.asarray(history.count)[:, None]
-    other = random_history(rng, 3)
-    changed = dataclasses.replace(
-        history,
-        prompts=jnp.where(past_prompt, other.prompts, history.prompts),
-        tokens=jnp.where(past_tokens, other.tokens, history.tokens),
-    )
+    past = np.arange(BUCKET + ROOM)[None] >= np.asarray(history.length)[:, None]
+    changed = dataclasses.replace(history, tokens=jnp.where(past, random_history(rng, 3).tokens, history.tokens))
     for one, two in zip(propose(history), propose(changed), strict=True):
         np.testing.assert_array_equal(one, two)
 
@@ -72,9 +67,9 @@ def test_a_period_is_drafted_on():
     """Of text that repeats, all drafts continue it, however short its period."""
     periods = 1 + np.arange(ROWS) % 6
     prompts = np.arange(BUCKET)[None] % periods[:, None]
-    full, none = jnp.full(ROWS, BUCKET, jnp.int32), jnp.zeros(ROWS, jnp.int32)
+    full = jnp.full(ROWS, BUCKET, jnp.int32)
     blank = jnp.full((ROWS, ROOM), 7, jnp.int32)
-    drafts, count = propose(History(jnp.asarray(prompts, jnp.int32), full, blank, none, blank[:, :1]))
+    drafts, count = propose(History(jnp.asarray(prompts, jnp.int32), full, full, blank[:, :1]))
     expected = (BUCKET + np.arange(DRAFTS))[None] % periods[:, None]
     np.testing.assert_array_equal(drafts, expected)
     assert (np.asarray(count) == DRAFTS).all()
@@ -82,8 +77,8 @@ def test_a_period_is_drafted_on():
 
 def test_text_may_be_shorter_than_what_is_looked_for():
     texts = jnp.asarray([[4, 4], [4, 4], [4, 5]], jnp.int32)
-    lengths, none = jnp.asarray([2, 1, 2], jnp.int32), jnp.zeros(3, jnp.int32)
-    drafts, count = propose_ngram(History(texts, lengths, texts[:, :0], none, texts[:, :1]), 2, longest=9)
+    lengths = jnp.asarray([2, 1, 2], jnp.int32)
+    drafts, count = propose_ngram(History(texts, lengths, lengths, texts[:, :1]), 2, longest=9)
     assert (drafts.tolist(), count.tolist()) == ([[4, 4], [0, 0], [0, 0]], [2, 0, 0])
 
 

@@ -9,7 +9,8 @@ import pytest
 import jaxbuf
 from jaxbuf.bench import forms as writer
 from jaxbuf.recurrence import RecurrenceSpec
-from jaxbuf.serving import forms, request
+from jaxbuf.serving import forms
+from jaxbuf.serving.batch import GREEDY, Decoding, make_batch
 
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -74,10 +75,10 @@ def test_generate_runs_the_form_that_the_table_says(lm, monkeypatch):
     always, never = (measured([2.0] * 6, [us] * 6, device, heads=1) for us in (1.0, 3.0))
     for table, form in (((always,), "buffered"), ((never,), "recurrent"), ((), "buffered")):
         monkeypatch.setattr(forms, "read_table", lambda table=table: table)
-        checked = request.check(lm, prompts, 8, request.GREEDY, 16, "auto", None)
-        assert checked.form == form
-        assert set(checked.arguments["limit"].tolist()) == {1 if form == "recurrent" else 16}
-    assert request.check(lm, prompts, 8, request.GREEDY, 16, "buffered", None).form == "buffered"
+        batch = make_batch(lm, prompts, GREEDY, Decoding(8))
+        assert batch.form == form
+        assert set(batch.begins.limit.tolist()) == {1 if form == "recurrent" else 16}
+    assert make_batch(lm, prompts, GREEDY, Decoding(8, form="buffered")).form == "buffered"
 
 
 def test_the_stats_say_which_form_ran(lm):

@@ -1,7 +1,6 @@
 """Generation as people call it. Prompts and lengths are chosen so that few shapes are compiled."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import numpy as np
@@ -11,7 +10,11 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.recurrence import RecurrenceSpec
-from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
+from jaxbuf.serving import SamplingParams, generate, generate_tokens
+from jaxbuf.serving import batch as batches
+from jaxbuf.serving.admit import start
+from jaxbuf.serving.batch import Decoding, make_batch
+from jaxbuf.serving.generate import read_prompts
 from jaxbuf.serving.stats import checkpoint_bytes, entry_bytes
 from tests.serving.ties import are_clear
 from tests.tiny import changed
@@ -61,7 +64,7 @@ def test_greedy_tokens_are_the_full_forwards(lm, prompts, greedy):
 
 
 def test_batched_equals_one_by_one(lm, prompts, greedy, monkeypatch):
-    monkeypatch.setattr(request, "PROMPT_BUCKET", 256)  # every prompt alone in the long one's shape: compiled once
+    monkeypatch.setattr(batches, "PROMPT_BUCKET", 256)  # every prompt alone in the long one's shape: compiled once
     sampled = generate(lm, prompts, NEW, settings(8))
     for row, prompt in enumerate(prompts):
         assert generate(lm, [prompt], NEW, GREEDY)[0].tokens == greedy[row].tokens, row
@@ -77,7 +80,7 @@ def test_recurrent_and_buffered_give_the_same_tokens(lm, prompts, greedy):
 
 @pytest.mark.slow
 def test_rings_of_one_entry_give_the_same_tokens(lm, prompts, greedy, monkeypatch):
-    monkeypatch.setattr(request, "has_hopper", lambda: True)  # where a kernel serves them
+    monkeypatch.setattr(batches, "has_hopper", lambda: True)  # where a kernel serves them
     before = start._cache_size()
     results = generate(lm, prompts, NEW, GREEDY, form="recurrent")
     assert start._cache_size() == before + 1
@@ -150,8 +153,8 @@ def test_settings_do_not_compile_again_and_a_second_bucket_does_once(lm):
 
 
 def test_the_carry_is_reused_in_place(lm):
-    checked = request.check(lm, [[1, 2, 3], [4] * 20], 12, GREEDY, 16, "auto", None)
-    carry = start(lm.model, **checked.arguments)
+    batch = make_batch(lm, [[1, 2, 3], [4] * 20], GREEDY, Decoding(12))
+    carry = read_prompts(lm, batch.sizes, batch.arrivals)
     generate_tokens(lm.model, carry, np.int32(2))
     assert all(x.is_deleted() for x in jax.tree.leaves(carry.cache))
 
@@ -196,11 +199,10 @@ def test_prompt_logprobs_never_hold_the_logits_of_a_whole_prompt(lm):
     config = changed(lm.config, vocab_size=248_320, max_position_embeddings=4096)
     wide = dataclasses.replace(lm, config=config, tokenizer=None)
     sampling = SamplingParams(prompt_logprobs=5)
-    arguments = request.check(wide, [[1] * 2048], 12, sampling, 16, "auto", None).arguments
-    static = ("capacity", "room", "ring_limit", "entry_dtype", "state_dtype", "report", "report_prompt")
-    named = {name: arguments.pop(name) for name in static}
+    batch = make_batch(wide, [[1] * 2048], sampling, Decoding(12))
+    (arrivals,) = batch.arrivals
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    traced = jax.make_jaxpr(partial(start.__wrapped__, **named))(model, **arguments)
+    traced = jax.make_jaxpr(lambda *data: start(data[0], batch.sizes, data[1]))(model, arrivals)
     sizes = [var.aval.size for equation in equations(traced.jaxpr) for var in equation.outvars]
     assert 248_320 * 64 < max(sizes) < 2048 * 248_320 / 8
 
@@ -274,9 +276,9 @@ def test_numbers_may_be_numpys(lm, prompts, greedy):
 
 def test_a_limit_beyond_all_tokens_makes_no_longer_rings(lm, prompts, greedy):
     for limit in (10**9, 2**31, 2**70):
-        arguments = request.check(lm, prompts, NEW, GREEDY, limit, "buffered", None).arguments
-        assert arguments["ring_limit"] == arguments["capacity"] == 256 + 64
-        assert (arguments["limit"] == 256 + 64).all()
+        batch = make_batch(lm, prompts, GREEDY, Decoding(NEW, limit=limit, form="buffered"))
+        assert batch.sizes.limit == batch.sizes.capacity == 256 + 64
+        assert (batch.begins.limit == 256 + 64).all()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxbuf.serving import SamplingParams, generate, generate_tokens, start
+from jaxbuf.serving import SamplingParams, generate, generate_tokens
+from jaxbuf.serving.admit import start
 from jaxbuf.serving.drafters import NGram
 from tests.serving.five_tokens import NEW, PROMPTS, distribution, five_token_model, greedy
 

@@ -23,7 +23,10 @@ class Plain:
     def __init__(self, numbers=(1, 2)):
         self.numbers = np.atleast_2d(np.asarray(numbers, np.int32))
 
-    def start(self, model, carry, hidden, *, capacity, limit):
+    def init(self, config, sizes):
+        return ()
+
+    def admit(self, model, carry, reading):
         return ()
 
     def propose(self, model, carry, most):
@@ -72,7 +75,7 @@ def test_a_plain_class_is_a_constant_and_a_registered_one_is_arguments():
         (Adaptive(Unhashable()), "a drafter of a plain class must be hashable, and a Unhashable is not"),
         (Plain, r"drafter must be .* a Drafter \(an object, not its class\), got <class"),
         (3, "drafter must be .*, got 3"),
-        (SimpleNamespace(draft_tokens=3, start=1, propose=2), "got a SimpleNamespace without settle"),
+        (SimpleNamespace(draft_tokens=3, init=1, admit=1, propose=2), "got a SimpleNamespace without settle"),
     ],
 )
 def test_what_is_no_drafter_is_named_with_what_to_add(drafter, message):

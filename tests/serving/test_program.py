@@ -10,14 +10,14 @@ import pytest
 
 from jaxbuf.attention.paged import PagedKV, append
 from jaxbuf.recurrence.pool import extend_with_xla, fold_with_xla
-from jaxbuf.serving import SamplingParams, generate_tokens, request, start
-from tests.serving.program import check_on_device, check_reused, made_in_loops, written_in_loops
+from jaxbuf.serving import SamplingParams, generate_tokens
+from jaxbuf.serving.batch import Decoding, make_batch
+from tests.serving.program import carry_shape, check_on_device, check_reused, made_in_loops, written_in_loops
 
 
 @pytest.fixture(scope="module")
 def carry(lm):
-    checked = request.check(lm, [[1] * 30] * 8, 200, SamplingParams(temperature=0.5), 16, "auto", None)
-    return jax.eval_shape(lambda model: start(model, **checked.arguments), lm.model)
+    return carry_shape(make_batch(lm, [[1] * 30] * 8, SamplingParams(temperature=0.5), Decoding(200)))
 
 
 def hlo(function, lm, carry):

@@ -50,8 +50,11 @@ class Wild:
     def trees(self):
         return self.parents is not None
 
-    def start(self, model, carry, hidden, *, capacity, limit):
+    def init(self, config, sizes):
         return jnp.zeros((), jnp.int32)
+
+    def admit(self, model, carry, reading):
+        return carry.speculation.state
 
     def propose(self, model, carry, most):
         step = carry.speculation.state % STEPS

@@ -10,14 +10,16 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from jaxbuf.cli import app
-from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.models import cache as caches
 from jaxbuf.models.config import ATTENTION, RECURRENCE
-from jaxbuf.serving import SamplingParams, generate, generate_tokens, request, start
+from jaxbuf.serving import SamplingParams, generate, generate_tokens
+from jaxbuf.serving.admit import start
+from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.drafters import MTP
 from jaxbuf.serving.drafting import propose_ngram
+from jaxbuf.serving.generate import read_prompts
 from jaxbuf.serving.speculation import Proposal
-from tests.serving.program import check_on_device, check_reused, made_in_loops, written_in_loops
+from tests.serving.program import carry_shape, check_on_device, check_reused, made_in_loops, written_in_loops
 from tests.serving.speculating import random_qwen3_5
 from tests.serving.ties import are_clear
 
@@ -121,8 +123,8 @@ def test_streams_and_stop_strings_of_each_sample(lm, prompts, results):
     assert {sample.finish_reason for sample in whole[0].samples} == {"stop", "length"}
 
 
-def arguments_of(lm, prompts, settings, new=NEW):
-    return request.check(lm, prompts, new, settings, 16, "auto", None).arguments
+def batch_of(lm, prompts, settings, new=NEW):
+    return make_batch(lm, prompts, settings, Decoding(new))
 
 
 def cursor_of(cache):
@@ -134,8 +136,9 @@ def table_of(cache):
 
 
 def test_all_rows_of_a_prompt_name_the_same_pages_and_the_same_checkpoint(lm, prompts, results):
-    """After `start`; at the end each has a checkpoint of its own, and still the pages that its prompt fills."""
-    carry = start(lm.model, **arguments_of(lm, prompts, SETTINGS))
+    """Once they are read; at the end each has a checkpoint of its own, and still the pages that its prompt fills."""
+    batch = batch_of(lm, prompts, SETTINGS)
+    carry = read_prompts(lm, batch.sizes, batch.arrivals)
     tables, before = np.asarray(table_of(carry.cache)), cursor_of(carry.cache)
     checkpoints, blocks = np.asarray(before.checkpoint_of), np.asarray(before.block_table)
     assert not blocks.any(), "prefill folds all of the prompt: there is no entry yet"
@@ -161,8 +164,7 @@ def test_eight_samples_of_a_long_prompt_take_little_more_memory_than_one(lm):
     """Counted from the pytrees: what is attention's grows by what is generated, not by the prompt."""
 
     def cache_of(prompts, n):
-        arguments = arguments_of(lm, prompts, SamplingParams(n=n), 24)
-        return jax.eval_shape(lambda model: start(model, **arguments), lm.model).cache
+        return carry_shape(batch_of(lm, prompts, SamplingParams(n=n), 24)).cache
 
     prompt = [1] * 900
     one, eight, separate = cache_of([prompt], 1), cache_of([prompt], 8), cache_of([prompt] * 8, 1)
@@ -176,8 +178,9 @@ def test_eight_samples_of_a_long_prompt_take_little_more_memory_than_one(lm):
 
 
 def test_one_sample_each_costs_nothing(lm, prompts):
-    carry = jax.eval_shape(lambda model: start(model, **arguments_of(lm, prompts, SamplingParams(n=1))), lm.model)
-    assert carry.samples is None and carry.cache.shared[ATTENTION].owners is None
+    batch = batch_of(lm, prompts, SamplingParams(n=1))
+    carry = carry_shape(batch)
+    assert not batch.begins.forks and carry.cache.shared[ATTENTION].owners is None
     assert cursor_of(carry.cache).sharing is None
 
 
@@ -195,8 +198,7 @@ def test_a_generation_is_one_compilation_for_any_numbers_with_that_sum(lm, promp
 
 @pytest.fixture(scope="module")
 def carry(lm):
-    arguments = arguments_of(lm, [[1] * 30, [2] * 4], SamplingParams(temperature=0.5, n=4), 200)
-    return jax.eval_shape(lambda model: start(model, **arguments), lm.model)
+    return carry_shape(batch_of(lm, [[1] * 30, [2] * 4], SamplingParams(temperature=0.5, n=4), 200))
 
 
 def test_the_loop_transfers_nothing_and_copies_no_pool(lm, carry):
@@ -208,18 +210,15 @@ def test_the_loop_transfers_nothing_and_copies_no_pool(lm, carry):
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_is_an_error_and_no_wrong_text(lm, prompts, monkeypatch):
-    def too_few(**sizes):
-        counts = caches.forked_sizes(**sizes)
-        return counts | {"states": counts["states"] - 3}
-
-    monkeypatch.setattr("jaxbuf.serving.samples.forked_sizes", too_few)
-    start.clear_cache()
-    try:
-        with pytest.raises(PoolExhausted, match="the pool of states ran out"):
-            generate(lm, prompts, NEW, [dataclasses.replace(setting, n=4) for setting in SETTINGS])
-    finally:
-        start.clear_cache()
+def test_rows_that_memory_does_not_suffice_for_go_on_when_others_have_ended(lm, prompts, monkeypatch):
+    settings = [dataclasses.replace(setting, n=4) for setting in SETTINGS]
+    expected = generate(lm, prompts, NEW, settings)
+    monkeypatch.setattr(
+        "jaxbuf.serving.batch.forked_sizes", lambda **sizes: caches.forked_sizes(**sizes) | {"states": 11}
+    )
+    for ours, theirs in zip(generate(lm, prompts, NEW, settings), expected, strict=True):
+        assert [sample.tokens for sample in ours.samples] == [sample.tokens for sample in theirs.samples]
+        assert {sample.finish_reason for sample in ours.samples} == {"length"}
 
 
 @jax.tree_util.register_dataclass
@@ -229,10 +228,12 @@ class Following:
 
     draft_tokens: int = dataclasses.field(default=2, metadata={"static": True})
 
-    def start(self, model, carry, hidden, *, capacity, limit):
-        assert hidden.shape[:2] == carry.prompts_read[0].shape
-        newest = hidden if carry.samples is None else hidden[carry.samples.prompt]
-        return carry.last, newest[:, 0, 0]
+    def init(self, config, sizes):
+        return jnp.zeros(sizes.rows, jnp.int32), jnp.zeros(sizes.rows)
+
+    def admit(self, model, carry, reading):
+        assert reading.hidden.shape[:2] == reading.tokens.shape
+        return carry.last, carry.hidden[:, 0]
 
     def propose(self, model, carry, most):
         last, _ = carry.speculation.state
@@ -294,8 +295,8 @@ def test_a_draft_models_memory_is_shared_and_an_mtp_layers_is_forked(drafting):
     lm, other = drafting
 
     def state_of(drafter, prompts, n):
-        checked = request.check(lm, prompts, 24, SamplingParams(n=n), 16, "auto", None, drafter)
-        return jax.eval_shape(lambda model: start(model, **checked.arguments), lm.model).speculation.state
+        batch = make_batch(lm, prompts, SamplingParams(n=n), Decoding(24, drafter=drafter))
+        return carry_shape(batch).speculation.state
 
     prompt = [1] * 900
     shared, separate = state_of(other, [prompt], 8), state_of(other, [prompt] * 8, 1)

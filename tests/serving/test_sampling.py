@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.serving.sampling import History, SamplingParams, adjust, pack, sample
+from jaxbuf.serving.sampling import SamplingParams, adjust, pack, sample
 from tests.serving.goodness import RARE, tail_bound
+from tests.serving.texts import history_of
 
 ROWS, VOCAB = 4096, 12
 draw = jax.jit(sample)
@@ -129,7 +130,7 @@ def test_penalties_biases_and_min_tokens_are_the_definition(rng):
             expected[row, token] = score / p.repetition_penalty if score > 0 else score * p.repetition_penalty
         for token in set(generated):
             expected[row, token] -= p.frequency_penalty * generated.count(token) + p.presence_penalty
-    history = History(*(jnp.asarray(x, jnp.int32) for x in (prompts, lengths, tokens, count, stop_ids)))
+    history = history_of(prompts, lengths, tokens, count, stop_ids)
     actual = np.asarray(change(jnp.asarray(logits), pack(params), history))
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     assert (actual[0] == logits[0]).all() and (actual[5] == logits[5]).all()

@@ -14,15 +14,17 @@ from jaxbuf.attention.paged import PagedKV
 from jaxbuf.cli import app
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.recurrence.traffic import entry_bytes
-from jaxbuf.serving import SamplingParams, acceptance, generate, generate_tokens, request, speculation, start
+from jaxbuf.serving import SamplingParams, acceptance, generate, generate_tokens, speculation
 from jaxbuf.serving.adaptive import Adaptive
+from jaxbuf.serving.admit import start
+from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.beams import beam_search
 from jaxbuf.serving.drafters import MTP, DraftModel, NGram
 from jaxbuf.serving.own_drafter import MOST_DRAFTS
 from jaxbuf.serving.sampling import noise
 from jaxbuf.serving.stats import checkpoint_bytes
 from tests.serving.goodness import RARE
-from tests.serving.program import check_on_device, check_reused, written_in_loops
+from tests.serving.program import carry_shape, check_on_device, check_reused, written_in_loops
 from tests.serving.speculating import (
     DRAFTS,
     GREEDY,
@@ -226,8 +228,8 @@ def test_a_generation_is_one_compilation(lm, prompts, greedy):
 
 
 def carry_of(lm, prompts, drafter):
-    arguments = request.check(lm, prompts, NEW, GREEDY, 16, "auto", None, drafter, DRAFTS).arguments
-    return arguments["drafter"], jax.eval_shape(lambda model: start(model, **arguments), lm.model)
+    batch = make_batch(lm, prompts, GREEDY, Decoding(NEW, drafter=drafter, draft_tokens=DRAFTS))
+    return batch.drafter, carry_shape(batch)
 
 
 def test_drafts_cost_entries_and_no_states(lm, prompts):
@@ -269,7 +271,7 @@ def test_the_loop_never_talks_to_the_host_and_writes_no_state_unless_a_slot_fold
         ({"drafter": MTP}, "drafter must be .* got <class .*MTP'>$"),
         ({"drafter": nnx.Param(0)}, "drafter must be .* got a Param$"),
         ({"drafter": Adaptive("mtp")}, "drafter must be .* got 'mtp' in an Adaptive$"),
-        ({"drafter": SimpleNamespace(draft_tokens=2, start=0)}, "drafter must be .* without propose, settle$"),
+        ({"drafter": SimpleNamespace(draft_tokens=2, init=0)}, "drafter must be .* without admit, propose, settle$"),
         ({"drafter": DraftModel("demo", 4)}, "model of a DraftModel must be .* got a str"),
         ({"stream": "yes"}, "stream must be True or False, got 'yes'"),
         ({"draft_tokens": 0}, rf"draft_tokens must be a whole number in \[1, {MOST_DRAFTS}\], got 0"),

@@ -7,10 +7,11 @@ from typer.testing import CliRunner
 
 from jaxbuf.cli import app
 from jaxbuf.recurrence.state_format import state_format
-from jaxbuf.serving import SamplingParams, beam_search, generate, generate_tokens, request, start
+from jaxbuf.serving import SamplingParams, beam_search, generate, generate_tokens
+from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.stats import entry_bytes
 from tests.serving.goodness import RARE
-from tests.serving.program import check_reused, written_in_loops
+from tests.serving.program import carry_shape, check_reused, written_in_loops
 from tests.serving.speculating import p_value, tiny_models
 
 NEW = 40
@@ -80,15 +81,14 @@ def test_every_way_to_decode_takes_split_states(lm, prompts, exact):
 @pytest.mark.exhaustive
 def test_sampled_tokens_with_drafts_are_distributed_as_by_exact_enumeration(rng, monkeypatch):
     """Whatever split states do to the logits is far below what so many samples show."""
-    monkeypatch.setattr(request, "choose_state_dtype", lambda state_dtype: "split8")
+    monkeypatch.setattr("jaxbuf.serving.batch.choose_state_dtype", lambda state_dtype: "split8")
     lm, _ = tiny_models("qwen3_5")
     assert p_value(lm, "ngram", rng, monkeypatch) > RARE
 
 
 @pytest.mark.slow
 def test_the_program_copies_no_half_of_a_state(lm, prompts):
-    checked = request.check(lm, prompts, 12, GREEDY, 16, "buffered", None, state_dtype="split8")
-    carry = jax.eval_shape(lambda model: start(model, **checked.arguments), lm.model)
+    carry = carry_shape(make_batch(lm, prompts, GREEDY, Decoding(12, form="buffered", state_dtype="split8")))
     (pool,) = (layer.pool for layer in carry.cache.layers if hasattr(layer, "pool"))
     assert [x.dtype.name for x in (pool.checkpoints, pool.low, pool.low_scales)] == ["bfloat16", "int8", "float32"]
     text = generate_tokens.lower(lm.model, carry, np.int32(4)).compile().as_text()

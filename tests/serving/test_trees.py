@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.serving import acceptance, drafters, generate, generate_tokens, request, speculation, start
+from jaxbuf.serving import acceptance, drafters, generate, generate_tokens, speculation
+from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.drafters import MTP, NGram
 from jaxbuf.serving.sampling import noise
 from tests.serving.goodness import RARE
-from tests.serving.program import check_reused, written_in_loops
+from tests.serving.program import carry_shape, check_reused, written_in_loops
 from tests.serving.speculating import (
     GREEDY,
     NEW,
@@ -190,8 +191,7 @@ def test_greedy_tokens_are_those_without_a_drafter(lm, prompts, greedy, name):
     if name == "ngram":
         return
     assert sum(r.stats.accepted for r in results) < 0.2 * sum(r.stats.drafted for r in results)
-    arguments = request.check(lm, prompts, NEW, GREEDY, 16, "auto", None, drafter).arguments
-    carry = jax.eval_shape(lambda model: start(model, **arguments), lm.model)
+    carry = carry_shape(make_batch(lm, prompts, GREEDY, Decoding(NEW, drafter=drafter)))
     text = generate_tokens.lower(lm.model, carry, np.int32(9), drafter).compile().as_text()
     assert written_in_loops(text, lm.config.spec.state_shape) == []
     check_reused(text, carry)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.serving import request
+from jaxbuf.serving.batch import Decoding, make_batch, pack_prompts
 from jaxbuf.serving.sampling import History, adjust, narrow, sample
 
 TIE = 1e-4  # of two logits; those of two programs differ by 1e-5 at most
@@ -33,8 +33,9 @@ def are_clear(lm, prompts, results, settings):
       settings: One of each prompt, for one sample.
     """
     new = max(len(result.tokens) for result in results)
-    packed = request.check(lm, prompts, new, settings, 16, "auto", None).arguments
-    rows, time = len(packed["lengths"]), packed["prompts"].shape[1] + new
+    begins = make_batch(lm, prompts, settings, Decoding(new)).begins
+    packed, lengths = pack_prompts(prompts)
+    rows, time = len(lengths), packed.shape[1] + new
     texts, tokens, number = np.zeros((rows, time), np.int32), np.zeros((rows, new), np.int32), np.zeros(rows, np.int32)
     for row, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
         number[row] = len(result.tokens)
@@ -43,11 +44,8 @@ def are_clear(lm, prompts, results, settings):
     logits = np.where(lm.known_ids, lm.logits(texts), -np.inf)
     clear = np.ones(rows, bool)
     for place in range(new):
-        position = np.maximum(packed["lengths"], 1) + place
-        count = np.full(rows, place, np.int32)
-        history = History(packed["prompts"], packed["lengths"], tokens, count, packed["stop_ids"])
-        found = _is_clear(
-            logits[np.arange(rows), position - 1], packed["sampling"], history, position, tokens[:, place]
-        )
+        position = np.maximum(lengths, 1) + place
+        history = History(texts, lengths, lengths + np.int32(place), begins.stop_ids)
+        found = _is_clear(logits[np.arange(rows), position - 1], begins.sampling, history, position, tokens[:, place])
         clear &= np.asarray(found) | (place >= number)
     return clear[: len(prompts)].tolist()

@@ -2,21 +2,23 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.models.cache import forked_sizes
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.pallas.platform import has_hopper
 from jaxbuf.serving import forms
+from jaxbuf.serving.admit import Arrivals, Beginning
+from jaxbuf.serving.carry import CarrySizes
 from jaxbuf.serving.drafters import DRAFT_TOKENS, check_draft_tokens, make_drafter
-from jaxbuf.serving.samples import group_rows
-from jaxbuf.serving.sampling import SamplingParams, pack, whole
-from jaxbuf.serving.speculation import Drafter
+from jaxbuf.serving.sampling import SamplingParams, most_biases, pack, whole
+from jaxbuf.serving.speculation import Drafter, drafts_trees
 from jaxbuf.serving.token_masks import pack_mask
 from jaxbuf.shown import shown
 
@@ -32,29 +34,45 @@ STATE_DTYPES = ("float32", "bfloat16", "split", "split8")
 PROMPT_BUCKET = 64
 ROOM = 16
 STOP_IDS = 4
+# Prompts are read in chunks: of so many tokens in all rows together at most, but of each row at least so many.
+CHUNK_TOKENS = 2**16
+LEAST_CHUNK = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """Checked arguments of a batch: what `loop.start` takes, and what its results are read with.
+class Decoding:
+    """How prompts are decoded; the arguments of `generate` of these names."""
+
+    max_new_tokens: int = 64
+    limit: int = 16
+    form: Form = "auto"
+    entry_dtype: str | None = None
+    state_dtype: str | None = None
+    drafter: object = None
+    draft_tokens: int = DRAFT_TOKENS
+    adaptive_drafts: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Prompts that are generated together: what the compiled programs take, and what results are read with.
 
     Attributes:
+      lm: The model.
       prompts, settings: One each a prompt.
       form: The one that runs: never "auto".
+      sizes: What the carry is made for.
+      drafter: Who drafts tokens; None: nobody.
+      begins: Every row's settings; rows that fill the batch up are negative.
     """
 
     lm: LanguageModel
     prompts: list[list[int]]
     settings: list[SamplingParams]
     form: forms.Chosen
-    entry_dtype: jnp.dtype
-    state_dtype: str
-    arguments: dict[str, Any]
-
-    @property
-    def drafter(self) -> Drafter | None:
-        """Who drafts tokens."""
-        return self.arguments["drafter"]
+    sizes: CarrySizes
+    drafter: Drafter | None
+    begins: Beginning
 
     @property
     def rows(self) -> list[tuple[int, int]]:
@@ -66,20 +84,58 @@ class Request:
         """Whether some prompt's text has to be looked at while it is generated."""
         return any(setting.stop_texts for setting in self.settings)
 
+    @property
+    def arrivals(self) -> list[Arrivals]:
+        """The prompts, chunk after chunk."""
+        tops = [s.prompt_logprobs for s in self.settings if s.prompt_logprobs is not None]
+        report = {"report_prompt": bool(tops), "prompt_top": np.int32(max(tops, default=0))}
+        rows = first_rows([setting.n for setting in self.settings])
+        chunks = (dataclasses.replace(chunk, **report) for chunk in split_prompts(self.prompts, rows))
+        return [dataclasses.replace(chunk, begins=_ending(self.begins, chunk)) for chunk in chunks]
 
-def check_settings(
-    max_new_tokens: int,
-    limit: int,
-    form: Form,
-    entry_dtype: str | None = None,
-    draft_tokens: int = DRAFT_TOKENS,
-    *,
-    state_dtype: str | None = None,
-) -> None:
+
+def first_rows(numbers: Sequence[int]) -> list[int]:
+    """The row that reads each prompt, where prompts have `numbers` of rows each, in order."""
+    return np.cumsum([0, *numbers[:-1]]).tolist()
+
+
+def split_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Iterator[Arrivals]:
+    """Prompts in chunks of one size, each read into a row; none of them begins to run."""
+    tokens, lengths = pack_prompts(prompts)
+    batch, bucket = tokens.shape
+    row = np.full(batch, -1, np.int32)
+    row[: len(rows)] = rows
+    time = min(bucket, max(LEAST_CHUNK, power_of_two_from(CHUNK_TOKENS // batch)))
+    for start in range(0, int(lengths.max()), time):
+        left = lengths - start
+        yield Arrivals(
+            rows=data(np.where(left > 0, row, -1)),
+            tokens=data(tokens[:, start : start + time]),
+            lengths=data(np.clip(left, 0, time)),
+            start=data(np.full(batch, start, np.int32)),
+            last=data(left <= time),
+            prompt_top=data(np.int32(0)),
+        )
+
+
+def _ending(begins: Beginning, chunk: Arrivals) -> Beginning:
+    """Of the rows those whose prompts end with a chunk."""
+    ends = np.asarray(chunk.last & (chunk.lengths > 0))[begins.prompt]
+    return dataclasses.replace(begins, rows=data(np.where(ends, begins.rows, -1)))
+
+
+def data(array: np.ndarray | np.generic) -> jax.Array:
+    """numpy's array, typed as what it is in the compiled program that takes it."""
+    return cast(jax.Array, array)
+
+
+def check_settings(decoding: Decoding) -> None:
     """Checks what of `generate`'s arguments does not depend on the model or the prompts; errors as there."""
-    for name, value in (("max_new_tokens", max_new_tokens), ("limit", limit)):
+    for name in ("max_new_tokens", "limit"):
+        value = getattr(decoding, name)
         if not whole(value) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    form, entry_dtype, state_dtype = decoding.form, decoding.entry_dtype, decoding.state_dtype
     if form not in ("auto", "recurrent", "buffered"):
         raise ValueError(f'form must be "auto", "recurrent" or "buffered", got {form!r}')
     if entry_dtype not in (None, "bfloat16", "float16", "float32"):
@@ -88,7 +144,7 @@ def check_settings(
         raise ValueError(
             f'state_dtype must be None, "float32", "bfloat16", "split" or "split8", got {shown(state_dtype)}'
         )
-    check_draft_tokens(draft_tokens)
+    check_draft_tokens(decoding.draft_tokens)
 
 
 def check_model(lm: object) -> None:
@@ -98,74 +154,94 @@ def check_model(lm: object) -> None:
         raise ValueError(f"lm must be a LanguageModel, as jaxbuf.load returns it, got {told}")
 
 
-def check(
-    lm,
-    prompts,
-    max_new_tokens,
-    sampling,
-    limit,
-    form,
-    entry_dtype,
-    drafter=None,
-    draft_tokens=DRAFT_TOKENS,
-    adaptive_drafts=False,
-    *,
-    state_dtype=None,
-) -> Request:
+def make_batch(
+    lm: LanguageModel,
+    prompts: Iterable[Prompt],
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    decoding: Decoding = Decoding(),
+) -> Batch:
     """Checks and packs the arguments of `generate`; errors as there."""
     check_model(lm)
-    check_settings(max_new_tokens, limit, form, entry_dtype, draft_tokens, state_dtype=state_dtype)
-    drafter = make_drafter(lm, drafter, draft_tokens, adaptive_drafts)
+    check_settings(decoding)
+    max_new_tokens, limit = int(decoding.max_new_tokens), decoding.limit
+    drafter = make_drafter(lm, decoding.drafter, decoding.draft_tokens, decoding.adaptive_drafts)
     encoded = encode_prompts(lm, prompts, max_new_tokens)
-    settings = [sampling] * len(encoded) if isinstance(sampling, SamplingParams) else sampling
+    settings = _check_sampling(lm, sampling, len(encoded))
+    each = [sample for setting in settings for sample in setting.samples]
+    batch, bucket = padded_sizes(encoded)
+    rows, room = power_of_two_from(len(each)), power_of_two_from(max_new_tokens, ROOM)
+    capacity, form = bucket + room, choose_form(lm, decoding.form, len(each))
+    stop_ids = _pack_stops(lm, each, rows)
+    row, prompt = np.arange(rows, dtype=np.int32), np.repeat(np.arange(len(settings)), [s.n for s in settings])
+    forks = len(each) > len(encoded)
+    sizes = CarrySizes(
+        rows=rows,
+        capacity=capacity,
+        limit=choose_ring(form, limit, capacity, drafts=drafter is not None),
+        stop_ids=stop_ids.shape[1],
+        biases=most_biases(each),
+        logprobs=any(s.logprobs is not None or s.prompt_logprobs is not None for s in settings),
+        dtype=lm.model.embed_tokens[...].dtype,
+        entry_dtype=jnp.dtype(lm.dtype if decoding.entry_dtype is None else decoding.entry_dtype),
+        state_dtype=choose_state_dtype(decoding.state_dtype),
+    )
+    if forks:
+        sizes = shared_sizes(sizes, prompts=batch, prompt_tokens=bucket, drafter=drafter)
+    begins = Beginning(
+        rows=data(np.where(row < len(each), row, -1)),
+        prompt=data(np.pad(prompt, (0, rows - len(each))).astype(np.int32)),
+        limit=data(np.full(rows, 1 if form == "recurrent" else min(limit, capacity), np.int32)),
+        max_new_tokens=data(np.full(rows, max_new_tokens, np.int32)),
+        sampling=pack(each + [GREEDY] * (rows - len(each))),
+        stop_ids=data(stop_ids),
+        allowed=data(np.tile(pack_mask(lm.known_ids), (rows, 1))),
+        forks=forks,
+    )
+    log.debug("generating: prompts %d, prompt bucket %d, %s form, limit %d, %s", batch, bucket, form, limit, sizes)
+    return Batch(lm, encoded, settings, form, sizes, drafter, begins)
+
+
+def shared_sizes(
+    sizes: CarrySizes, *, prompts: int, prompt_tokens: int, drafter: Drafter | None = None, again: bool = False
+) -> CarrySizes:
+    """The sizes of a carry whose rows share the memory of the prompts that they continue, see `forked_sizes`."""
+    pools = forked_sizes(
+        slots=sizes.rows,
+        limit=sizes.limit,
+        max_pending=1 if drafter is None else 1 + drafter.draft_tokens,
+        trees=drafts_trees(drafter),
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        new_tokens=sizes.capacity - prompt_tokens,
+        again=again,
+    )
+    return dataclasses.replace(sizes, **pools)
+
+
+def _check_sampling(
+    lm: LanguageModel, sampling: SamplingParams | Sequence[SamplingParams], prompts: int
+) -> list[SamplingParams]:
+    """The settings of each prompt."""
+    settings = [sampling] * prompts if isinstance(sampling, SamplingParams) else sampling
     if not isinstance(settings, Sequence) or not all(isinstance(setting, SamplingParams) for setting in settings):
         raise ValueError(f"sampling must be one SamplingParams or a list of them, got {sampling!r}")
-    if len(settings) != len(encoded):
-        raise ValueError(f"sampling must be one SamplingParams or one a prompt ({len(encoded)}), got {len(settings)}")
-    settings = list(settings)
-
+    if len(settings) != prompts:
+        raise ValueError(f"sampling must be one SamplingParams or one a prompt ({prompts}), got {len(settings)}")
     for i, setting in enumerate(settings):
         for name in ("logit_bias", "stop_token_ids"):
             check_token_ids(lm, name, getattr(setting, name), f" (prompt {i})")
         if setting.stop_texts and lm.tokenizer is None:
             raise ValueError(f"stop must be empty for a model without a tokenizer, got {setting.stop!r} (prompt {i})")
+    return list(settings)
 
-    each = [sample for setting in settings for sample in setting.samples]
-    tokens, lengths = pack_prompts(encoded)
-    (batch, bucket), rows = tokens.shape, power_of_two_from(len(each))
-    room = power_of_two_from(max_new_tokens, ROOM)
-    stops = [tuple(s.stop_token_ids) + (() if s.ignore_eos else tuple(lm.stop_ids)) for s in each]
-    stop_ids = np.full((rows, power_of_two_from(max(map(len, stops)), STOP_IDS)), -1, np.int32)
+
+def _pack_stops(lm: LanguageModel, settings: Sequence[SamplingParams], rows: int) -> np.ndarray:
+    """int32 [rows, n], padded with -1: the stop tokens of each row."""
+    stops = [tuple(s.stop_token_ids) + (() if s.ignore_eos else tuple(lm.stop_ids)) for s in settings]
+    packed = np.full((rows, power_of_two_from(max(map(len, stops)), STOP_IDS)), -1, np.int32)
     for row, ids in enumerate(stops):
-        stop_ids[row, : len(ids)] = ids
-    dtype = jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype)
-    form = choose_form(lm, form, len(each))
-    state_dtype = choose_state_dtype(state_dtype)
-    capacity = bucket + room
-    ring = choose_ring(form, limit, capacity, drafts=drafter is not None)
-    prompt_tops = [s.prompt_logprobs for s in settings if s.prompt_logprobs is not None]
-    shape = (batch, rows, bucket, room, form, limit, dtype.name)
-    log.debug("generating: prompts %d, rows %d, prompt bucket %d, room %d, %s form, limit %d, entries %s", *shape)
-    arguments = {
-        "prompts": tokens,
-        "lengths": lengths,
-        "limit": np.full(rows, 1 if form == "recurrent" else min(limit, capacity), np.int32),
-        "max_new_tokens": np.full(rows, max_new_tokens, np.int32),
-        "sampling": pack(each + [GREEDY] * (rows - len(each))),
-        "stop_ids": stop_ids,
-        "allowed": np.tile(pack_mask(lm.known_ids), (rows, 1)),
-        "capacity": capacity,
-        "room": room,
-        "ring_limit": ring,
-        "entry_dtype": dtype,
-        "state_dtype": state_dtype,
-        "report": any(s.logprobs is not None for s in settings),
-        "report_prompt": bool(prompt_tops),
-        "prompt_top": np.int32(max(prompt_tops, default=0)),
-        "drafter": drafter,
-        "samples": None if len(each) == len(encoded) else group_rows([s.n for s in settings], prompts=batch, rows=rows),
-    }
-    return Request(lm, encoded, settings, form, dtype, state_dtype, arguments)
+        packed[row, : len(ids)] = ids
+    return packed
 
 
 def list_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
@@ -191,9 +267,14 @@ def encode_prompts(lm: LanguageModel, prompts: Iterable[Prompt], max_new_tokens:
     return [_encode(lm, prompt, f"prompts[{i}]", max_new_tokens) for i, prompt in enumerate(list_prompts(prompts))]
 
 
+def padded_sizes(encoded: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """How many prompts, and of how many tokens, programs are compiled for: powers of two."""
+    return power_of_two_from(len(encoded)), power_of_two_from(max(map(len, encoded)), PROMPT_BUCKET)
+
+
 def pack_prompts(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [prompts, bucket], right-padded, and their lengths int32 [prompts]; both sizes are powers of two."""
-    batch, bucket = power_of_two_from(len(encoded)), power_of_two_from(max(map(len, encoded)), PROMPT_BUCKET)
+    """int32 [prompts, bucket], right-padded, and their lengths int32 [prompts]."""
+    batch, bucket = padded_sizes(encoded)
     tokens, lengths = np.zeros((batch, bucket), np.int32), np.zeros(batch, np.int32)
     for row, prompt in enumerate(encoded):
         tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)

@@ -1,0 +1,233 @@
+"""Requests that come and go: prompts in chunks, rows that begin while others run, and memory that is too small."""
+
+import collections
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxbuf.serving import Arrivals, SamplingParams, admit, generate, generate_tokens, init_carry, release
+from jaxbuf.serving import batch as batches
+from jaxbuf.serving.adaptive import Adaptive
+from jaxbuf.serving.admit import Beginning
+from jaxbuf.serving.batch import Decoding, make_batch
+from jaxbuf.serving.carry import EMPTY, RUNNING
+from jaxbuf.serving.drafters import MTP, DraftModel, NGram
+from jaxbuf.serving.generate import read_prompts, run_batch
+from tests.models.test_memory_kinds import pools_of
+from tests.recurrence.twin import assert_owned
+from tests.serving.speculating import model_named
+
+CHUNK, NEW, ROWS = 16, 12, 4
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+# Each compiles programs of its own, so the rest has those memories and drafters that the first lacks.
+FIRST, OTHERS = ["none", "mtp", "adaptive"], [("qwen3_5", "n-grams"), ("llama", "a model"), ("mamba2", "a model")]
+PAIRS = [("qwen3_5", name) for name in FIRST] + [pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS]
+
+
+def draw_prompts(rng, lengths):
+    return [rng.integers(0, 256, n).tolist() for n in lengths]
+
+
+def clear(results, gap=1e-4):
+    """Whether no token of the results was hardly better than another."""
+    tops = [list(top.values()) for result in results for top in result.top_logprobs]
+    return min(top[0] - top[1] for top in tops) > gap
+
+
+def drafter_named(name, lm):
+    drafters = {"n-grams": NGram(3, branches=2), "a model": DraftModel(lm.model, 3), "mtp": MTP(3)}
+    return Adaptive(MTP(3)) if name == "adaptive" else drafters.get(name)
+
+
+LENGTHS = (1, CHUNK, CHUNK + 1, 4 * CHUNK - 1)
+
+
+@pytest.mark.parametrize(("architecture", "name"), PAIRS)
+def test_prompts_in_chunks_are_as_prompts_read_at_once(architecture, name, rng, monkeypatch):
+    """Tokens, log-probabilities of both, and what a drafter knows of the prompt: as many of its drafts are kept."""
+    lm = model_named(architecture, 3)
+    drafter = drafter_named(name, lm)
+    decoding = Decoding(NEW, drafter=drafter, draft_tokens=3)
+    while True:
+        prompts = draw_prompts(rng, LENGTHS)
+        (arrivals,) = make_batch(lm, prompts, GREEDY, decoding).arrivals
+        assert arrivals.tokens.shape[1] == 4 * CHUNK
+        whole = generate(lm, prompts, NEW, GREEDY, drafter=drafter)
+        if clear(whole):
+            break
+    monkeypatch.setattr(batches, "LEAST_CHUNK", CHUNK)
+    monkeypatch.setattr(batches, "CHUNK_TOKENS", CHUNK)
+    chunks = make_batch(lm, prompts, GREEDY, decoding).arrivals
+    assert [chunk.tokens.shape for chunk in chunks] == [(4, CHUNK)] * 4
+    assert [chunk.rows.tolist() for chunk in chunks] == [[0, 1, 2, 3], [-1, -1, 2, 3], [-1, -1, -1, 3], [-1, -1, -1, 3]]
+    for ours, theirs in zip(generate(lm, prompts, NEW, GREEDY, drafter=drafter), whole, strict=True):
+        assert ours.tokens == theirs.tokens
+        assert (ours.stats.drafted, ours.stats.accepted) == (theirs.stats.drafted, theirs.stats.accepted)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
+        assert ours.prompt_logprobs[0] is theirs.prompt_logprobs[0] is None
+        np.testing.assert_allclose(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_samples_of_prompts_in_chunks_share_what_they_read(rng, monkeypatch):
+    lm, sampling = model_named("qwen3_5", 3), dataclasses.replace(GREEDY, temperature=0.8, seed=5, n=3)
+    prompts = draw_prompts(rng, (CHUNK + 3, 2 * CHUNK, 3))
+    whole = generate(lm, prompts, NEW, sampling, drafter=MTP(2))
+    monkeypatch.setattr(batches, "LEAST_CHUNK", CHUNK)
+    monkeypatch.setattr(batches, "CHUNK_TOKENS", CHUNK)
+    chunked = generate(lm, prompts, NEW, sampling, drafter=MTP(2))
+    equal = [
+        a.tokens == b.tokens
+        for ours, theirs in zip(chunked, whole, strict=True)
+        for a, b in zip(ours.samples, theirs.samples, strict=True)
+    ]
+    assert sum(equal) >= len(equal) - 1  # one may be a tie
+
+
+class Server:
+    """Requests into rows as they come free, by the compiled programs alone."""
+
+    def __init__(self, lm, drafter, rng):
+        self.lm, self.rng, self.drafter = lm, rng, drafter
+        self.batch = make_batch(lm, [[1]] * ROWS, GREEDY, Decoding(NEW, drafter=drafter))
+        sizes = dataclasses.replace(self.batch.sizes, capacity=5 * CHUNK)
+        self.with_drafter = () if self.batch.drafter is None else (self.batch.drafter,)
+        self.carry = init_carry(lm.config, sizes, *self.with_drafter)
+        self.request, self.told = [-1] * ROWS, {}
+
+    def run(self, prompts):
+        """The tokens of every prompt; each waits for a row, and is read chunk by chunk while others are decoded."""
+        waiting, reading = collections.deque(enumerate(prompts)), {}
+        while len(self.told) < len(prompts):
+            state = np.asarray(self.carry.state)
+            for row in range(ROWS):
+                if state[row] not in (EMPTY, RUNNING):
+                    self._tell(row)
+                if self.request[row] < 0 and waiting and self.rng.random() < 0.7:
+                    self.request[row], prompt = waiting.popleft()
+                    reading[row] = (prompt, 0)
+            if reading:
+                self._admit(reading)
+            self.carry = generate_tokens(
+                self.lm.model, self.carry, np.int32(self.rng.integers(0, 6)), *self.with_drafter
+            )
+        return [self.told[index] for index in range(len(prompts))]
+
+    def _admit(self, reading):
+        """A chunk of some of the prompts, in no order."""
+        tokens, numbers = np.zeros((ROWS, CHUNK), np.int32), np.zeros((3, ROWS), np.int32)
+        rows, last = np.full(ROWS, -1, np.int32), np.zeros(ROWS, bool)
+        for place, row in enumerate(self.rng.permutation(list(reading)).tolist()):
+            prompt, start = reading.pop(row)
+            piece = prompt[start : start + self.rng.integers(1, CHUNK + 1)]
+            tokens[place, : len(piece)], rows[place] = piece, row
+            numbers[:, place] = len(piece), start, place
+            last[place] = start + len(piece) == len(prompt)
+            if not last[place]:
+                reading[row] = (prompt, start + len(piece))
+        begins = dataclasses.replace(self.batch.begins, rows=rows, prompt=numbers[2])
+        arrivals = Arrivals(rows, tokens, numbers[0], numbers[1], last, begins, np.int32(0))
+        self.carry = admit(self.lm.model, self.carry, arrivals, *self.with_drafter)
+
+    def _tell(self, row):
+        history = jax.device_get(self.carry.history)
+        self.told[self.request[row]] = history.tokens[row, history.prompt_length[row] : history.length[row]].tolist()
+        self.carry, self.request[row] = release(self.carry, np.int32([row, -1])), -1
+
+
+@pytest.mark.parametrize(("architecture", "name"), PAIRS[1:])
+def test_rows_come_and_go_and_none_sees_another(architecture, name, rng):
+    """Random chunks into rows that others left, while the rest decodes: the tokens of each prompt alone."""
+    lm = model_named(architecture, 3)
+    while True:
+        prompts = draw_prompts(rng, [*LENGTHS, *rng.integers(1, 4 * CHUNK, 5)])
+        expected = generate(lm, prompts, NEW, GREEDY)
+        if clear(expected):
+            break
+    server = Server(lm, drafter_named(name, lm), rng)
+    assert server.run(prompts) == [result.tokens for result in expected]
+    for row in range(ROWS):
+        if server.request[row] >= 0:
+            server.carry = release(server.carry, np.int32([row, -1]))
+    assert not np.asarray(server.carry.cache.sequences.committed).any()
+
+
+def lack(batch, **pools):
+    """The batch with pools that all rows share, smaller than what they need."""
+    return dataclasses.replace(batch, sizes=dataclasses.replace(batch.sizes, **pools))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "drafter", "pools"),
+    [
+        ("qwen3_5", None, {"pages": 9, "states": 4, "blocks": 9}),
+        ("qwen3_5", NGram(3), {"pages": 9}),
+        ("llama", None, {"pages": 9}),
+        ("mamba2", NGram(3), {"states": 3, "blocks": 5}),
+    ],
+)
+def test_rows_that_lack_memory_end_with_that_reason_and_the_others_are_right(architecture, pools, drafter, rng):
+    lm = model_named(architecture, 3)
+    while True:
+        prompts = draw_prompts(rng, [*rng.integers(1, 40, 5), 3])
+        settings = [dataclasses.replace(GREEDY, stop_token_ids=[int(rng.integers(256))]) for _ in prompts]
+        expected = generate(lm, prompts, 32, settings)
+        if clear(expected):
+            break
+    batch = lack(make_batch(lm, prompts, settings, Decoding(32, drafter=drafter, draft_tokens=3)), **pools)
+    found = {event.index: event.result for event in run_batch(batch, 5)}
+    reasons = [found[row].finish_reason for row in range(len(prompts))]
+    print(reasons)
+    assert "memory" in reasons and set(reasons) - {"memory"}
+    for row, alone in enumerate(expected):
+        assert found[row].tokens == alone.tokens[: len(found[row].tokens)]
+        assert reasons[row] == "memory" or found[row].tokens == alone.tokens
+
+
+@pytest.mark.slow
+def test_owners_are_as_many_as_references_after_every_call(rng):
+    lm = model_named("qwen3_5", 3)
+    batch = lack(make_batch(lm, draw_prompts(rng, (9, 30, 20, 5)), GREEDY, Decoding(NEW)), pages=8, states=4, blocks=6)
+    carry = read_prompts(lm, batch.sizes, batch.arrivals)
+    rested = 0
+    for number in range(12):
+        for owned, table in pools_of(carry.cache):
+            assert_owned(owned, np.asarray(table)[1:])
+        rested += int(np.asarray(carry.lacking).sum())
+        if number % 4 == 3:
+            carry = release(carry, np.int32([number // 4, number // 4, 99, -5]))
+        carry = generate_tokens(lm.model, carry, np.int32(3))
+    assert rested
+    carry = release(carry, np.arange(4, dtype=np.int32))
+    assert all(int(owned.left) == owned.owners.shape[0] - 1 for owned, _ in pools_of(carry.cache))
+
+
+def test_what_no_row_waits_for_is_not_read(rng):
+    """Rows that run, rows that are there twice or nowhere, and chunks out of turn: nothing of them changes anything."""
+    lm = model_named("qwen3_5", 3)
+    batch = make_batch(lm, draw_prompts(rng, (9, 30, 20)), GREEDY, Decoding(NEW))
+    (arrivals,) = batch.arrivals
+    carry = read_prompts(lm, batch.sizes, [arrivals])
+    before = jax.device_get(carry)
+
+    def check(given):
+        nonlocal carry
+        carry = admit(lm.model, carry, given)
+        after = jax.device_get(carry)
+        kept = [(x.history, x.state, x.last, x.sampling, x.cache.sequences) for x in (before, after)]
+        for old, new in zip(*map(jax.tree.leaves, kept), strict=True):
+            np.testing.assert_array_equal(old, new)
+
+    check(arrivals)  # its rows run; the last one of the batch is empty, and nothing comes to it
+    nowhere = np.int32([4, 7, -1, 2**30])
+    check(dataclasses.replace(arrivals, rows=nowhere, begins=dataclasses.replace(arrivals.begins, rows=nowhere)))
+    late = dataclasses.replace(arrivals, rows=np.int32([3, 3, 3, 3]), start=np.full(4, 5, np.int32))
+    check(late)
+    twice = dataclasses.replace(late, start=np.zeros(4, np.int32))
+    begins = Beginning(**{**vars(arrivals.begins), "rows": np.full(4, 3, np.int32)})
+    carry = admit(lm.model, carry, dataclasses.replace(twice, begins=begins))
+    assert int(carry.cache.sequences.committed[4]) == 9 and int(carry.state[3]) == RUNNING
+    assert carry.last[3] == carry.last[0]
