@@ -17,7 +17,7 @@ from jaxbuf.serving.drafters import MTP, DraftModel, NGram
 from jaxbuf.serving.generate import read_prompts, run_batch
 from tests.models.test_memory_kinds import pools_of
 from tests.recurrence.twin import assert_owned
-from tests.serving.speculating import model_named
+from tests.serving.speculating import model_named, random_qwen3_5
 
 CHUNK, NEW, ROWS = 16, 12, 4
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
@@ -231,3 +231,42 @@ def test_what_no_row_waits_for_is_not_read(rng):
     carry = admit(lm.model, carry, dataclasses.replace(twice, begins=begins))
     assert int(carry.cache.sequences.committed[4]) == 9 and int(carry.state[3]) == RUNNING
     assert carry.last[3] == carry.last[0]
+
+
+LONG = 32768
+
+
+def long_prompt(rng, monkeypatch, chunk):
+    """A batch of one prompt of 32k tokens that is read in chunks."""
+    monkeypatch.setattr(batches, "LEAST_CHUNK", chunk)
+    monkeypatch.setattr(batches, "CHUNK_TOKENS", chunk)
+    lm = random_qwen3_5(3, max_position_embeddings=2 * LONG)
+    return make_batch(lm, draw_prompts(rng, [LONG - 7]), GREEDY, Decoding(16))
+
+
+@pytest.mark.slow
+def test_a_long_prompt_needs_no_activations_of_its_length(rng, monkeypatch):
+    """At most 1.3 times the carry, the parameters, and what reading a prompt of one chunk needs."""
+
+    def memory(batch):
+        shape = jax.eval_shape(lambda: init_carry(batch.lm.config, batch.sizes))
+        found = admit.lower(batch.lm.model, shape, batch.arrivals[0]).compile().memory_analysis()
+        assert found.alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shape))
+        return found.argument_size_in_bytes, found.temp_size_in_bytes
+
+    batch = long_prompt(rng, monkeypatch, 512)
+    assert len(batch.arrivals) == LONG // 512
+    held, temporary = memory(batch)
+    _, of_one_chunk = memory(make_batch(batch.lm, [batch.prompts[0][:512]], GREEDY, Decoding(16)))
+    _, of_all = memory(long_prompt(rng, monkeypatch, LONG))
+    print(f"peak {held + temporary}, held {held}, of one chunk {of_one_chunk}, read at once {of_all}")
+    assert held + temporary <= 1.3 * (held + of_one_chunk) < of_all
+
+
+@pytest.mark.exhaustive
+def test_a_long_prompt_in_chunks_gives_the_tokens_of_reading_it_whole(rng, monkeypatch):
+    batch = long_prompt(rng, monkeypatch, 2048)
+    (chunked,) = generate(batch.lm, batch.prompts, 16, GREEDY)
+    monkeypatch.setattr(batches, "LEAST_CHUNK", LONG)
+    (whole,) = generate(batch.lm, batch.prompts, 16, GREEDY)
+    assert chunked.tokens == whole.tokens or not clear([whole])
