@@ -1,6 +1,7 @@
 """What holds for the repository as a whole: one version, one lock, one direction of imports, nothing of one machine."""
 
 import ast
+import collections
 import importlib.metadata
 import os
 import re
@@ -87,6 +88,13 @@ def test_the_package_is_typed():
 
 def test_there_is_no_module_called_utils():
     assert [path for path in MODULES if "utils" in path.relative_to(ROOT).with_suffix("").parts] == []
+
+
+def test_no_two_modules_have_one_name():
+    """But for packages, what every operation's kernels have, and commands, which are named as what they run."""
+    shared = {"__init__", "__main__", "call", "gpu"}
+    names = collections.Counter(path.stem for path in MODULES if path.parent.name != "cli")
+    assert {name for name, number in names.items() if number > 1} <= shared
 
 
 def test_a_program_whose_python_lacks_jax_runs_in_the_environment_of_the_tests():

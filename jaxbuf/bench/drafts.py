@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxbuf.bench import report
-from jaxbuf.bench.arguments import Parser, errors_are_lines, number, output, whole
+from jaxbuf.bench.parser import Parser, errors_are_lines, number, output, whole
 from jaxbuf.bench.texts import KINDS, WINDOW, Kind, add_text, check_text, cut_prompts, cut_windows, documents_of
 from jaxbuf.models import decoder
 from jaxbuf.models.language_model import LanguageModel, load

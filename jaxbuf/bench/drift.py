@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxbuf.bench import report
-from jaxbuf.bench.arguments import Parser, errors_are_lines, folder, output, whole
+from jaxbuf.bench.parser import Parser, errors_are_lines, folder, output, whole
 from jaxbuf.compilation import without_cache
 from jaxbuf.recurrence import RecurrenceSpec, buffered, recurrent
 from jaxbuf.recurrence.state_format import SPLIT

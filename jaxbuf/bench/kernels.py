@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxbuf.bench import companions, report
-from jaxbuf.bench.arguments import Parser, errors_are_lines, folder, number, output, whole
 from jaxbuf.bench.kernel_figures import BATCHES, Row, crossover, describe, judge, plot, show
 from jaxbuf.bench.measure import bandwidths, bare_passes, device_time, timed, worst_errors
+from jaxbuf.bench.parser import Parser, errors_are_lines, folder, number, output, whole
 from jaxbuf.recurrence import RecurrenceSpec, buffered, traffic
 from jaxbuf.recurrence.state_format import SPLIT, decode
 

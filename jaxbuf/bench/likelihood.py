@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxbuf.bench import report
-from jaxbuf.bench.arguments import Parser, errors_are_lines, output, whole
+from jaxbuf.bench.parser import Parser, errors_are_lines, output, whole
 from jaxbuf.bench.texts import add_text, check_text, documents_of
 from jaxbuf.models import decoder
 from jaxbuf.models.language_model import LanguageModel, load

@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxbuf.bench import report
-from jaxbuf.bench.arguments import Parser, errors_are_lines, output, whole
+from jaxbuf.bench.parser import Parser, errors_are_lines, output, whole
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.families import config_from_dict

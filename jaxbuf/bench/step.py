@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxbuf.bench import report
-from jaxbuf.bench.arguments import Parser, errors_are_lines, folder, output, whole
 from jaxbuf.bench.kernel_figures import Row, find
 from jaxbuf.bench.measure import bandwidths
+from jaxbuf.bench.parser import Parser, errors_are_lines, folder, output, whole
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.bench.step_figures import compare_forms, plot, show
 from jaxbuf.compilation import without_cache

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from jaxbuf.arguments import MOST, check_range
 from jaxbuf.models import decoder
-from jaxbuf.models.chat import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
+from jaxbuf.models.chat_template import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.families import read_config
 from jaxbuf.models.loading.checkpoint import Progress, compute_dtype, load_model, read_description

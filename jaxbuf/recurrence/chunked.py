@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
+from jaxbuf.pallas.dispatch import check_implementation
 from jaxbuf.recurrence.recurrent import HIGHEST, real_positions
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_implementation, check_inputs, check_state
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_state
 
 # Tokens of a row that are worked on at once: enough to fill a device, few enough that memory stays small.
 SEGMENT = 1024

@@ -1,4 +1,4 @@
-"""The integers of the buffered memory: what each slot holds. What a launch makes of them is in `step.py`."""
+"""The integers of the buffered memory: what each slot holds. What a launch makes of them is in `begin.py`."""
 
 import dataclasses
 

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.recurrence.spec import asks_kernel, takes_call
+from jaxbuf.pallas.dispatch import asks_kernel, takes_call
 
 type Array = jax.Array
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxbuf.memory.ownership import NOWHERE
+from jaxbuf.pallas.dispatch import asks_kernel, takes_call
 from jaxbuf.recurrence import pool as xla
+from jaxbuf.recurrence.begin import Held, Step
 from jaxbuf.recurrence.pool import Pool
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, asks_kernel, check_inputs, takes_call
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs
 from jaxbuf.recurrence.state_format import rounded
-from jaxbuf.recurrence.step import Held, Step
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
@@ -123,7 +124,7 @@ def _extend_on_gpu(
     pool: Pool,
     before: Held,
     lengths: Array,
-    fold_to: Array,
+    write: Array,
     append: Array,
     inputs: tuple[Array, Array, Array, Array | None, Array | None],
     interpret: bool,
@@ -136,7 +137,7 @@ def _extend_on_gpu(
     call = _gpu_call(spec, pool, before, q, v)
     beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
     spacing = gpu.row_spacing(call)
-    integers = Integers(*_integers(before, lengths, fold_to, append, pool.keys.shape[1], spacing))
+    integers = Integers(*_integers(before, lengths, write, append, pool.keys.shape[1], spacing))
     names = ["checkpoints", "keys", "updates", "gates", "low", "low_scales"]
     names = [name for name in names if getattr(pool, name) is not None]
     arrays = tuple(getattr(pool, name) for name in names)
@@ -146,7 +147,7 @@ def _extend_on_gpu(
 
 
 def _integers(
-    before: Held, lengths: Array, fold_to: Array, append: Array, block_size: int, spacing: int
+    before: Held, lengths: Array, write: Array, append: Array, block_size: int, spacing: int
 ) -> tuple[Array, ...]:
     """The attributes of `pallas.extend.Integers`, in which each row has one line.
 
@@ -161,14 +162,14 @@ def _integers(
     order = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, NOWHERE)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     entries = jnp.zeros_like(before.entries).at[row, order].set(before.entries, mode="drop")
-    folds = (fold_to < NOWHERE) & works
+    folds = (write < NOWHERE) & works
     fields = [
         row[:, 0],
         lengths,
         jnp.sum(valid, axis=1, dtype=jnp.int32),
         before.checkpoint,
         (before.has_checkpoint & works).astype(jnp.int32),
-        jnp.where(folds, fold_to, -1),
+        jnp.where(folds, write, -1),
         jnp.broadcast_to(jnp.sum(folds, dtype=jnp.int32), rows),
     ]
     writes = (append >= block_size) & (append < NOWHERE)

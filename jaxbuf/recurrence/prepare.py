@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows
+from jaxbuf.pallas.dispatch import asks_kernel, takes_call
 from jaxbuf.recurrence.convolution import causal_convolution, extend_ring, launch_integers
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, asks_kernel, takes_call
+from jaxbuf.recurrence.spec import Array, RecurrenceSpec
 
 EPS = 1e-6  # of the norms of q and k
 

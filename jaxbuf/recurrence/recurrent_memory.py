@@ -11,7 +11,8 @@ from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.kind import Sizes
 from jaxbuf.memory.sequences import Commit, Launch, put
 from jaxbuf.memory.tree import permute
-from jaxbuf.recurrence import buffered, step
+from jaxbuf.recurrence import buffered
+from jaxbuf.recurrence.begin import begin_launch, begin_prompt, claim
 from jaxbuf.recurrence.buffered import Pool
 from jaxbuf.recurrence.convolution import init_ring, init_ring_order
 from jaxbuf.recurrence.cursor import Cursor, checked_limits, commit_entries, init_cursor, rollback_entries
@@ -115,7 +116,7 @@ class RecurrentMemory:
         return RecurrentShared(cursor, init_ring_order(width=widths.pop(), **lists) if sizes.trees and widths else None)
 
     def claim(self, shared: RecurrentShared, launch: Launch) -> tuple[Claim, ...]:
-        return step.claim(shared.cursor, launch)
+        return claim(shared.cursor, launch)
 
     def claim_fork(self, shared: RecurrentShared, source: Array, target: Array, committed: Array) -> tuple[Claim, ...]:
         return claim_fork(shared.cursor, source, target)
@@ -133,8 +134,7 @@ class RecurrentMemory:
         return WholeRecurrence(lengths, chunk_size)
 
     def begin(self, shared: RecurrentShared, launch: Launch) -> tuple[LaunchedRecurrence, RecurrentShared]:
-        begin = step.begin_prompt if launch.commits else step.begin_launch
-        plan, cursor = begin(shared.cursor, launch)
+        plan, cursor = (begin_prompt if launch.commits else begin_launch)(shared.cursor, launch)
         return LaunchedRecurrence(plan, shared.ring_order), dataclasses.replace(shared, cursor=cursor)
 
     def commit(self, shared: RecurrentShared, done: Commit) -> RecurrentShared:

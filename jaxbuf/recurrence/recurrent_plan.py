@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 
 from jaxbuf.recurrence import buffered
+from jaxbuf.recurrence.begin import PrefillStep, Step
 from jaxbuf.recurrence.chunked import chunked
 from jaxbuf.recurrence.convolution import causal_convolution, extend_ring
 from jaxbuf.recurrence.prepare import Inputs, Weights, prepare, prepare_sequence
 from jaxbuf.recurrence.spec import RecurrenceSpec
-from jaxbuf.recurrence.step import PrefillStep, Step
 
 if TYPE_CHECKING:
     from jaxbuf.recurrence.recurrent_memory import RecurrentCache

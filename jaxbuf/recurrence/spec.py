@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
-from jaxbuf.pallas.platform import has_hopper
 
 type Array = jax.Array
 
@@ -122,31 +121,3 @@ def check_state(state: Array, rows: int, shape: tuple[int, ...]) -> None:
         raise ValueError(f"state must be an array of floating-point numbers, got {dtype or type(state).__name__}")
     if state.shape != shape:
         raise ValueError(f"state must have shape {shape}, got {state.shape}")
-
-
-def check_implementation(operation: str, implementation: str, kernels: tuple[str, ...] = ()) -> None:
-    """Raises a ValueError unless `implementation` is "auto", "xla", or one of the `kernels` that `operation` has."""
-    if implementation in {"gpu", "tpu"}.difference(kernels):
-        known = ("auto", "xla", *kernels)
-        expected = ", ".join(f'"{name}"' for name in known[:-1]) + f' or "{known[-1]}"'
-        raise ValueError(f'implementation="{implementation}" has no kernel for {operation} yet, expected {expected}')
-    if implementation not in ("auto", "xla", *kernels):
-        known = ", ".join(f'"{name}"' for name in ("auto", "xla", *kernels))
-        raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
-
-
-def asks_kernel(operation: str, implementation: str) -> bool:
-    """Whether the GPU kernel is to be asked: it was named, or "auto" finds a Hopper GPU. Errors as above."""
-    check_implementation(operation, implementation, ("gpu",))
-    return implementation == "gpu" or (implementation == "auto" and has_hopper())
-
-
-def takes_call(operation: str, implementation: str, reason: str | None) -> bool:
-    """Whether the kernel that was asked takes the call: its `supports` gave no reason against it.
-
-    Raises:
-      ValueError: It did, and the kernel was named.
-    """
-    if reason is not None and implementation == "gpu":
-        raise ValueError(f'implementation="gpu" can not serve this {operation}: {reason}')
-    return reason is None

@@ -3,7 +3,7 @@
 from jaxbuf.serving.admit import Arrivals, Beginning, admit, init_carry, release
 from jaxbuf.serving.beams import Beam, beam_search
 from jaxbuf.serving.carry import Carry, CarrySizes
-from jaxbuf.serving.generate import generate
+from jaxbuf.serving.generation import generate
 from jaxbuf.serving.loop import generate_tokens
 from jaxbuf.serving.result import Event, GenerationResult
 from jaxbuf.serving.sampling import SamplingParams

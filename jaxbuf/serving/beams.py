@@ -33,7 +33,7 @@ from jaxbuf.serving.batch import (
     split_prompts,
 )
 from jaxbuf.serving.carry import FULL, RUNNING, STOPPED, CarrySizes
-from jaxbuf.serving.generate import read_prompts
+from jaxbuf.serving.generation import read_prompts
 from jaxbuf.serving.sampling import SamplingParams, has_candidate, is_finite, whole
 from jaxbuf.serving.slices import run_slices
 from jaxbuf.serving.text import TextStream

@@ -18,7 +18,7 @@ from jaxbuf.models import decoder
 from jaxbuf.models.config import ATTENTION, RECURRENCE, LayerConfig, ModelConfig
 from jaxbuf.models.families import llama, mamba2
 from jaxbuf.models.layers import Norm, linear, parameter
-from jaxbuf.models.mixers.recurrent import RecurrentMixer
+from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from tests.models.test_cache import CONFIG
 from tests.recurrence.twin import assert_owned

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxbuf.serving import Carry, generate_tokens, init_carry
 from jaxbuf.serving.batch import Batch
-from jaxbuf.serving.generate import read_prompts
+from jaxbuf.serving.generation import read_prompts
 
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call"}
 

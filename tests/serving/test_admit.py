@@ -14,7 +14,7 @@ from jaxbuf.serving.admit import Beginning
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.carry import EMPTY, RUNNING
 from jaxbuf.serving.drafters import MTP, DraftModel, NGram
-from jaxbuf.serving.generate import read_prompts, run_batch
+from jaxbuf.serving.generation import read_prompts, run_batch
 from tests.models.test_memory_kinds import pools_of
 from tests.recurrence.twin import assert_owned
 from tests.serving.speculating import model_named, random_qwen3_5

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf.bench import forms as writer
+from jaxbuf.bench import form_table as writer
 from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.serving import forms
 from jaxbuf.serving.batch import GREEDY, Decoding, make_batch

@@ -14,7 +14,7 @@ from jaxbuf.serving import SamplingParams, generate, generate_tokens
 from jaxbuf.serving import batch as batches
 from jaxbuf.serving.admit import start
 from jaxbuf.serving.batch import Decoding, make_batch
-from jaxbuf.serving.generate import read_prompts
+from jaxbuf.serving.generation import read_prompts
 from jaxbuf.serving.stats import checkpoint_bytes, entry_bytes
 from tests.serving.ties import are_clear
 from tests.tiny import changed

@@ -17,7 +17,7 @@ from jaxbuf.serving.admit import start
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.drafters import MTP
 from jaxbuf.serving.drafting import propose_ngram
-from jaxbuf.serving.generate import read_prompts
+from jaxbuf.serving.generation import read_prompts
 from jaxbuf.serving.speculation import Proposal
 from tests.serving.program import carry_shape, check_on_device, check_reused, made_in_loops, written_in_loops
 from tests.serving.speculating import random_qwen3_5

@@ -10,7 +10,7 @@ from jaxbuf.models.families import Source
 from jaxbuf.models.loading.common_fields import check_multiple, eos_json, make, untied_if_stored
 from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
 from jaxbuf.models.loading.tensor_names import placed
-from jaxbuf.models.mixers.mamba2 import Mamba2
+from jaxbuf.models.mixers.mamba2_mixer import Mamba2
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
 MODEL_TYPES = ("mamba2",)

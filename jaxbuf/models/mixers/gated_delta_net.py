@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.models.layers import Initializer, linear, linear_float32, log_rate, ones, parameter, step_bias, uniform
-from jaxbuf.models.mixers.recurrent import RecurrentMixer
+from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.recurrence.gated_norm import gated_norm
 from jaxbuf.recurrence.prepare import Weights
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxbuf.models.chat import read_chat_template
+from jaxbuf.models.chat_template import read_chat_template
 from jaxbuf.models.language_model import load
 from jaxbuf.models.loading.checkpoint import CheckpointError, save
 from tests.serving.conftest import byte_tokenizer

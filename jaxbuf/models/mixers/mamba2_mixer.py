@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxbuf.attention.contraction import contract
 from jaxbuf.models.layers import Initializer, linear, log_rate, ones, parameter, step_bias, uniform, zeros
-from jaxbuf.models.mixers.recurrent import RecurrentMixer
+from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 
 type Array = jax.Array
 
