@@ -27,23 +27,22 @@ def check_sizes(*, least: int = 1, most: int = MOST, **sizes: object) -> None:
             raise ValueError(f"{name} must be at most {most}, got {size}")
 
 
-def check_range(name: str, values: object, low: int, high: int | Array | np.ndarray) -> None:
+def check_range(name: str, values: object, low: int | Array, high: int | Array | np.ndarray) -> None:
     """Raises a ValueError unless all `values` (integers [rows]) lie in [low, high], where they are known.
 
     Args:
       name: Of the argument.
       values: What was given for it.
-      low: The least.
-      high: The most, one number or one a row.
+      low, high: The least and the most, one number or one a row.
     """
-    if isinstance(values, jax.core.Tracer) or isinstance(high, jax.core.Tracer):
+    if any(isinstance(x, jax.core.Tracer) for x in (values, low, high)):
         return
     given = np.asarray(values)
-    most = np.broadcast_to(np.asarray(high), given.shape)
-    wrong = (given < low) | (given > most)
+    least, most = (np.broadcast_to(np.asarray(x), given.shape) for x in (low, high))
+    wrong = (given < least) | (given > most)
     if wrong.any():
         row = int(wrong.argmax())
-        raise ValueError(f"{name} must be in [{low}, {most[row]}], got {given[row]} at row {row}")
+        raise ValueError(f"{name} must be in [{least[row]}, {most[row]}], got {given[row]} at row {row}")
 
 
 def check_rows(name: str, array: Array, rows: int) -> None:

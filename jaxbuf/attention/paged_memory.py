@@ -98,6 +98,9 @@ class PagedMemory:
         given = {"source": source, "target": target, "length": committed, "page_size": shared.page_size}
         return (claim_fork(shared.owners, shared.table, shared.order, **given),)
 
+    def fewest_tokens(self, shared: PageTable, source: Array) -> Array:
+        return jnp.zeros_like(source)
+
     def note_missing(self, shared: PageTable, missing: Sequence[Array]) -> PageTable:
         if shared.owners is None:
             return shared

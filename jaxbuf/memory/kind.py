@@ -70,6 +70,15 @@ class MemoryKind[Shared, Layer](Protocol):
         """
         ...
 
+    def fewest_tokens(self, shared: Shared, source: Array) -> Array:
+        """int32 [rows]: of what each source slot (int32 [rows]) committed, how many tokens a fork must take at least.
+
+        Args:
+          shared: What all layers of the kind share.
+          source: The slots.
+        """
+        ...
+
     def note_missing(self, shared: Shared, missing: Sequence[Array]) -> Shared:
         """What is shared, with a note of how many rows of each pool (`missing`, int32 scalars) were missing.
 
@@ -111,12 +120,12 @@ class MemoryKind[Shared, Layer](Protocol):
     def fork(
         self, shared: Shared, layers: Sequence[Layer], source: Array, target: Array, committed: Array
     ) -> tuple[Shared, tuple[Layer, ...]]:
-        """Gives each target slot what its source committed.
+        """Gives each target slot what its source committed, or the first tokens of that.
 
         Args:
           shared, layers: The memory.
           source, target: int32 [rows]; target 0: the row is left out. No target twice.
-          committed: int32 [rows], the tokens of each source.
+          committed: int32 [rows], the tokens that each target gets: all that its source has, or the first ones.
         """
         ...
 

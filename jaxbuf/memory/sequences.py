@@ -203,9 +203,9 @@ def rollback(sequences: Sequences, count: Array, slots: Array) -> tuple[Array, A
     return slots, count, after
 
 
-def fork(sequences: Sequences, source: Array, target: Array) -> Sequences:
-    """Each target (int32 [rows]; 0: nothing) has committed what its source has, and nothing is pending there."""
-    committed = put(sequences.committed, target, sequences.committed[source])
+def fork(sequences: Sequences, committed: Array, target: Array) -> Sequences:
+    """Each target (int32 [rows]; 0: nothing) has committed so many tokens (int32 [rows]), and none is pending there."""
+    committed = put(sequences.committed, target, committed)
     return dataclasses.replace(
         sequences, committed=committed, pending=put(sequences.pending, target, jnp.zeros_like(target))
     )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.arguments import check_sizes, checked_fork
+from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_fork
 from jaxbuf.attention.paged_memory import PagedMemory
 from jaxbuf.memory import sequences
 from jaxbuf.memory.claims import Claim, after, grant, grant_all
@@ -269,7 +269,7 @@ def rollback(cache: Cache, count: Array, *, slots: Array | None = None) -> Cache
     return dataclasses.replace(cache, sequences=held, shared=shared)
 
 
-def fork(cache: Cache, source: Array, target: Array) -> Cache:
+def fork(cache: Cache, source: Array, target: Array, *, tokens: Array | None = None) -> Cache:
     """Makes each target slot hold what its source committed (beams, several samples of one prompt, held prefixes).
 
     Checkpoints, full blocks and full pages are shared, if the cache was made for it (see `init_cache`); what both slots
@@ -279,9 +279,14 @@ def fork(cache: Cache, source: Array, target: Array) -> Cache:
     Args:
       cache: Without pending tokens in the targets that are still wanted: they are dropped.
       source, target: int32 [rows], or one number, as in `buffered.fork`.
+      tokens: int32 [rows], how many of the source's tokens each target gets, the first ones; None: all. Recurrent
+        layers need a checkpoint at or before that token and entries up to it (see `keep` of `prefill`), and a
+        convolution's ring the inputs before it: at most max_pending tokens back, less those that the source's last
+        launch read in vain. Without them any number does. Not for a cache with trees.
 
     Raises:
-      ValueError: The two do not fit, or (where that is known) a slot is out of range or a target is repeated.
+      ValueError: The arguments do not fit, or (where that is known) a slot is out of range, a target is repeated, or a
+        source can't be cut at that token; under jit such a row is left out.
       PoolExhausted: Blocks or pages ran out, where that is known; inside jit nothing is changed but a flag that
         `raise_exhausted` finds.
     """
@@ -290,6 +295,8 @@ def fork(cache: Cache, source: Array, target: Array) -> Cache:
         source = jnp.broadcast_to(source, target.shape)
     source, target = checked_fork(source, target, cache.sequences.committed.shape[0])
     committed = cache.sequences.committed[source]
+    if tokens is not None:
+        target, committed = _cut(cache, source, target, committed, tokens)
     claims = {kind: KINDS[kind].claim_fork(held, source, target, committed) for kind, held in cache.shared.items()}
     shared, layers = _noted(cache, claims), list(cache.layers)
     if any(claims.values()):
@@ -300,7 +307,7 @@ def fork(cache: Cache, source: Array, target: Array) -> Cache:
         shared[kind], forked = KINDS[kind].fork(held, own, source, target, committed)
         for place, layer in zip(places, forked, strict=True):
             layers[place] = layer
-    held = sequences.fork(cache.sequences, source, target)
+    held = sequences.fork(cache.sequences, committed, target)
     return dataclasses.replace(cache, sequences=held, shared=shared, layers=tuple(layers))
 
 
@@ -357,6 +364,21 @@ def recurrent_work(before: Cache, after: Cache) -> Work | None:
 def all_slots(cache: Cache) -> Array:
     """int32 [rows]: every physical slot that runs, in order."""
     return sequences.slots_in_order(cache.rows)
+
+
+def _cut(cache: Cache, source: Array, target: Array, committed: Array, tokens: Array) -> tuple[Array, Array]:
+    """The targets of a fork at `tokens`, 0 where the source can't be cut there, and what each then has committed."""
+    if cache.trees:
+        raise ValueError("tokens need a cache made without trees, got one with trees=True")
+    given = jnp.asarray(tokens)
+    check_rows("tokens", given, source.shape[0])
+    least = jnp.zeros_like(committed)
+    for kind, held in cache.shared.items():
+        least = jnp.maximum(least, KINDS[kind].fewest_tokens(held, source))
+    check_range("tokens", jnp.where(target > 0, given, committed), least, committed)
+    given = given.astype(jnp.int32)
+    possible = (given >= least) & (given <= committed)
+    return jnp.where(possible, target, 0), jnp.where(possible, given, committed)
 
 
 def _claims(cache: Cache, launch: Launch) -> dict[str, tuple[Claim, ...]]:

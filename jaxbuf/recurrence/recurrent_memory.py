@@ -18,7 +18,7 @@ from jaxbuf.recurrence.convolution import init_ring, init_ring_order
 from jaxbuf.recurrence.cursor import Cursor, checked_limits, commit_entries, init_cursor, rollback_entries
 from jaxbuf.recurrence.recurrent_plan import LaunchedRecurrence, WholeRecurrence
 from jaxbuf.recurrence.shared_rows import note_missing, raise_missing_rows
-from jaxbuf.recurrence.slots import claim_fork, fork_cursor, reset_cursor
+from jaxbuf.recurrence.slots import claim_fork, fewest_tokens, fork_cursor, reset_cursor
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
 type Array = jax.Array
@@ -119,7 +119,10 @@ class RecurrentMemory:
         return claim(shared.cursor, launch)
 
     def claim_fork(self, shared: RecurrentShared, source: Array, target: Array, committed: Array) -> tuple[Claim, ...]:
-        return claim_fork(shared.cursor, source, target)
+        return claim_fork(shared.cursor, source, target, committed)
+
+    def fewest_tokens(self, shared: RecurrentShared, source: Array) -> Array:
+        return fewest_tokens(shared.cursor, source)
 
     def note_missing(self, shared: RecurrentShared, missing: Sequence[Array]) -> RecurrentShared:
         if shared.cursor.sharing is None:
@@ -154,7 +157,7 @@ class RecurrentMemory:
         target: Array,
         committed: Array,
     ) -> tuple[RecurrentShared, tuple[RecurrentCache, ...]]:
-        copies, cursor = fork_cursor(shared.cursor, source, target)
+        copies, cursor = fork_cursor(shared.cursor, source, target, committed)
         order = None if shared.ring_order is None else put(shared.ring_order, target, shared.ring_order[source])
 
         def fork_layer(layer: RecurrentCache) -> RecurrentCache:

@@ -72,16 +72,22 @@ def load_cursor(cursor: Cursor, tokens: Array, slots: Array) -> tuple[Array, Cur
     return jnp.where(loaded, target, NOWHERE), done
 
 
-def claim_fork(cursor: Cursor, source: Array, target: Array) -> tuple[Claim, ...]:
+def fewest_tokens(cursor: Cursor, source: Array) -> Array:
+    """int32 [rows]: of each source's tokens, how many a fork must take at least: those in the checkpoint, and those
+    whose inputs a convolution holds no longer."""
+    return jnp.maximum(cursor.folded[source], cursor.position[source] - cursor.max_pending)
+
+
+def claim_fork(cursor: Cursor, source: Array, target: Array, tokens: Array) -> tuple[Claim, ...]:
     """The checkpoint rows and blocks that a fork takes, where slots share them; see `fork_cursor`."""
     if cursor.sharing is None:
         return ()
-    copied, _ = _copied(cursor, source, target)
+    copied, _ = _copied(cursor, source, target, tokens - cursor.folded[source])
     blocks = jnp.sum(copied, axis=1, dtype=jnp.int32)
     return Claim(jnp.zeros_like(blocks), cursor.sharing.states.left), Claim(blocks, cursor.sharing.blocks.left)
 
 
-def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, Cursor]:
+def fork_cursor(cursor: Cursor, source: Array, target: Array, tokens: Array | None = None) -> tuple[Copies, Cursor]:
     """Makes each target slot hold what its source committed, and decides what has to be copied for that.
 
     All sources are read as they were before: slots may trade places. Targets forget what they held.
@@ -89,6 +95,8 @@ def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, C
     Args:
       source, target: int32 [rows]; a row with a 0, or with twice the same slot, is left out. No target twice; under
         jit the first row of a target counts.
+      tokens: int32 [rows], how many of the source's committed tokens the target holds, the first ones; at least those
+        in the checkpoint. None: all.
 
     Raises:
       ValueError: The two do not fit each other, or slots are out of range or a target repeated, where that is known.
@@ -96,7 +104,8 @@ def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, C
     """
     source, target = checked_fork(source, target, cursor.length.shape[0])
     real, zero = target > 0, jnp.zeros_like(source)
-    copied, alive = _copied(cursor, source, target)
+    length = cursor.length[source] if tokens is None else tokens - cursor.folded[source]
+    copied, alive = _copied(cursor, source, target, length)
     table, has_checkpoint = cursor.block_table[source], real & (cursor.folded[source] > 0)
     checkpoint, old = cursor.checkpoint_of[source], cursor
     if cursor.sharing is None:
@@ -121,9 +130,10 @@ def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, C
         fold_to=put(cursor.fold_to, target, row),
         block_table=put(cursor.block_table, target, mine),
         pending=put(cursor.pending, target, zero),
+        length=put(cursor.length, target, length),
         **{
             name: put(getattr(cursor, name), target, getattr(old, name)[source])
-            for name in ("order", "origin", "length", "limit", "folded")
+            for name in ("order", "origin", "limit", "folded")
         },
     )
     if cursor.sharing is not None:
@@ -132,14 +142,15 @@ def fork_cursor(cursor: Cursor, source: Array, target: Array) -> tuple[Copies, C
     return Copies(states, (table, jnp.where(copied, mine, NOWHERE))), after
 
 
-def _copied(cursor: Cursor, source: Array, target: Array) -> tuple[Array, Array]:
-    """Which blocks of each source a fork copies, bool [rows, max_blocks], and int32 how many live entries are in each.
+def _copied(cursor: Cursor, source: Array, target: Array, length: Array) -> tuple[Array, Array]:
+    """Which blocks of each source a fork copies, bool [rows, max_blocks], and int32 how many live entries are in each,
+    of the first `length` (int32 [rows]).
 
     Where slots share blocks, those are copied to which both slots will append: the partly filled ones.
     """
     blocks = cursor.block_table.shape[1]
-    held, zero = cursor.length[source], jnp.zeros_like(source)
-    alive = count_places(cursor.order[source], cursor.origin[source], zero, held, blocks)
+    zero = jnp.zeros_like(source)
+    alive = count_places(cursor.order[source], cursor.origin[source], zero, length, blocks)
     alive = jnp.where((target > 0)[:, None], alive, 0)
     whole = cursor.ring // blocks if cursor.sharing is not None else alive + 1
     return (alive > 0) & (alive < whole), alive

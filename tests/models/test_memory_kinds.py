@@ -147,6 +147,8 @@ class Twin:
         self.verify()
 
     def fork(self, source, target):
+        if len(self.tokens[source]) == len(self.tokens[target]):
+            return  # whether it was done could not be told from the lengths
         self.cache = fork(self.cache, np.int32([source]), np.int32([target]))
         if int(self.cache.sequences.committed[target]) == len(self.tokens[source]):
             self.tokens[target] = list(self.tokens[source])
@@ -247,3 +249,44 @@ def test_tokens_are_not_taken_back_where_it_is_not_known_where_they_lie():
     cache = decoder.init_cache(CONFIG, slots=1, capacity=8)
     with pytest.raises(ValueError, match=r"count must be in \[0, 0\], got 1 at row 0"):
         decoder.rollback(cache, np.int32([1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES])
+@pytest.mark.parametrize("pools", [{}, {"blocks": 24, "states": 8, "pages": 60}], ids=["own", "shared"])
+def test_a_fork_may_take_the_first_tokens_alone(name, pools, rng):
+    """What both hold then is as if each had read its own; neither sees what the other reads."""
+    twin = Twin(CASES[name]().config, rng, **pools)
+    cut = _jit(decoder.fork)
+    for _ in range(4):
+        prompts = rng.integers(0, twin.vocab, (ROWS, PROMPT), dtype=np.int32)
+        _, twin.cache = _jit(partial(decoder.prefill, keep=PENDING))(twin.model, twin.cache, prompts)
+        for row, slot in enumerate(SLOTS):
+            twin.tokens[slot] += prompts[row].tolist()
+        source, *target = rng.permutation(SLOTS)
+        most = len(twin.tokens[source])
+        tokens = most - rng.integers(0, PENDING + 1, 2).astype(np.int32)
+        twin.cache = cut(twin.cache, np.int32([source] * 2), np.int32(target), tokens=tokens)
+        for slot, number in zip(target, tokens, strict=True):
+            twin.tokens[slot] = twin.tokens[source][:number]
+        twin.verify()
+        twin.step()
+        for slot in SLOTS:
+            twin.reset(int(slot)) if len(twin.tokens[slot]) > TIME - 2 * PROMPT else None
+
+
+def test_a_fork_is_not_cut_where_the_memory_does_not_reach(rng):
+    config = CASES["both"]().config
+    cache = decoder.init_cache(config, slots=2, capacity=16, limit=8, max_pending=4)
+    model = random_model(config)
+    _, cache = decoder.prefill(model, cache, np.zeros((2, 10), np.int32), keep=3)
+    for tokens, message in ((6, r"\[7, 10\], got 6 at row 0"), (11, r"\[7, 10\], got 11 at row 0")):
+        with pytest.raises(ValueError, match=f"tokens must be in {message}"):
+            decoder.fork(cache, np.int32([1]), np.int32([2]), tokens=np.int32([tokens]))
+        same = jax.jit(decoder.fork)(cache, np.int32([1]), np.int32([2]), tokens=np.int32([tokens]))
+        for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(same), strict=True):
+            np.testing.assert_array_equal(old, new)
+    assert decoder.fork(cache, np.int32([1]), np.int32([2]), tokens=np.int32([7])).sequences.committed.tolist()[2] == 7
+    with pytest.raises(ValueError, match="tokens need a cache made without trees"):
+        trees = decoder.init_cache(config, slots=2, capacity=16, trees=True)
+        decoder.fork(trees, np.int32([1]), np.int32([2]), tokens=np.int32([0]))

@@ -23,7 +23,9 @@ def test_a_call_goes_to_the_kernel_of_the_platform_or_says_why_not(monkeypatch):
     assert takes_call("extend", "gpu", None) and not takes_call("extend", "auto", "it needs more")
     with pytest.raises(ValueError, match='implementation="gpu" can not serve this extend: it needs more'):
         takes_call("extend", "gpu", "it needs more")
-    with pytest.raises(ValueError, match='implementation="tpu" has no kernel for extend yet, expected "auto", "xla" or'):
+    with pytest.raises(
+        ValueError, match='implementation="tpu" has no kernel for extend yet, expected "auto", "xla" or'
+    ):
         check_implementation("extend", "tpu")
     with pytest.raises(ValueError, match='implementation must be one of "auto", "xla", got \'fast\''):
         check_implementation("prefill", "fast")
