@@ -10,13 +10,13 @@ import sys
 
 import pytest
 from rich.console import Console
-from tests.models.test_chat import write_chat_model
 from typer.testing import CliRunner
 
 import jaxbuf
 from jaxbuf.cli import app, options, session
 from jaxbuf.models.scoring import score_text
 from jaxbuf.serving.own_drafter import MOST_DRAFTS
+from tests.models.test_chat_template import write_chat_model
 from tests.serving.conftest import lm as lm  # the tiny random model; a fixture
 
 PROMPT = "The configuration file"
