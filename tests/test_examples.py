@@ -4,6 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -16,7 +17,7 @@ def run(name: str, capsys) -> str:
 
 
 def test_each_example_can_be_read_in_one_sitting():
-    assert [path.name for path in EXAMPLES] == ["drafter.py", "generate.py", "recurrence.py", "score.py"]
+    assert [path.name for path in EXAMPLES] == ["drafter.py", "generate.py", "recurrence.py", "rollouts.py", "score.py"]
     assert all(len(path.read_text().splitlines()) <= 50 for path in EXAMPLES)
 
 
@@ -43,3 +44,14 @@ def test_the_scores_of_a_generation_are_those_of_score(capsys):
     assert float(re.search(r"^perplexity (\S+) over", printed)[1]) > 1
     assert float(re.search(r"largest difference (\S+)", printed)[1]) < 1e-4
     assert len(re.findall(r"best two: \[", printed)) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.foreign
+def test_policy_gradients_raise_the_reward_and_compile_nothing_more(capsys):
+    printed = run("rollouts.py", capsys)
+    steps = re.findall(r"^step \d+: reward (\S+), ratios (\S+) to (\S+), programs (\d+)$", printed, re.MULTILINE)
+    rewards, least, most, programs = (np.array(column, float) for column in zip(*steps, strict=True))
+    assert least.min() >= 0.999 and most.max() <= 1.001
+    assert rewards[-3:].mean() > 1.2 * rewards[:2].mean()
+    assert set(programs) == {programs[0]}

@@ -19,6 +19,7 @@ from jaxbuf.models import decoder
 from jaxbuf.models.chat_template import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.families import read_config
+from jaxbuf.models.layers import named_parameters
 from jaxbuf.models.loading.checkpoint import Progress, compute_dtype, load_model, read_description
 from jaxbuf.models.loading.checkpoint import save as save_checkpoint
 from jaxbuf.models.loading.fields import CheckpointError, Fields, is_there, read_json, read_text
@@ -65,6 +66,26 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {len(self.config.layers)} layers, {jnp.dtype(self.dtype).name})"
+
+    def replace(self, *, model: decoder.Decoder) -> "LanguageModel":
+        """The same with other parameters, as training makes them. What was compiled serves them, too.
+
+        Args:
+          model: With the structure, shapes and dtypes of this one's; its arrays are not copied.
+
+        Raises:
+          ValueError: It is no model, or one of another structure, or a parameter has another shape or dtype.
+        """
+        if not isinstance(model, decoder.Decoder):
+            raise ValueError(f"model must be a Decoder, as LanguageModel.model is, got {shown(model)}")
+        ours, theirs = (named_parameters(each) for each in (self.model, model))
+        if jax.tree.structure(self.model) != jax.tree.structure(model):
+            raise ValueError(f"model must have the structure of {self!r}, got one of another configuration")
+        for name, parameter in ours.items():
+            was, now = parameter[...], theirs[name][...]
+            if (was.shape, was.dtype) != (now.shape, now.dtype):
+                raise ValueError(f"{name} must be {was.dtype} {was.shape}, got {now.dtype} {now.shape}")
+        return dataclasses.replace(self, model=model)
 
     @property
     def vocab_size(self) -> int:

@@ -28,7 +28,7 @@ def made():
     """The options, the model and its first carry."""
     options = step.parse(SMALL)
     lm = step.make_model(options)
-    return options, lm, step.make_carry(lm, step.make_request(lm, 3, "buffered", options))
+    return options, lm, step.make_carry(lm, step.make_batch(lm, 3, "buffered", options))
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,14 @@ from tests.serving.speculating import model_named, random_qwen3_5
 CHUNK, NEW, ROWS = 16, 12, 4
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
 # Each compiles programs of its own, so the rest has those memories and drafters that the first lacks.
-FIRST, OTHERS = ["none", "mtp", "adaptive"], [("qwen3_5", "n-grams"), ("llama", "a model"), ("mamba2", "a model")]
-PAIRS = [("qwen3_5", name) for name in FIRST] + [pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS]
+PAIRS = [
+    ("qwen3_5", "none"),
+    ("qwen3_5", "adaptive"),
+    pytest.param("mamba2", "a model", marks=pytest.mark.slow),
+    pytest.param("llama", "a model", marks=pytest.mark.exhaustive),
+    pytest.param("qwen3_5", "n-grams", marks=pytest.mark.exhaustive),
+    pytest.param("qwen3_5", "mtp", marks=pytest.mark.exhaustive),
+]
 
 
 def draw_prompts(rng, lengths):
@@ -164,8 +170,8 @@ def lack(batch, **pools):
     ("architecture", "drafter", "pools"),
     [
         ("qwen3_5", None, {"pages": 9, "states": 4, "blocks": 9}),
-        ("qwen3_5", NGram(3), {"pages": 9}),
-        ("llama", None, {"pages": 9}),
+        pytest.param("qwen3_5", NGram(3), {"pages": 9}, marks=pytest.mark.exhaustive),
+        pytest.param("llama", None, {"pages": 9}, marks=pytest.mark.exhaustive),
         ("mamba2", NGram(3), {"states": 3, "blocks": 5}),
     ],
 )
