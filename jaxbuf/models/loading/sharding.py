@@ -2,7 +2,7 @@
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxbuf.models.config import ModelConfig
 
@@ -30,6 +30,7 @@ def parameter_sharding(param: nnx.Param, config: ModelConfig, mesh: Mesh | None)
     if mesh is None:
         return None
     _check_axis(mesh)
+    mesh = _automatic(mesh)
     size, counts = mesh.shape[TENSOR], config.axes
     if counts.get("heads", 0) % size:
         raise ValueError(
@@ -38,6 +39,15 @@ def parameter_sharding(param: nnx.Param, config: ModelConfig, mesh: Mesh | None)
         )
     split = [TENSOR if axis is not None and counts[axis] % size == 0 else None for axis in param.axes]
     return NamedSharding(mesh, PartitionSpec(*split))
+
+
+def _automatic(mesh: Mesh) -> Mesh:
+    """The same devices with axes over which the compiler spreads what programs compute.
+
+    `jax.make_mesh` makes explicit axes unless told otherwise: with those every operation of a program would have to say
+    where its result lies.
+    """
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _check_axis(mesh: Mesh) -> None:
