@@ -206,8 +206,15 @@ def test_any_memories_under_random_schedules(name, rng):
     assert not twin.rested
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "pools"), [(name, pools) for name in CASES for pools in CASES[name]().pools])
+def each_pools():
+    """Every case of pools that are too small; what compiles programs of its own for each, once for each memory."""
+    for name in CASES:
+        *others, last = CASES[name]().pools
+        yield pytest.param(name, last, marks=pytest.mark.slow)
+        yield from (pytest.param(name, pools, marks=pytest.mark.exhaustive) for pools in others)
+
+
+@pytest.mark.parametrize(("name", "pools"), [*each_pools()])
 def test_rows_that_lack_memory_rest_and_the_others_go_on(name, pools, rng):
     twin = Twin(CASES[name]().config, rng, **pools)
     for number in range(40):
@@ -226,8 +233,9 @@ def test_rows_that_lack_memory_rest_and_the_others_go_on(name, pools, rng):
         assert int(owned.left) == owned.owners.shape[0] - 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x == "both" else pytest.mark.exhaustive) for x in CASES]
+)
 def test_a_held_prefix_is_adopted_and_dropped(name, rng):
     """Held rows never run: launches are of the others alone."""
     twin = Twin(CASES[name]().config, rng, pages=60, states=8)
@@ -251,8 +259,9 @@ def test_tokens_are_not_taken_back_where_it_is_not_known_where_they_lie():
         decoder.rollback(cache, np.int32([1]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x == "both" else pytest.mark.exhaustive) for x in CASES]
+)
 @pytest.mark.parametrize("pools", [{}, {"blocks": 24, "states": 8, "pages": 60}], ids=["own", "shared"])
 def test_a_fork_may_take_the_first_tokens_alone(name, pools, rng):
     """What both hold then is as if each had read its own; neither sees what the other reads."""

@@ -30,7 +30,6 @@ def parameter_sharding(param: nnx.Param, config: ModelConfig, mesh: Mesh | None)
     if mesh is None:
         return None
     _check_axis(mesh)
-    mesh = _automatic(mesh)
     size, counts = mesh.shape[TENSOR], config.axes
     if counts.get("heads", 0) % size:
         raise ValueError(
@@ -38,7 +37,7 @@ def parameter_sharding(param: nnx.Param, config: ModelConfig, mesh: Mesh | None)
             f"({size})"
         )
     split = [TENSOR if axis is not None and counts[axis] % size == 0 else None for axis in param.axes]
-    return NamedSharding(mesh, PartitionSpec(*split))
+    return NamedSharding(_automatic(mesh), PartitionSpec(*split))
 
 
 def _automatic(mesh: Mesh) -> Mesh:
