@@ -17,6 +17,7 @@ import pytest
 from jaxbuf.memory.tree import ancestors
 from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.serving import SamplingParams, generate
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.speculation import Proposal
@@ -243,7 +244,16 @@ TINY = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "eos_to
 @functools.cache
 def tiny_models(architecture: str) -> tuple[LanguageModel, LanguageModel]:
     """Two models of five tokens; drafts are kept about as often as not."""
-    return MODELS[architecture](1, **TINY), MODELS[architecture](2, **TINY)
+    return tuple(_decided(MODELS[architecture](seed, **TINY)) for seed in (1, 2))
+
+
+def _decided(lm: LanguageModel) -> LanguageModel:
+    """The model with logits of a spread of 1, whatever its final norm: if all tokens were about as probable, no mistake
+    in accepting drafts could be seen."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (8, 8))
+    parameters = {name: parameter[...] for name, parameter in named_parameters(lm.model).items()}
+    parameters["norm"] = parameters["norm"] / np.std(np.asarray(lm.logits(tokens)), dtype=np.float32)
+    return lm.replace(model=replace_parameters(lm.model, parameters.values()))
 
 
 def filtered(logits, generated):
