@@ -17,7 +17,14 @@ def run(name: str, capsys) -> str:
 
 
 def test_each_example_can_be_read_in_one_sitting():
-    assert [path.name for path in EXAMPLES] == ["drafter.py", "generate.py", "recurrence.py", "rollouts.py", "score.py"]
+    assert [path.name for path in EXAMPLES] == [
+        "drafter.py",
+        "generate.py",
+        "recurrence.py",
+        "rollouts.py",
+        "rows.py",
+        "score.py",
+    ]
     assert all(len(path.read_text().splitlines()) <= 50 for path in EXAMPLES)
 
 
@@ -44,6 +51,11 @@ def test_the_scores_of_a_generation_are_those_of_score(capsys):
     assert float(re.search(r"^perplexity (\S+) over", printed)[1]) > 1
     assert float(re.search(r"largest difference (\S+)", printed)[1]) < 1e-4
     assert len(re.findall(r"best two: \[", printed)) >= 1
+
+
+@pytest.mark.slow
+def test_requests_that_come_and_go_get_the_text_that_they_get_alone(capsys):
+    assert re.findall(r"as alone: (\w+)", run("rows.py", capsys)) == ["True"] * 5
 
 
 @pytest.mark.slow
