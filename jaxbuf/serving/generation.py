@@ -91,8 +91,8 @@ def generate(
     tokens and the form are data; on a Hopper GPU the recurrent form without a drafter is a program of its own, whose
     rings hold one entry.
 
-    A prompt with several samples (`SamplingParams.n`) is read once; its samples share the memory of it. Long prompts are
-    read in chunks, of 65,536 tokens in all rows together (at least 512 a row), so that no activation is longer.
+    A prompt with several samples (`SamplingParams.n`) is read once; its samples share the memory of it. Long prompts
+    are read in chunks, of 65,536 tokens in all rows together (at least 512 a row), so that no activation is longer.
 
     Args:
       lm: From `jaxbuf.load`.
