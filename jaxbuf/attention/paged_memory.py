@@ -19,6 +19,7 @@ from jaxbuf.attention.pages import (
     note_missing,
     places,
     release_pages,
+    shared_tokens,
     take_pages,
     touched_pages,
 )
@@ -98,8 +99,10 @@ class PagedMemory:
         given = {"source": source, "target": target, "length": committed, "page_size": shared.page_size}
         return (claim_fork(shared.owners, shared.table, shared.order, **given),)
 
-    def fewest_tokens(self, shared: PageTable, source: Array) -> Array:
-        return jnp.zeros_like(source)
+    def fewest_tokens(self, shared: PageTable, slots: Array, *, alone: bool) -> Array:
+        if shared.owners is None or not alone:
+            return jnp.zeros_like(slots)
+        return shared_tokens(shared.owners, shared.table, slots, shared.page_size)
 
     def note_missing(self, shared: PageTable, missing: Sequence[Array]) -> PageTable:
         if shared.owners is None:
@@ -128,8 +131,6 @@ class PagedMemory:
         return dataclasses.replace(shared, order=order)
 
     def rollback(self, shared: PageTable, slots: Array, count: Array) -> PageTable:
-        if shared.order is not None:  # where committed tokens lie is not remembered
-            raise ValueError("rollback needs a cache made without trees, got one with trees=True")
         return shared
 
     def fork(

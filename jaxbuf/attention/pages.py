@@ -113,6 +113,19 @@ def take_pages(owners: Ownership, table: Array, slots: Array, touched: Array) ->
     return _put(table, slots, jnp.where(wanted, taken, old)), owners
 
 
+def shared_tokens(owners: Ownership, table: Array, slots: Array, page_size: int) -> Array:
+    """int32 [rows]: the first tokens of each slot up to the end of the last page that another slot owns, too.
+
+    Args:
+      owners: Who owns the pages.
+      table: int32 [slots + 1, max_pages], of slots whose token p lies at place p: without trees.
+      slots: int32 [rows].
+      page_size: Tokens of a page.
+    """
+    end = page_size * jnp.arange(1, table.shape[1] + 1, dtype=jnp.int32)[None]
+    return jnp.max(jnp.where(is_shared(owners, table[slots]), end, 0), axis=1)
+
+
 def note_missing(owners: Ownership, missing: Array) -> Ownership:
     """The pages with a note of how many (int32 scalar) were missing.
 
@@ -178,8 +191,7 @@ def fork_pages(
       page_size: Tokens of a page.
 
     Returns:
-      served: bool scalar; False where too few pages are free, or an earlier launch found too few. Then nothing has
-        changed but the note of what is missing.
+      served: bool scalar; False where too few pages are free. Then nothing has changed but the note of what is missing.
       copies: int32 [rows, n] each, pages read and written (past the pool where nothing is copied).
       table, pages: As they are now.
 

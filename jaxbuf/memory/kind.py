@@ -70,12 +70,14 @@ class MemoryKind[Shared, Layer](Protocol):
         """
         ...
 
-    def fewest_tokens(self, shared: Shared, source: Array) -> Array:
-        """int32 [rows]: of what each source slot (int32 [rows]) committed, how many tokens a fork must take at least.
+    def fewest_tokens(self, shared: Shared, slots: Array, *, alone: bool) -> Array:
+        """int32 [rows]: how many of its committed tokens a slot can be cut back to at least.
 
         Args:
           shared: What all layers of the kind share.
-          source: The slots.
+          slots: int32 [rows].
+          alone: Whether the slot itself loses the others and writes new ones there, so that they must not lie where
+            other slots read them, too. Else it is the source of a fork.
         """
         ...
 
@@ -110,11 +112,8 @@ class MemoryKind[Shared, Layer](Protocol):
         ...
 
     def rollback(self, shared: Shared, slots: Array, count: Array) -> Shared:
-        """What is shared once the last `count` committed tokens of `slots` (int32 [rows] both) are pending again.
-
-        Raises:
-          ValueError: The memory can't.
-        """
+        """What is shared once the last `count` committed tokens of `slots` (int32 [rows] both) are pending again; at
+        least `fewest_tokens` are left."""
         ...
 
     def fork(

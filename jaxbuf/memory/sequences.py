@@ -179,20 +179,26 @@ def commit(sequences: Sequences, done: Commit) -> Sequences:
     )
 
 
-def rollback(sequences: Sequences, count: Array, slots: Array) -> tuple[Array, Array, Sequences]:
+def rollback(sequences: Sequences, count: Array, slots: Array, fewest: Array) -> tuple[Array, Sequences]:
     """Makes the last `count` (int32 [rows]) committed tokens of each slot pending again, in place of what was.
 
+    Args:
+      sequences: Changed.
+      count: As said.
+      slots: int32 [rows], none but 0 twice.
+      fewest: int32 [rows], how many tokens must stay committed.
+
     Returns:
-      slots and count, int32 [rows], as they were done, and the sequences.
+      count, int32 [rows], as it was done, and the sequences.
 
     Raises:
-      ValueError: count is negative, or above max_pending or what a slot committed, or slots do not fit, where that is
-        known; under jit count is clamped.
+      ValueError: count is negative, above max_pending or leaves fewer tokens, where that is known; under jit it is
+        clamped.
     """
-    slots, given = distinct_slots(slots, sequences.committed.shape[0]), jnp.asarray(count)
+    given = jnp.asarray(count)
     check_rows("count", given, slots.shape[0])
     committed = sequences.committed[slots]
-    most = jnp.minimum(committed, sequences.max_pending)
+    most = jnp.clip(committed - fewest, 0, sequences.max_pending)
     check_range("count", given, 0, most)
     count = jnp.clip(given.astype(jnp.int32), 0, most)
     after = dataclasses.replace(
@@ -200,7 +206,7 @@ def rollback(sequences: Sequences, count: Array, slots: Array) -> tuple[Array, A
         committed=put(sequences.committed, slots, committed - count),
         pending=put(sequences.pending, slots, count),
     )
-    return slots, count, after
+    return count, after
 
 
 def fork(sequences: Sequences, committed: Array, target: Array) -> Sequences:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_fork
+from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_fork, distinct_slots
 from jaxbuf.attention.paged_memory import PagedMemory
 from jaxbuf.memory import sequences
 from jaxbuf.memory.claims import Claim, after, grant, grant_all
@@ -256,15 +256,21 @@ def rollback(cache: Cache, count: Array, *, slots: Array | None = None) -> Cache
     """Makes the last `count` committed tokens of each slot pending again, in place of what was; only integers move.
 
     Args:
-      cache: Made without trees, whose recurrences folded none of these tokens.
-      count: int32 [rows], at most max_pending less the tokens that the slot's last launch read in vain: a convolution's
-        ring holds no older inputs.
+      cache: Made without trees.
+      count: int32 [rows], at most max_pending, and no more than every memory still holds: a recurrence the entries that
+        it has not folded, a convolution's ring the inputs of max_pending tokens, those read in vain among them. Pages
+        and blocks that a fork shares can't be written again, so that tokens there stay.
       slots: As in `commit`.
 
     Raises:
-      ValueError: count or slots do not fit or are out of range, where that is known; or a cache with trees.
+      ValueError: count or slots do not fit or are out of range, where that is known (under jit count is clamped); or a
+        cache with trees.
     """
-    slots, count, held = sequences.rollback(cache.sequences, count, all_slots(cache) if slots is None else slots)
+    if cache.trees:  # where committed tokens lie is not remembered
+        raise ValueError("rollback needs a cache made without trees, got one with trees=True")
+    slots = distinct_slots(all_slots(cache) if slots is None else slots, cache.sequences.committed.shape[0])
+    fewest = _fewest_tokens(cache, slots, alone=True)
+    count, held = sequences.rollback(cache.sequences, count, slots, fewest)
     shared = {kind: KINDS[kind].rollback(own, slots, count) for kind, own in cache.shared.items()}
     return dataclasses.replace(cache, sequences=held, shared=shared)
 
@@ -281,8 +287,8 @@ def fork(cache: Cache, source: Array, target: Array, *, tokens: Array | None = N
       source, target: int32 [rows], or one number, as in `buffered.fork`.
       tokens: int32 [rows], how many of the source's tokens each target gets, the first ones; None: all. Recurrent
         layers need a checkpoint at or before that token and entries up to it (see `keep` of `prefill`), and a
-        convolution's ring the inputs before it: at most max_pending tokens back, less those that the source's last
-        launch read in vain. Without them any number does. Not for a cache with trees.
+        convolution's ring the inputs before it: those of at most max_pending tokens back, of which tokens read in vain
+        take some. Without such layers any number does. Not for a cache with trees.
 
     Raises:
       ValueError: The arguments do not fit, or (where that is known) a slot is out of range, a target is repeated, or a
@@ -372,13 +378,19 @@ def _cut(cache: Cache, source: Array, target: Array, committed: Array, tokens: A
         raise ValueError("tokens need a cache made without trees, got one with trees=True")
     given = jnp.asarray(tokens)
     check_rows("tokens", given, source.shape[0])
-    least = jnp.zeros_like(committed)
-    for kind, held in cache.shared.items():
-        least = jnp.maximum(least, KINDS[kind].fewest_tokens(held, source))
+    least = _fewest_tokens(cache, source, alone=False)
     check_range("tokens", jnp.where(target > 0, given, committed), least, committed)
     given = given.astype(jnp.int32)
     possible = (given >= least) & (given <= committed)
     return jnp.where(possible, target, 0), jnp.where(possible, given, committed)
+
+
+def _fewest_tokens(cache: Cache, slots: Array, *, alone: bool) -> Array:
+    """int32 [rows]: how many tokens slots can be cut back to in every memory; see `MemoryKind.fewest_tokens`."""
+    fewest = jnp.zeros_like(slots)
+    for kind, held in cache.shared.items():
+        fewest = jnp.maximum(fewest, KINDS[kind].fewest_tokens(held, slots, alone=alone))
+    return fewest
 
 
 def _claims(cache: Cache, launch: Launch) -> dict[str, tuple[Claim, ...]]:

@@ -32,10 +32,13 @@ class RecurrentShared:
     Attributes:
       cursor: The integers of the buffered states.
       ring_order: int32 [slots + 1, ring], the rows of the convolutions' rings; None without trees or convolutions.
+      reach: int32 [slots + 1], how many tokens the convolutions' rings were written up to since the slot was emptied,
+        those among them that were not committed; None with trees, which are not cut, and without convolutions.
     """
 
     cursor: Cursor
     ring_order: Array | None = None
+    reach: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -113,7 +116,11 @@ class RecurrentMemory:
         widths = {mixer.width for mixer in mixers} - {0}
         if len(widths) > 1:
             raise ValueError(f"the convolutions of all layers must have as many taps, got {sorted(widths)}")
-        return RecurrentShared(cursor, init_ring_order(width=widths.pop(), **lists) if sizes.trees and widths else None)
+        if not widths:
+            return RecurrentShared(cursor)
+        if sizes.trees:
+            return RecurrentShared(cursor, ring_order=init_ring_order(width=widths.pop(), **lists))
+        return RecurrentShared(cursor, reach=jnp.zeros(sizes.slots + 1, jnp.int32))
 
     def claim(self, shared: RecurrentShared, launch: Launch) -> tuple[Claim, ...]:
         return claim(shared.cursor, launch)
@@ -121,8 +128,11 @@ class RecurrentMemory:
     def claim_fork(self, shared: RecurrentShared, source: Array, target: Array, committed: Array) -> tuple[Claim, ...]:
         return claim_fork(shared.cursor, source, target, committed)
 
-    def fewest_tokens(self, shared: RecurrentShared, source: Array) -> Array:
-        return fewest_tokens(shared.cursor, source)
+    def fewest_tokens(self, shared: RecurrentShared, slots: Array, *, alone: bool) -> Array:
+        fewest = fewest_tokens(shared.cursor, slots, alone=alone)
+        if shared.reach is None:
+            return fewest
+        return jnp.maximum(fewest, shared.reach[slots] - shared.cursor.max_pending)  # older inputs were overwritten
 
     def note_missing(self, shared: RecurrentShared, missing: Sequence[Array]) -> RecurrentShared:
         if shared.cursor.sharing is None:
@@ -138,13 +148,16 @@ class RecurrentMemory:
 
     def begin(self, shared: RecurrentShared, launch: Launch) -> tuple[LaunchedRecurrence, RecurrentShared]:
         plan, cursor = (begin_prompt if launch.commits else begin_launch)(shared.cursor, launch)
-        return LaunchedRecurrence(plan, shared.ring_order), dataclasses.replace(shared, cursor=cursor)
+        reach = shared.reach
+        if reach is not None:
+            reach = put(reach, launch.slots, jnp.maximum(reach[launch.slots], launch.start + launch.lengths))
+        return LaunchedRecurrence(plan, shared.ring_order), dataclasses.replace(shared, cursor=cursor, reach=reach)
 
     def commit(self, shared: RecurrentShared, done: Commit) -> RecurrentShared:
         order = shared.ring_order
         if order is not None and done.permutation is not None:
             order = permute(order, done.slots, done.start, done.permutation)
-        return RecurrentShared(commit_entries(shared.cursor, done), order)
+        return dataclasses.replace(shared, cursor=commit_entries(shared.cursor, done), ring_order=order)
 
     def rollback(self, shared: RecurrentShared, slots: Array, count: Array) -> RecurrentShared:
         return dataclasses.replace(shared, cursor=rollback_entries(shared.cursor, slots, count))
@@ -158,13 +171,15 @@ class RecurrentMemory:
         committed: Array,
     ) -> tuple[RecurrentShared, tuple[RecurrentCache, ...]]:
         copies, cursor = fork_cursor(shared.cursor, source, target, committed)
-        order = None if shared.ring_order is None else put(shared.ring_order, target, shared.ring_order[source])
+        places = {"ring_order": shared.ring_order, "reach": shared.reach}
+        places = {name: None if held is None else put(held, target, held[source]) for name, held in places.items()}
 
         def fork_layer(layer: RecurrentCache) -> RecurrentCache:
             ring = None if layer.ring is None else put(layer.ring, target, layer.ring[source])
             return RecurrentCache(buffered.fork_pool(layer.pool, copies), ring)
 
-        return RecurrentShared(cursor, order), tuple(fork_layer(layer) for layer in layers)
+        return RecurrentShared(cursor, **places), tuple(fork_layer(layer) for layer in layers)
 
     def reset(self, shared: RecurrentShared, slots: Array) -> RecurrentShared:
-        return dataclasses.replace(shared, cursor=reset_cursor(shared.cursor, slots))
+        reach = None if shared.reach is None else put(shared.reach, slots, jnp.zeros_like(slots))
+        return dataclasses.replace(shared, cursor=reset_cursor(shared.cursor, slots), reach=reach)

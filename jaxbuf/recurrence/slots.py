@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxbuf.arguments import check_range, check_rows, checked_fork, checked_slots, distinct_slots, first_rows
 from jaxbuf.memory.claims import Claim
-from jaxbuf.memory.ownership import NOWHERE, clear_flag, release_rows, share_rows, short_of, take_rows
+from jaxbuf.memory.ownership import NOWHERE, clear_flag, is_shared, release_rows, share_rows, short_of, take_rows
 from jaxbuf.memory.sequences import put
 from jaxbuf.recurrence.cursor import Cursor
 from jaxbuf.recurrence.shared_rows import Sharing, count_places, note_missing
@@ -72,10 +72,18 @@ def load_cursor(cursor: Cursor, tokens: Array, slots: Array) -> tuple[Array, Cur
     return jnp.where(loaded, target, NOWHERE), done
 
 
-def fewest_tokens(cursor: Cursor, source: Array) -> Array:
-    """int32 [rows]: of each source's tokens, how many a fork must take at least: those in the checkpoint, and those
-    whose inputs a convolution holds no longer."""
-    return jnp.maximum(cursor.folded[source], cursor.position[source] - cursor.max_pending)
+def fewest_tokens(cursor: Cursor, slots: Array, *, alone: bool) -> Array:
+    """int32 [rows]: how many of its tokens a slot can be cut back to at least: those in the checkpoint; and if `alone`
+    those up to the last entry in a block that another slot owns, too. See `jaxbuf.memory.kind.MemoryKind`."""
+    folded = cursor.folded[slots]
+    if cursor.sharing is None or not alone:
+        return folded
+    logical = jnp.arange(cursor.ring, dtype=jnp.int32)[None]
+    place = jnp.take_along_axis(cursor.order[slots], (cursor.origin[slots][:, None] + logical) % cursor.ring, axis=1)
+    table = cursor.block_table[slots]
+    block = jnp.take_along_axis(table, place // (cursor.ring // table.shape[1]), axis=1)
+    shared = is_shared(cursor.sharing.blocks, block) & (logical < cursor.length[slots][:, None])
+    return folded + jnp.max(jnp.where(shared, logical + 1, 0), axis=1)
 
 
 def claim_fork(cursor: Cursor, source: Array, target: Array, tokens: Array) -> tuple[Claim, ...]:

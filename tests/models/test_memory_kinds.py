@@ -117,7 +117,7 @@ class Twin:
         sizes = {"slots": ROWS, "capacity": TIME, "limit": np.array([1, 5, 16]), "max_pending": PENDING}
         self.cache = decoder.init_cache(config, **sizes, page_size=4, block_size=4, holds=HOLDS, **pools)
         self.tokens: list[list[int]] = [[] for _ in range(ROWS + HOLDS + 1)]
-        self.rested = self.served = 0
+        self.rested = self.served = self.taken_back = 0
 
     def read_prompts(self):
         prompts = self.rng.integers(0, self.vocab, (ROWS, PROMPT), dtype=np.int32)
@@ -144,6 +144,18 @@ class Twin:
         self.cache = commit(self.cache, kept)
         for row, slot in enumerate(SLOTS):
             self.tokens[slot] += tokens[row, : accepted[row] - back[row] + kept[row]].tolist()
+        self.verify()
+
+    def take_back(self):
+        """Asks for some of the newest tokens back: as many come as every memory holds, and the rest stays as it was."""
+        wanted = self.rng.integers(0, PENDING + 1, ROWS).astype(np.int32)
+        self.cache = rollback(self.cache, wanted)
+        back = np.asarray(self.cache.sequences.pending[1 : 1 + ROWS])
+        assert (back <= wanted).all()
+        self.cache = commit(self.cache, np.zeros_like(back))
+        for slot, number in zip(SLOTS, back, strict=True):
+            self.tokens[slot] = self.tokens[slot][: len(self.tokens[slot]) - number]
+        self.taken_back += back.sum()
         self.verify()
 
     def fork(self, source, target):
@@ -199,11 +211,12 @@ def test_any_memories_under_random_schedules(name, rng):
     twin.read_prompts()
     for number in range(10):
         twin.step()
+        twin.take_back()
         if number % 3 == 1:
             twin.fork(*rng.permutation(SLOTS)[:2])
         if number % 4 == 2:
             twin.reset(int(rng.choice(SLOTS)))
-    assert not twin.rested
+    assert not twin.rested and twin.taken_back > 0
 
 
 def each_pools():
@@ -222,6 +235,7 @@ def test_rows_that_lack_memory_rest_and_the_others_go_on(name, pools, rng):
         if number % 5 == 1:
             source, target = rng.permutation(SLOTS)[:2]
             twin.fork(*((source, ROWS + 1), (ROWS + 1, target), (source, target))[rng.integers(3)])
+            twin.take_back()
         if twin.lacking and rng.random() < 0.5:
             with pytest.raises(PoolExhausted, match=r"the pool of \w+ ran out: \d+ more needed"):
                 decoder.raise_exhausted(twin.cache)
@@ -257,6 +271,44 @@ def test_tokens_are_not_taken_back_where_it_is_not_known_where_they_lie():
     cache = decoder.init_cache(CONFIG, slots=1, capacity=8)
     with pytest.raises(ValueError, match=r"count must be in \[0, 0\], got 1 at row 0"):
         decoder.rollback(cache, np.int32([1]))
+
+
+@pytest.mark.parametrize("name", [pytest.param("softmax", marks=pytest.mark.slow), "recurrence"])
+def test_tokens_are_not_taken_back_where_another_slot_reads_them(name, rng):
+    """A full page or block that a fork shares can't be written again, until its other owner is gone."""
+    config, slots = CASES[name]().config, np.int32([1, 2])
+    pools = {"pages": 20, "states": 4, "blocks": 20}
+    cache = decoder.init_cache(config, slots=2, capacity=16, max_pending=4, page_size=4, block_size=4, **pools)
+    tokens = rng.integers(0, config.vocab_size, (2, 4), dtype=np.int32)
+    model = random_model(config)
+    for lengths in ([4, 0], [3, 0]):
+        _, cache = extend(model, cache, tokens, lengths=np.int32(lengths))
+        cache = commit(cache, np.int32(lengths))
+    cache = fork(cache, slots[:1], slots[1:])
+    for slot in slots:
+        assert decoder.rollback(cache, np.int32([3]), slots=slots[slot - 1 : slot]).sequences.committed[slot] == 4
+        with pytest.raises(ValueError, match=r"count must be in \[0, 3\], got 4 at row 0"):
+            decoder.rollback(cache, np.int32([4]), slots=slots[slot - 1 : slot])
+    cache = reset(cache, slots[1:])
+    assert decoder.rollback(cache, np.int32([4]), slots=slots[:1]).sequences.committed[1] == 3
+
+
+def test_tokens_are_not_taken_back_where_a_convolution_forgot_what_came_before(rng):
+    """Tokens that were read in vain have overwritten the oldest inputs, committed or not."""
+    config, slots = CASES["recurrence"]().config, np.int32([1])
+    cache = decoder.init_cache(config, slots=2, capacity=16, limit=12, max_pending=4)
+    tokens = rng.integers(0, config.vocab_size, (2, 10), dtype=np.int32)
+    model = random_model(config)
+    _, cache = _jit(partial(decoder.prefill, keep=8))(model, cache, tokens)
+    assert decoder.fork(cache, slots, slots + 1, tokens=np.int32([6])).sequences.committed[2] == 6
+    _, cache = extend(model, cache, tokens[:, :3], lengths=np.int32([3, 0]))
+    for taken, least in ((0, 9), (2, 9)):
+        after = commit(cache, np.int32([taken, 0]))
+        with pytest.raises(ValueError, match=rf"tokens must be in \[{least}, {10 + taken}\], got 8 at row 0"):
+            decoder.fork(after, slots, slots + 1, tokens=np.int32([8]))
+        with pytest.raises(ValueError, match=rf"count must be in \[0, {10 + taken - least}\], got 4 at row 0"):
+            decoder.rollback(after, np.int32([4]), slots=slots)
+        assert decoder.rollback(after, np.int32([1]), slots=slots).sequences.committed[1] == 9 + taken
 
 
 @pytest.mark.parametrize(
