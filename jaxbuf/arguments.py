@@ -3,6 +3,8 @@
 Values are checked where they are known. Under jit they are not: what would be an error then writes nothing instead.
 """
 
+from typing import cast
+
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -76,7 +78,7 @@ def checked_slots(slots: object, count: int, *, name: str = "slots", once: bool 
     check_range(name, given, 0, count - 1)
     if once:
         _refuse_repeated(name, np.asarray(given))
-    return jnp.asarray(given.astype(np.int32))
+    return cast(Array, np.asarray(given, np.int32))  # known under jit, too: see `jaxbuf.memory.sequences.put`
 
 
 def distinct_slots(slots: object, count: int, *, name: str = "slots") -> Array:

@@ -1,8 +1,10 @@
 """What the programs share that people start in a terminal: numbers as they are typed, tables, errors of one line."""
 
+import contextlib
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +110,21 @@ def _width(cell: Any) -> int:
     return max(map(cell_len, text.plain.splitlines()), default=0)
 
 
+@contextlib.contextmanager
+def errors_told(tell: Callable[[str, Exception], object]) -> Iterator[None]:
+    """Calls `tell` with one line, and the error, where something fails that a user can cause; other errors, which are
+    faults of the program, are raised, and so is that nobody reads the output any more."""
+    try:
+        yield
+    except Exception as error:
+        line = None if isinstance(error, BrokenPipeError) else line_of(error)
+        if line is None:
+            raise
+        tell(line, error)
+
+
 def line_of(error: BaseException) -> str | None:
-    """What an error that a user can cause says in one line; None for others, which are faults of the program."""
+    """What an error that a user can cause says in one line; None for others."""
     checkpoint = sys.modules.get("jaxbuf.models.loading.checkpoint")
     text = " ".join(str(error).split("\n")).strip()
     if isinstance(error, OSError) and error.strerror and error.filename is None:

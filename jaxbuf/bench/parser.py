@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxbuf.terminal import check_writable, line_of, parse_number, parse_whole
+from jaxbuf.terminal import check_writable, errors_told, parse_number, parse_whole
 
 type Main = Callable[[Sequence[str]], int]
 
@@ -70,15 +70,9 @@ def errors_are_lines(main: Main) -> Main:
 
     @functools.wraps(main)
     def wrapped(arguments: Sequence[str]) -> int:
-        try:
+        program = main.__module__.rpartition(".")[2]
+        with errors_told(lambda line, _: sys.stderr.write(f"jaxbuf bench {program}: error: {line}\n")):
             return main(arguments)
-        except BrokenPipeError:  # nobody reads on: no error
-            raise
-        except Exception as error:
-            line = line_of(error)
-            if line is None:
-                raise
-            sys.stderr.write(f"jaxbuf bench {main.__module__.rpartition('.')[2]}: error: {line}\n")
-            return 2
+        return 2
 
     return wrapped

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from jaxbuf.terminal import line_of
+from jaxbuf.terminal import errors_told
 
 logger = logging.getLogger("jaxbuf")
 
@@ -64,17 +64,14 @@ def as_typed(message: str, parameters: Iterable[Any]) -> str:
 @contextlib.contextmanager
 def errors_exit(parameters: Iterable[Any] = ()) -> Iterator[None]:
     """What a user can cause ends the program with exit code 2 and one line, in the words of these options."""
-    try:
-        yield
-    except BrokenPipeError:  # nobody reads on: no error
-        raise
-    except Exception as error:
-        line = line_of(error)
-        if line is None:
-            raise
+
+    def tell(line: str, error: Exception):
         logger.debug("", exc_info=error)
         print_error(error_console(), as_typed(line, parameters))
         raise typer.Exit(2) from error
+
+    with errors_told(tell):
+        yield
 
 
 class Command(TyperCommand):

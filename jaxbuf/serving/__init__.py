@@ -2,14 +2,21 @@
 
 from jaxbuf.serving.admit import Arrivals, Beginning, admit, init_carry, release
 from jaxbuf.serving.beams import Beam, beam_search
-from jaxbuf.serving.carry import Carry, CarrySizes
+from jaxbuf.serving.carry import EMPTY, FAILED, FULL, RUNNING, STARVED, STOPPED, Carry, CarrySizes
 from jaxbuf.serving.generation import generate
 from jaxbuf.serving.loop import generate_tokens
 from jaxbuf.serving.result import Event, GenerationResult
+from jaxbuf.serving.room import make_room
 from jaxbuf.serving.sampling import SamplingParams
 from jaxbuf.serving.stats import Stats
 
 __all__ = [
+    "EMPTY",
+    "FAILED",
+    "FULL",
+    "RUNNING",
+    "STARVED",
+    "STOPPED",
     "Arrivals",
     "Beam",
     "Beginning",
@@ -24,5 +31,6 @@ __all__ = [
     "generate",
     "generate_tokens",
     "init_carry",
+    "make_room",
     "release",
 ]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.memory.tree import ancestors
-from jaxbuf.serving.carry import RUNNING, Carry
+from jaxbuf.serving.carry import RUNNING, Carry, Speculation
 from jaxbuf.serving.sampling import is_finite
 from jaxbuf.serving.speculation import Drafter, drafts_trees, usable
 
@@ -29,12 +29,15 @@ class AdaptiveState:
       kept, judged: f32 [rows], drafts that were kept, and those that were judged: the kept ones and, if there was one,
         the first that was not; older ones count less.
       depth: int32 [rows], how many drafts in a chain the last proposal had.
+      verified, accepted: int32 [rows], the counts of `Speculation` that `kept` and `judged` know of.
     """
 
     inner: Any
     kept: Array
     judged: Array
     depth: Array
+    verified: Array
+    accepted: Array
 
 
 @jax.tree_util.register_dataclass
@@ -82,20 +85,19 @@ class Adaptive:
 
     def init(self, config, sizes):
         """The inner drafter's state, and nothing counted yet; see `Drafter.init`."""
-        none = jnp.zeros(sizes.rows)
-        return AdaptiveState(self.drafter.init(config, sizes), none, none, jnp.zeros(sizes.rows, jnp.int32))
+        none, nothing = jnp.zeros(sizes.rows, jnp.int32), jnp.zeros(sizes.rows)
+        return AdaptiveState(self.drafter.init(config, sizes), nothing, nothing, none, none, none)
 
     def admit(self, model, carry, reading):
         """Admits to the inner drafter, and forgets what a row's earlier request counted; see `Drafter.admit`."""
-        state = carry.speculation.state
+        state = dataclasses.replace(carry.speculation.state, inner=None)
+        none = jax.tree.map(lambda x: jnp.zeros(reading.begins.shape, x.dtype), state)
         inner = self.drafter.admit(model, _inside(carry), reading)
-        none = jnp.zeros(reading.begins.shape)
-        counted = reading.begun((state.kept, state.judged, state.depth), (none, none, none.astype(jnp.int32)))
-        return AdaptiveState(inner, *counted)
+        return dataclasses.replace(reading.begun(state, none), inner=inner)
 
     def propose(self, model, carry, most):
         """Has the inner drafter draft as many tokens as pay on each row; see `Drafter.propose`."""
-        state, steps = carry.speculation.state, carry.counters.steps
+        state, steps = _judge(carry.speculation), carry.counters.steps
         share = (state.kept + PRIOR) / (state.judged + 1)
         length = best_length(share, self.draft_tokens, self.cost)
         length = jnp.where((length == 0) & (steps % PROBE == PROBE - 1), 1, length)
@@ -111,16 +113,28 @@ class Adaptive:
         return proposal, dataclasses.replace(state, inner=inner, depth=depth)
 
     def settle(self, model, state, hidden, tokens, number):
-        """Settles the inner drafter, and counts the drafts that were judged; see `Drafter.settle`."""
-        inner = self.drafter.settle(model, state.inner, hidden, tokens, number)
-        drafted = (state.depth > 0) & (number > 0)
-        kept = jnp.minimum(number - 1, state.depth)
-        judged = jnp.minimum(kept + 1, state.depth)
+        """Settles the inner drafter; the next `propose` counts what became of the drafts; see `Drafter.settle`."""
+        return dataclasses.replace(state, inner=self.drafter.settle(model, state.inner, hidden, tokens, number))
 
-        def count(old, new):
-            return jnp.where(drafted, DISCOUNT * old + new.astype(jnp.float32), old)
 
-        return AdaptiveState(inner, count(state.kept, kept), count(state.judged, judged), state.depth)
+def _judge(speculation: Speculation) -> AdaptiveState:
+    """The state that has counted what became of the last step's drafts. Those that were not verified, for which there
+    was no memory, say nothing."""
+    state = speculation.state
+    verified = speculation.drafted > state.verified
+    kept = speculation.accepted - state.accepted
+    judged = jnp.minimum(kept + 1, state.depth)
+
+    def count(old: Array, new: Array) -> Array:
+        return jnp.where(verified, DISCOUNT * old + new.astype(jnp.float32), old)
+
+    return dataclasses.replace(
+        state,
+        kept=count(state.kept, kept),
+        judged=count(state.judged, judged),
+        verified=speculation.drafted,
+        accepted=speculation.accepted,
+    )
 
 
 def _inside(carry: Carry) -> Carry:

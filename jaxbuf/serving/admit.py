@@ -26,6 +26,7 @@ from jaxbuf.serving.carry import (
     Counters,
     Speculation,
     chosen_logprobs,
+    get_rows,
     put_places,
     put_rows,
     record,
@@ -57,7 +58,7 @@ class Beginning:
       rows: int32 [m], the rows, none twice; a negative number: nothing.
       prompt: int32 [m], the place in `Arrivals` of the prompt that each continues.
       limit: int32 [m], the entries from which each folds, at most the carry's: 1 is the recurrent form.
-      max_new_tokens: int32 [m].
+      max_new_tokens: int32 [m]; a row gets no more than the carry's capacity has room for behind its prompt.
       sampling: Of m rows.
       stop_ids: int32 [m, n], padded with -1; n is the carry's.
       allowed: int32 [m, ceil(vocab / 32)], as in `Carry`.
@@ -138,7 +139,7 @@ def init_carry(config: ModelConfig, sizes: CarrySizes, drafter: Drafter | None =
         hidden=jnp.zeros((rows, config.hidden_size), sizes.dtype),
         state=integers() + EMPTY,
         max_new_tokens=integers(),
-        sampling=pack([SamplingParams(temperature=0.0)] * rows, biases=sizes.biases),
+        sampling=_greedy(rows, sizes.biases),
         allowed=integers(mask_words(vocab)),
         logprobs=Logprobs(jnp.zeros(best[:2]), jnp.zeros(best, jnp.int32), jnp.zeros(best)),
         counters=Counters(integers(), integers(), integers(), integers()),
@@ -151,8 +152,13 @@ def init_carry(config: ModelConfig, sizes: CarrySizes, drafter: Drafter | None =
 def admit(model: decoder.Decoder, carry: Carry, arrivals: Arrivals, drafter: Drafter | None = None) -> Carry:
     """Reads a chunk of prompts, and lets the rows run whose prompts end with it: each draws its first token.
 
-    A row for which a pool of memory has no room reads nothing of the chunk, and is in `carry.lacking`; its position
-    says how far it is, and the same chunk can come again. Later chunks of it rest as well.
+    A row for which a pool of memory has no room, or whose text would be longer than the carry's capacity, reads nothing
+    of the chunk and is in `carry.lacking`, as are the rows that would continue its prompt. Later chunks of it rest as
+    well. Its position says how far it is, and the same chunk can come again once there is room; rows that read it the
+    first time are left alone then.
+
+    Forks of a chunk are done for all rows or, without room, for none: rows that read their own prompts run, and those
+    that continue another's are lacking, stay empty, and can only read the prompt themselves.
 
     Args:
       model: The parameters.
@@ -181,10 +187,20 @@ def release(carry: Carry, rows: Array) -> Carry:
     none = jnp.zeros_like(row)
     history = carry.history
     cleared = put_rows((history.prompt_length, history.length, carry.state), row, (none, none, none + EMPTY))
-    history = dataclasses.replace(history, prompt_length=cleared[0], length=cleared[1])
-    lacking = put_rows(carry.lacking, row, none > 0)
-    cache = decoder.reset(carry.cache, slots_of(row))
-    return dataclasses.replace(carry, cache=cache, history=history, state=cleared[2], lacking=lacking)
+    return dataclasses.replace(
+        carry,
+        cache=decoder.reset(carry.cache, slots_of(row)),
+        history=dataclasses.replace(history, prompt_length=cleared[0], length=cleared[1]),
+        state=cleared[2],
+        # What no row asks for is skipped, as long as no row's settings ask for it.
+        sampling=put_rows(carry.sampling, row, _greedy(row.shape[0], carry.sampling.bias_ids.shape[1])),
+        lacking=put_rows(carry.lacking, row, none > 0),
+    )
+
+
+def _greedy(rows: int, biases: int) -> Sampling:
+    """The settings of rows that have no request."""
+    return pack([SamplingParams(temperature=0.0)] * rows, biases=biases)
 
 
 def _checked(rows: Array, carry: Carry) -> Array:
@@ -198,8 +214,7 @@ def _checked(rows: Array, carry: Carry) -> Array:
 def _admit(model: decoder.Decoder, carry: Carry, arrivals: Arrivals, drafter: Drafter | None) -> Carry:
     carry, reading = _read(model, carry, arrivals)
     if arrivals.begins is not None:
-        source = jnp.where(arrivals.last & (reading.lengths > 0), reading.rows, NOWHERE)
-        carry, reading = _fork(carry, arrivals.begins, reading, source)
+        carry, reading = _fork(carry, arrivals, arrivals.begins, reading)
         carry = _begin(model, carry, arrivals.begins, reading)
     if drafter is None:
         return carry
@@ -214,15 +229,15 @@ def _admit(model: decoder.Decoder, carry: Carry, arrivals: Arrivals, drafter: Dr
 def _read(model: decoder.Decoder, carry: Carry, arrivals: Arrivals) -> tuple[Carry, Reading]:
     """Reads the chunk into the rows' memory and text."""
     row = _checked(arrivals.rows, carry)
-    inside = jnp.minimum(row, carry.last.shape[0] - 1)
-    expected = (row < NOWHERE) & (carry.position[inside] == arrivals.start) & (carry.state[inside] == EMPTY)
+    position, state, before = get_rows((carry.position, carry.state, carry.hidden), row)
+    expected = (row < NOWHERE) & (position == arrivals.start) & (state == EMPTY)
     row = jnp.where(expected, row, NOWHERE)
-    slots, wanted = slots_of(row), jnp.where(expected, arrivals.lengths, 0)
+    fits = arrivals.start + arrivals.lengths <= carry.history.tokens.shape[1]
+    slots, wanted = slots_of(row), jnp.where(expected & fits, arrivals.lengths, 0)
     hidden, cache = decoder.prefill(model, carry.cache, arrivals.tokens, lengths=wanted, slots=slots)
     read = jnp.where(expected, cache.sequences.committed[slots] - arrivals.start, 0)
     history = carry.history
     text = put_places(history.tokens, arrivals.tokens, arrivals.start, read, row)
-    before = carry.hidden[inside]
     logprobs = carry.logprobs
     if arrivals.report_prompt:
         scoring = jnp.concatenate([before[:, None], hidden[:, :-1]], axis=1)  # each token is scored by the one before
@@ -239,30 +254,33 @@ def _read(model: decoder.Decoder, carry: Carry, arrivals: Arrivals) -> tuple[Car
         history=dataclasses.replace(history, tokens=text),
         hidden=newest,
         logprobs=logprobs,
-        lacking=put_rows(carry.lacking, row, read < wanted),
+        lacking=put_rows(carry.lacking, row, read < arrivals.lengths),
     )
     nobody = jnp.zeros(0, jnp.int32)
     return carry, Reading(row, arrivals.tokens, arrivals.start, read, hidden, before, begins=nobody, source=nobody)
 
 
-def _fork(carry: Carry, begins: Beginning, reading: Reading, ended: Array) -> tuple[Carry, Reading]:
-    """Gives rows that continue another row's prompt its memory and text.
-
-    `ended` (int32 [n]) are the rows whose prompts were read to their end, NOWHERE for others.
-    """
-    source, row = ended[begins.prompt], _checked(begins.rows, carry)
-    last_row = carry.last.shape[0] - 1
-    free = carry.state[jnp.minimum(row, last_row)] == EMPTY
-    row = jnp.where((source < NOWHERE) & free, row, NOWHERE)
+def _fork(carry: Carry, arrivals: Arrivals, begins: Beginning, reading: Reading) -> tuple[Carry, Reading]:
+    """Gives rows that continue another row's prompt its memory and text, as soon as it was read to its end."""
+    reader, row = _checked(arrivals.rows, carry), _checked(begins.rows, carry)
+    ended = arrivals.last & (reading.lengths > 0)
+    state, lacking = get_rows((carry.state, carry.lacking), reader)
+    unread = arrivals.last & (reader < NOWHERE) & (state == EMPTY) & lacking
+    source, unread = jnp.where(ended, reader, NOWHERE)[begins.prompt], unread[begins.prompt]
+    state, position = get_rows((carry.state, carry.position), row)
+    # Another row than the one that read the prompt may be in the midst of reading its own.
+    free = (row == source) | (begins.forks & (position == 0))
+    row = jnp.where(free & (state == EMPTY), row, NOWHERE)
+    lacking = put_rows(carry.lacking, jnp.where(unread, row, NOWHERE), unread)
+    carry, row = dataclasses.replace(carry, lacking=lacking), jnp.where(source < NOWHERE, row, NOWHERE)
     if begins.forks:
-        inside = jnp.minimum(source, last_row)
         cache = decoder.fork(carry.cache, slots_of(jnp.where(row < NOWHERE, source, NOWHERE)), slots_of(row))
         held = cache.sequences.committed
         served = held[slots_of(row)] == held[slots_of(source)]
         lacking = put_rows(carry.lacking, row, ~served)
         row = jnp.where(served, row, NOWHERE)
         both = carry.history.tokens, carry.hidden
-        text, hidden = put_rows(both, row, jax.tree.map(lambda x: x[inside], both))
+        text, hidden = put_rows(both, row, get_rows(both, source))
         history = dataclasses.replace(carry.history, tokens=text)
         carry = dataclasses.replace(carry, cache=cache, history=history, hidden=hidden, lacking=lacking)
     return carry, dataclasses.replace(reading, begins=row, source=source, forks=begins.forks)
@@ -270,8 +288,9 @@ def _fork(carry: Carry, begins: Beginning, reading: Reading, ended: Array) -> tu
 
 def _begin(model: decoder.Decoder, carry: Carry, begins: Beginning, reading: Reading) -> Carry:
     """Gives the rows that begin their settings, and draws the first token of each."""
-    row, inside = reading.begins, jnp.minimum(reading.begins, carry.last.shape[0] - 1)
-    length = carry.position[inside]
+    row = reading.begins
+    length, hidden = get_rows((carry.position, carry.hidden), row)
+    most = jnp.minimum(begins.max_new_tokens, carry.history.tokens.shape[1] - length)
 
     def put(old: Any, new: Any) -> Any:
         return put_rows(old, row, new)
@@ -287,17 +306,16 @@ def _begin(model: decoder.Decoder, carry: Carry, begins: Beginning, reading: Rea
             stop_ids=put(old.stop_ids, begins.stop_ids),
         ),
         state=put(carry.state, none + RUNNING),
-        max_new_tokens=put(carry.max_new_tokens, begins.max_new_tokens),
+        max_new_tokens=put(carry.max_new_tokens, most),
         sampling=put(carry.sampling, begins.sampling),
         allowed=put(carry.allowed, begins.allowed),
         counters=put(carry.counters, Counters(none, none, none, none)),
     )
-    logits = decoder.logits(model, carry.hidden[inside])
+    logits = decoder.logits(model, hidden)
     with jax.named_scope("sample"):
-        history = jax.tree.map(lambda x: x[inside], carry.history)
-        adjusted = adjust(only(begins.allowed, logits), begins.sampling, history)
+        adjusted = adjust(only(begins.allowed, logits), begins.sampling, get_rows(carry.history, row))
         token = sample(adjusted, begins.sampling, length)
-    possible, real = has_candidate(adjusted), row < NOWHERE
+    possible, real = has_candidate(adjusted), (row < NOWHERE) & (most > 0)
     rows = jnp.zeros_like(carry.last)
     number, failed = put(rows, (possible & real).astype(jnp.int32)), put(rows > 0, ~possible & real)
     found = None

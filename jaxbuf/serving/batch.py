@@ -89,12 +89,12 @@ class Batch:
         """The prompts, chunk after chunk."""
         tops = [s.prompt_logprobs for s in self.settings if s.prompt_logprobs is not None]
         report = {"report_prompt": bool(tops), "prompt_top": np.int32(max(tops, default=0))}
-        rows = first_rows([setting.n for setting in self.settings])
+        rows = reading_rows([setting.n for setting in self.settings])
         chunks = (dataclasses.replace(chunk, **report) for chunk in split_prompts(self.prompts, rows))
         return [dataclasses.replace(chunk, begins=_ending(self.begins, chunk)) for chunk in chunks]
 
 
-def first_rows(numbers: Sequence[int]) -> list[int]:
+def reading_rows(numbers: Sequence[int]) -> list[int]:
     """The row that reads each prompt, where prompts have `numbers` of rows each, in order."""
     return np.cumsum([0, *numbers[:-1]]).tolist()
 

@@ -137,6 +137,11 @@ def put_rows[T](old: T, rows: Array, new: T) -> T:
     return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), old, new)
 
 
+def get_rows[T](arrays: T, rows: Array) -> T:
+    """What belongs to rows (int32 [n]) in arrays [rows, ...]: [n, ...]; that of some row where one is NOWHERE."""
+    return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), arrays)
+
+
 def append_token(history: History, token: Array, real: Array) -> History:
     """The history with one more token (int32 [rows]) in the rows where `real` (bool [rows])."""
     return _append(history, token[:, None], real.astype(jnp.int32))
@@ -178,7 +183,7 @@ def record(carry: Carry, tokens: Array, number: Array, failed: Array, logprobs: 
         found = jax.tree.map(lambda old, new: put_places(old, new, length, number), found, logprobs)
     newest = jnp.take_along_axis(tokens, jnp.maximum(number - 1, 0)[:, None], axis=1)[:, 0]
     last, history = jnp.where(number > 0, newest, carry.last), _append(carry.history, tokens, number)
-    stopped = jnp.any(last[:, None] == history.stop_ids, axis=-1)
+    stopped = (number > 0) & jnp.any(last[:, None] == history.stop_ids, axis=-1)
     reason = jnp.where(stopped, STOPPED, jnp.where(history.count >= carry.max_new_tokens, FULL, RUNNING))
     reason = jnp.where(failed, FAILED, reason)
     state = jnp.where(carry.state == RUNNING, reason, carry.state).astype(jnp.int32)

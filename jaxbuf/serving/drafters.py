@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.models import decoder
-from jaxbuf.models.cache import fold_limits, with_limits
+from jaxbuf.models.cache import all_slots, fold_limits, with_limits
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.mtp import MTPCache, draft_mtp, fork_mtp, init_mtp, mtp_extend
 from jaxbuf.serving.acceptance import draft_keys, log_distribution
 from jaxbuf.serving.adaptive import Adaptive
-from jaxbuf.serving.carry import RUNNING, Carry, append_token, slots_of
+from jaxbuf.serving.carry import RUNNING, Carry, append_token, get_rows, slots_of
 from jaxbuf.serving.drafting import propose_ngram, propose_ngram_tree
 from jaxbuf.serving.own_drafter import check_draft_tokens, fit_drafter
 from jaxbuf.serving.sampling import History, adjust, keys, noise, whole
@@ -210,10 +210,9 @@ class MTP:
         _, memory = mtp_extend(model, state.memory, hidden, following, **read)
         if reading.forks:
             memory = fork_mtp(memory, slots_of(reading.source), slots_of(reading.begins))
-        inside = jnp.minimum(reading.begins, carry.last.shape[0] - 1)
+        newest, tokens = get_rows((carry.hidden, carry.last), reading.begins)
         wide = ((0, 0), (0, self.draft_tokens))
-        newest = jnp.pad(carry.hidden[inside][:, None], (*wide, (0, 0)))
-        tokens = jnp.pad(carry.last[inside][:, None], wide)
+        newest, tokens = jnp.pad(newest[:, None], (*wide, (0, 0))), jnp.pad(tokens[:, None], wide)
         kept = reading.begun(
             (state.hidden, state.tokens, state.number), (newest, tokens, jnp.ones_like(reading.begins))
         )
@@ -303,36 +302,65 @@ class DraftModel:
 
     def propose(self, model, carry, most):
         """Reads the newest token and every draft, which stay pending in its cache; see `Drafter.propose`."""
-        cache, running = carry.speculation.state, carry.state == RUNNING
-        limit = fold_limits(cache)
+        cache, running = _without_idle(carry.speculation.state, carry), carry.state == RUNNING
+        limit, slots, first = fold_limits(cache), all_slots(cache), cache.sequences.committed[all_slots(cache)]
+        missed = jnp.where(running, carry.position - first, 0)
 
         def step(number, chain):
-            token, history, cache, drafts, log_qs = chain
+            history, cache, drafts, log_qs = chain
             # A draft that was folded could not leave again: the first of these launches folds for all of them.
             threshold = jnp.where(number == 0, jnp.maximum(limit - self.draft_tokens, 1), NEVER)
-            read = (running & (number <= most)).astype(jnp.int32)
-            hidden, cache = decoder.extend(self.model, with_limits(cache, threshold), token[:, None], lengths=read)
-            cache = decoder.commit(cache, read)
+            place, ahead = first + number, number - missed  # of the token to read; of the draft behind it
+            reads = running & (cache.sequences.committed[slots] == place) & (ahead <= most)
+            token = jnp.take_along_axis(history.tokens, place[:, None], axis=1, mode="clip")
+            lengths = reads.astype(jnp.int32)
+            hidden, cache = decoder.extend(self.model, with_limits(cache, threshold), token, lengths=lengths)
+            cache = decoder.commit(cache, lengths)
+            real = (ahead >= 0) & (cache.sequences.committed[slots] > place)
 
             def draft():
-                candidates, log_q = draw_drafts(carry, history, decoder.logits(self.model, hidden[:, 0]), number)
+                candidates, log_q = draw_drafts(carry, history, decoder.logits(self.model, hidden[:, 0]), ahead)
                 return candidates[:, 0], log_q
 
-            token, log_q = jax.lax.cond(number < self.draft_tokens, draft, lambda: (token, log_qs[0]))
+            token, log_q = jax.lax.cond(number < self.draft_tokens, draft, lambda: (token[:, 0], log_qs[0]))
             drafts, log_qs = (x.at[number].set(new, mode="drop") for x, new in ((drafts, token), (log_qs, log_q)))
-            return token, append_token(history, token, running), cache, drafts, log_qs
+            return append_token(history, token, real), cache, drafts, log_qs
 
         drafts = jnp.zeros((self.draft_tokens, most.shape[0]), jnp.int32)
         log_qs = jnp.zeros((*drafts.shape, model.config.vocab_size), jnp.float32)
-        chain = carry.last, carry.history, cache, drafts, log_qs
-        _, _, cache, drafts, log_qs = jax.lax.fori_loop(0, jnp.max(most) + 1, step, chain)
-        cache = decoder.rollback(with_limits(cache, limit), jnp.where(running, most + 1, 0))
-        drafts, log_q = (jnp.moveaxis(x, 0, 1) for x in (drafts, log_qs))
-        return Proposal(drafts, most, log_q), cache
+        launches = jnp.minimum(jnp.max(most + missed), self.draft_tokens) + 1
+        chain = carry.history, cache, drafts, log_qs
+        _, cache, drafts, log_qs = jax.lax.fori_loop(0, launches, step, chain)
+        read = jnp.where(running, cache.sequences.committed[slots] - carry.position, 0)  # the newest token and drafts
+        cache = decoder.rollback(with_limits(cache, limit), jnp.maximum(read, 0))
+        found = drafts, log_qs
+        found = jax.lax.cond(jnp.any(missed > 0), lambda: _later(found, missed), lambda: found)
+        drafts, log_q = (jnp.moveaxis(x, 0, 1) for x in found)
+        count = jnp.clip(jnp.minimum(read, self.draft_tokens - missed), 0, most)
+        return Proposal(drafts, count, log_q), cache
 
     def settle(self, model, state, hidden, tokens, number):
         """Commits as many of the tokens that it read as the model did; see `Drafter.settle`."""
         return decoder.commit(state, number)
+
+
+def _without_idle(cache: decoder.Cache, carry: Carry) -> decoder.Cache:
+    """A draft model's cache without what it holds of rows that have nothing in the model's: they were released."""
+    slots = all_slots(cache)
+    idle = (carry.position == 0) & (cache.sequences.committed[slots] > 0)
+    integers = dataclasses.replace(cache, layers=())  # so that no branch returns a layer's memory
+    after = jax.lax.cond(jnp.any(idle), lambda: decoder.reset(integers, jnp.where(idle, slots, 0)), lambda: integers)
+    return dataclasses.replace(after, layers=cache.layers)
+
+
+def _later[T](arrays: T, number: Array) -> T:
+    """Arrays [n, rows, ...] whose first entry of each row is the one that was behind `number` (int32 [rows]) others."""
+
+    def shifted(x: Array) -> Array:
+        place = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None] + number[None]
+        return x.at[place, jnp.arange(x.shape[1], dtype=jnp.int32)[None]].get(mode="clip")
+
+    return jax.tree.map(shifted, arrays)
 
 
 def draw_drafts(carry: Carry, history: History, logits: Array, number: Array, branches: int = 1) -> tuple[Array, Array]:
@@ -342,7 +370,7 @@ def draw_drafts(carry: Carry, history: History, logits: Array, number: Array, br
       carry: Before the step.
       history: With the drafts before this place counted as generated.
       logits: f32 [rows, vocab], the drafter's.
-      number: int32 scalar, of the place, from 0.
+      number: int32 scalar or [rows], of the place, from 0.
       branches: How many candidates.
 
     Returns:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxbuf.models.scoring import Logprobs
 from jaxbuf.recurrence.state_format import state_format
 from jaxbuf.serving import carry as rows
-from jaxbuf.serving.batch import Batch, first_rows
+from jaxbuf.serving.batch import Batch, reading_rows
 from jaxbuf.serving.carry import EMPTY, RUNNING, STOPPED, Carry
 from jaxbuf.serving.sampling import SamplingParams
 from jaxbuf.serving.stats import Stats, snapshot_traffic, state_traffic
@@ -49,7 +49,8 @@ class GenerationResult:
       top_logprobs: For each token, the most probable tokens at its place with their log-probabilities, best first; None
         likewise.
       prompt_logprobs, prompt_top_logprobs: The same of the prompt's tokens. The first of each is None, for nothing
-        comes before it; both are None unless SamplingParams.prompt_logprobs asks.
+        comes before it; both are None unless SamplingParams.prompt_logprobs asks, and of a prompt that there was no
+        memory to read.
       stop_reason: With finish_reason "stop", what stopped: the stop string, or the id of the stop token; else None.
       other_samples: With SamplingParams.n, the samples after this one, the prompt's first; see `samples`. A sample has
         none itself.
@@ -100,14 +101,15 @@ class Row:
     Attributes:
       running: Whether there is more to come.
       seen: How many tokens were read.
+      reader: The row that reads the prompt.
     """
 
     def __init__(self, batch: Batch, row: int, index: int, sample: int, reader: int):
-        """`reader` is the row that read the prompt."""
         self.running = True
         self.seen = 0
         self.prompt_tokens = len(batch.prompts[index])
-        self._batch, self._row, self._reader = batch, row, reader
+        self.reader = reader
+        self._batch, self._row = batch, row
         self._index, self._sample = index, sample
         self._setting: SamplingParams = batch.settings[index]
         self._text = TextStream(batch.lm.tokenizer, self._setting.stop_texts)
@@ -115,7 +117,7 @@ class Row:
         self._top_logprobs: list[dict[int, float]] = []
         self._prompt: dict[str, Any] = {}
 
-    def read(self, new: list[int], state: int, logprobs: Logprobs, counted: dict[str, int]) -> Event:
+    def read(self, new: list[int], state: int, logprobs: Logprobs, counted: dict[str, int], prompt_read: bool) -> Event:
         """Adds the tokens since the last call and what belongs to them.
 
         Args:
@@ -123,6 +125,7 @@ class Row:
           state: The row's, after them.
           logprobs: Of all rows and places of their texts.
           counted: The row's counters, and how many drafts it had and kept.
+          prompt_read: Whether the prompt was read to its end, in this row or another.
         """
         self.running = state in (RUNNING, EMPTY)
         stop_token = new[-1:] if state == STOPPED else []
@@ -145,9 +148,9 @@ class Row:
             self._logprobs += chosen
             self._top_logprobs += top
             told = {"logprobs": self._logprobs[: len(tokens)], "top_logprobs": self._top_logprobs[: len(tokens)]}
-        if self._setting.prompt_logprobs is not None and not self._prompt:
+        if self._setting.prompt_logprobs is not None and prompt_read and not self._prompt:
             places = slice(1, self.prompt_tokens)
-            chosen, top = _read(logprobs, self._reader, places, self._setting.prompt_logprobs)
+            chosen, top = _read(logprobs, self.reader, places, self._setting.prompt_logprobs)
             self._prompt = {"prompt_logprobs": [None, *chosen], "prompt_top_logprobs": [None, *top]}
         stats = self._stats(len(tokens), counted)
         result = GenerationResult(self._text.text, tokens, reason, stats, **told, **self._prompt, stop_reason=stop)
@@ -170,7 +173,7 @@ class Reader:
     """Reads a generation between two calls of the loop, every token once."""
 
     def __init__(self, batch: Batch):
-        readers = first_rows([setting.n for setting in batch.settings])
+        readers = reading_rows([setting.n for setting in batch.settings])
         self._rows = [Row(batch, row, *which, readers[which[0]]) for row, which in enumerate(batch.rows)]
 
     @property
@@ -190,7 +193,7 @@ class Reader:
                 continue
             counted = {name: 0 if counts is None else int(counts[place]) for name, counts in counters.items()}
             new = tokens[place, row.prompt_tokens + row.seen : length[place]].tolist()
-            events.append(row.read(new, int(state[place]), logprobs, counted))
+            events.append(row.read(new, int(state[place]), logprobs, counted, bool(length[row.reader] > 0)))
             met_stop[place] = state[place] == RUNNING and not row.running
         if met_stop.any():  # by an operation on the old state: its result lies where the program was compiled for
             carry = dataclasses.replace(carry, state=jnp.where(met_stop, STOPPED, carry.state))
