@@ -232,8 +232,8 @@ def emptied_slots(slots: Array, count: int) -> Array:
 
 def put(array: Array, slots: Array, new: Array) -> Array:
     """Writes per-row values to their slots; the null slot's are dropped."""
-    if _in_order(slots):  # A GPU makes one kernel of many such writes, and one kernel of each scatter.
-        return jax.lax.dynamic_update_slice_in_dim(array, new.astype(array.dtype), 1, axis=0)
+    if _in_order(slots):  # A GPU makes one kernel of many such joins, and one kernel of each scatter.
+        return jnp.concatenate([array[:1], new.astype(array.dtype), array[1 + len(slots) :]])
     return array.at[jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")
 
 

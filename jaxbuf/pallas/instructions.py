@@ -30,6 +30,11 @@ def wait_for_copies(groups: int, interpret: bool) -> None:
     _command(f"cp.async.wait_group {groups};", interpret)
 
 
+def synchronize_warp(interpret: bool) -> None:
+    """Waits for all threads of the warp; each then sees what the others wrote to shared memory."""
+    _command("bar.warp.sync 0xffffffff;", interpret)
+
+
 def _command(text: str, interpret: bool) -> None:
     """Runs one instruction without operands."""
 

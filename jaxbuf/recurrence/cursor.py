@@ -66,11 +66,13 @@ def init_cursor(
     block_size: int = 8,
     states: int | None = None,
     blocks: int | None = None,
+    shares: bool = False,
 ) -> Cursor:
     """A cursor for `slots` empty requests: physical slots 1 to `slots`.
 
     Args: as in `buffered.init`; limits for each may also start with the null slot's. A ring holds
-    max(limit, max_pending) + max_pending entries, in whole blocks.
+    max(limit, max_pending) + max_pending entries, in whole blocks. With `shares` slots share checkpoint rows and
+    blocks even if neither number is given.
 
     Raises:
       ValueError: As in `buffered.init`.
@@ -86,7 +88,7 @@ def init_cursor(
     table = 1 + (owned[:, None] - 1) * width + np.arange(width, dtype=np.int32)[None]
     table[0] = 0
     sharing = None
-    if states is not None or blocks is not None:
+    if shares or states is not None or blocks is not None:
         sharing = init_sharing(*default_counts(slots, width, states, blocks, -(-max_pending // block_size) + 1))
         owned, table = np.zeros_like(owned), np.zeros_like(table)
     order = np.broadcast_to(np.arange(width * block_size, dtype=np.int32), (slots + 1, width * block_size))

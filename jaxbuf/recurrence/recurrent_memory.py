@@ -107,11 +107,9 @@ class RecurrentMemory:
     """The kind: see `jaxbuf.memory.kind.MemoryKind`."""
 
     def init(self, mixers: Sequence[Any], sizes: Sizes) -> RecurrentShared:
-        given = {"block_size": sizes.block_size, "states": sizes.states, "blocks": sizes.blocks}
+        given = {name: getattr(sizes, name) for name in ("block_size", "states", "blocks", "shares")}
         limits = checked_limits(sizes.limit, sizes.slots, longest=sizes.capacity + sizes.max_pending)
         lists = {"slots": sizes.slots, "max_pending": sizes.max_pending}
-        if sizes.shares and sizes.states is None:
-            given["states"] = sizes.slots + sizes.slots // 2
         cursor = init_cursor(**lists, **given, limit=limits)
         widths = {mixer.width for mixer in mixers} - {0}
         if len(widths) > 1:

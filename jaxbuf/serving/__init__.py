@@ -2,7 +2,7 @@
 
 from jaxbuf.serving.admit import Arrivals, Beginning, admit, init_carry, release
 from jaxbuf.serving.beams import Beam, beam_search
-from jaxbuf.serving.carry import EMPTY, FAILED, FULL, RUNNING, STARVED, STOPPED, Carry, CarrySizes
+from jaxbuf.serving.carry import Carry, CarrySizes
 from jaxbuf.serving.generation import generate
 from jaxbuf.serving.loop import generate_tokens
 from jaxbuf.serving.result import Event, GenerationResult
@@ -11,12 +11,6 @@ from jaxbuf.serving.sampling import SamplingParams
 from jaxbuf.serving.stats import Stats
 
 __all__ = [
-    "EMPTY",
-    "FAILED",
-    "FULL",
-    "RUNNING",
-    "STARVED",
-    "STOPPED",
     "Arrivals",
     "Beam",
     "Beginning",

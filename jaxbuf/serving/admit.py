@@ -39,9 +39,8 @@ from jaxbuf.serving.sampling import (
     Sampling,
     SamplingParams,
     adjust,
-    has_candidate,
+    choose,
     pack,
-    sample,
 )
 from jaxbuf.serving.speculation import Drafter, Reading, drafts_trees
 from jaxbuf.serving.token_masks import mask_words, only
@@ -313,14 +312,18 @@ def _begin(model: decoder.Decoder, carry: Carry, begins: Beginning, reading: Rea
     )
     logits = decoder.logits(model, hidden)
     with jax.named_scope("sample"):
-        adjusted = adjust(only(begins.allowed, logits), begins.sampling, get_rows(carry.history, row))
-        token = sample(adjusted, begins.sampling, length)
-    possible, real = has_candidate(adjusted), (row < NOWHERE) & (most > 0)
+        history = get_rows(carry.history, row)
+        token, possible = choose(logits, begins.allowed, begins.sampling, history, length)
+    real = (row < NOWHERE) & (most > 0)
     rows = jnp.zeros_like(carry.last)
     number, failed = put(rows, (possible & real).astype(jnp.int32)), put(rows > 0, ~possible & real)
     found = None
     if reports(carry):
-        theirs = chosen_logprobs(begins.sampling, token[:, None], logits[:, None], adjusted[:, None])
+
+        def adjusted():
+            return adjust(only(begins.allowed, logits), begins.sampling, history)[:, None]
+
+        theirs = chosen_logprobs(begins.sampling, token[:, None], logits[:, None], adjusted)
         blank = jax.tree.map(lambda x: jnp.zeros((rows.shape[0], *x.shape[1:]), x.dtype), theirs)
         found = put(blank, theirs)
     return record(carry, put(rows, token)[:, None], number, failed, found)

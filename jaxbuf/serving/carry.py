@@ -5,6 +5,7 @@ A row is a place in these arrays: a request that runs. A slot is a place in the 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -195,19 +196,19 @@ def reports(carry: Carry) -> bool:
     return carry.logprobs.chosen.shape[1] > 0
 
 
-def chosen_logprobs(sampling: Sampling, tokens: Array, logits: Array, adjusted: Array) -> Logprobs:
+def chosen_logprobs(sampling: Sampling, tokens: Array, logits: Array, adjusted: Callable[[], Array]) -> Logprobs:
     """What rows report of the tokens int32 [rows, T]: [rows, T], in the distribution that each row asks for.
 
     Args:
       sampling: The settings of the rows.
       tokens: What was chosen.
       logits: f32 [rows, T, vocab], the model's own, that the tokens were chosen from.
-      adjusted: The same as the settings changed them, see `sampling.adjust`.
+      adjusted: Makes the same as the settings changed them, see `sampling.adjust`, if some row asks for it.
     """
     processed = sampling.processed_logprobs
 
     def drawn_from():
-        return jnp.where(processed[:, None, None], log_distribution(adjusted, sampling), logits)
+        return jnp.where(processed[:, None, None], log_distribution(adjusted(), sampling), logits)
 
     scores = jax.lax.cond(jnp.any(processed), drawn_from, lambda: logits)
     return token_logprobs(scores, tokens, MOST_LOGPROBS, wanted=jnp.any(sampling.top_logprobs > 0))

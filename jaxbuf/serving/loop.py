@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, recurrent_work
 from jaxbuf.serving.carry import RUNNING, Carry, Speculation, chosen_logprobs, record, reports
-from jaxbuf.serving.sampling import adjust, has_candidate, sample
+from jaxbuf.serving.sampling import adjust, choose
 from jaxbuf.serving.speculation import Drafter, Proposal, check_state, propose, verify, with_root
 from jaxbuf.serving.token_masks import only
 
@@ -86,7 +86,7 @@ def _verify_drafts(model: decoder.Decoder, carry: Carry, drafter: Drafter, propo
     state = drafter.settle(model, state, jnp.pad(hidden, (*missing, (0, 0))), jnp.pad(tokens, missing), number)
     after = dataclasses.replace(after, speculation=_count_drafts(carry, drafter, state, proposal, accepted))
     after = dataclasses.replace(after, cache=decoder.commit(after.cache, number, path=path))
-    found = chosen_logprobs(carry.sampling, tokens, logits, adjusted) if reports(carry) else None
+    found = chosen_logprobs(carry.sampling, tokens, logits, lambda: adjusted) if reports(carry) else None
     return record(after, tokens, number, failed, found)
 
 
@@ -125,11 +125,14 @@ def _record_next(carry: Carry, logits: Array, position: Array) -> Carry:
     `position` is the one that the token will have, int32 [rows].
     """
     with jax.named_scope("sample"):
-        adjusted = adjust(only(carry.allowed, logits), carry.sampling, carry.history)
-        token = sample(adjusted, carry.sampling, position)
-    failed = carry.active & ~has_candidate(adjusted)
+        token, possible = choose(logits, carry.allowed, carry.sampling, carry.history, position)
+    failed = carry.active & ~possible
     number = (carry.active & ~failed).astype(jnp.int32)
     found = None
     if reports(carry):
-        found = chosen_logprobs(carry.sampling, token[:, None], logits[:, None], adjusted[:, None])
+
+        def adjusted():
+            return adjust(only(carry.allowed, logits), carry.sampling, carry.history)[:, None]
+
+        found = chosen_logprobs(carry.sampling, token[:, None], logits[:, None], adjusted)
     return record(carry, token[:, None], number, failed, found)

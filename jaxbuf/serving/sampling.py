@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.models.shapes import power_of_two_from
+from jaxbuf.serving.token_masks import only
 
 type Array = jax.Array
 
@@ -212,7 +213,7 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
     """
     rows, vocab = logits.shape
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    early = (history.count < sampling.min_tokens)[:, None] & (history.stop_ids >= 0)
+    early = _forbidden_stops(sampling, history)
 
     def counts(first):
         place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None]
@@ -230,13 +231,50 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
         logits = logits - sampling.frequency_penalty[:, None] * generated
         return logits - sampling.presence_penalty[:, None] * (generated > 0).astype(jnp.float32)
 
-    asked = (
+    return jax.lax.cond(_adjusts(sampling, history), penalised, lambda logits: logits, logits)
+
+
+def _adjusts(sampling: Sampling, history: History) -> Array:
+    """bool scalar: whether some row asks for what `adjust` does."""
+    return (
         jnp.any(sampling.bias_ids >= 0)
-        | jnp.any(early)
+        | jnp.any(_forbidden_stops(sampling, history))
         | jnp.any(sampling.repetition_penalty != 1)
         | jnp.any((sampling.frequency_penalty != 0) | (sampling.presence_penalty != 0))
     )
-    return jax.lax.cond(asked, penalised, lambda logits: logits, logits)
+
+
+def _forbidden_stops(sampling: Sampling, history: History) -> Array:
+    """bool [rows, n]: the stop tokens that are forbidden until min_tokens were generated."""
+    return (history.count < sampling.min_tokens)[:, None] & (history.stop_ids >= 0)
+
+
+def choose(logits: Array, allowed: Array, sampling: Sampling, history: History, position: Array) -> tuple[Array, Array]:
+    """Chooses a token for each row: `sample` of the logits as `adjust` leaves them, from tokens that are allowed.
+
+    Where all rows are greedy and none adjusts anything, the logits are read, and none are written.
+
+    Args:
+      logits: f32 [rows, vocab], the model's.
+      allowed: int32 [rows, ceil(vocab / 32)], the tokens that each row may sample, see `token_masks`.
+      sampling, history: Of the rows.
+      position: int32 [rows], as in `sample`.
+
+    Returns:
+      The tokens, int32 [rows], and bool [rows]: whether there was a candidate.
+    """
+
+    def as_asked():
+        adjusted = adjust(only(allowed, logits), sampling, history)
+        return sample(adjusted, sampling, position), has_candidate(adjusted)
+
+    def most_probable():
+        left = only(allowed, logits)
+        best = jnp.argmax(left, axis=-1).astype(jnp.int32)  # NaN counts as the largest
+        return best, has_candidate(jnp.take_along_axis(left, best[:, None], axis=1))
+
+    asked = jnp.any(sampling.temperature > 0) | _adjusts(sampling, history)
+    return jax.lax.cond(asked, as_asked, most_probable)
 
 
 def has_candidate(logits: Array) -> Array:

@@ -8,21 +8,10 @@ import numpy as np
 import pytest
 
 from jaxbuf.models import decoder
-from jaxbuf.serving import (
-    EMPTY,
-    FULL,
-    RUNNING,
-    STARVED,
-    SamplingParams,
-    admit,
-    generate,
-    generate_tokens,
-    init_carry,
-    make_room,
-    release,
-)
+from jaxbuf.serving import SamplingParams, admit, generate, generate_tokens, init_carry, make_room, release
 from jaxbuf.serving.adaptive import Adaptive
 from jaxbuf.serving.batch import Decoding, make_batch
+from jaxbuf.serving.carry import EMPTY, FULL, RUNNING, STARVED
 from jaxbuf.serving.drafters import DraftModel
 from jaxbuf.serving.generation import read_prompts, run_batch
 from tests.models.test_memory_kinds import pools_of

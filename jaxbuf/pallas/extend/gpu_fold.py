@@ -27,7 +27,7 @@ from jaxbuf.pallas.extend.gpu_products import (
 )
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK
 from jaxbuf.pallas.extend.gpu_sums import factor, load_factors
-from jaxbuf.pallas.instructions import end_copies, synchronize, wait_for_copies
+from jaxbuf.pallas.instructions import end_copies, synchronize, synchronize_warp, wait_for_copies
 from jaxbuf.pallas.threads import load
 
 type Array = jax.Array
@@ -112,13 +112,21 @@ def _each_chunk(lane: Lane, item: Item, add: Callable, begun: Array | bool) -> N
     schedule, interpret = lane.schedule, lane.interpret
     stages, later_size = schedule.stages, schedule.later_size
 
+    def wait_for_readers():
+        # With a split checkpoint, for all threads to be done with the chunk before. The others' `add` waits for them.
+        if lane.arrays.low is not None:
+            synchronize(interpret)
+
     def bring_chunk(c):
         # A chunk is not asked for earlier: the code behind the fold, which every item runs, would have to wait for
         # loads that are on their way when the fold ends.
-        lane.write_chunk(lane.gather_chunk(item.line, item.head, c))
+        chunk = lane.gather_chunk(item.line, item.head, c)
+        wait_for_readers()
+        lane.write_chunk(chunk)
         synchronize(interpret)
 
     def bring_later(j):
+        wait_for_readers()
         lane.copy(item.head, CHUNK + j * later_size, lane.later_chunk(0))
         end_copies(interpret)
         wait_for_copies(0, interpret)
@@ -211,6 +219,7 @@ def _store_scaled(scales, rests: list, interpret: bool) -> None:
     inverse = jnp.where(scale > 0, 1 / scale, ZERO)
     for strip, rest in rests:
         strip[...] = to_int8(rest, spread(inverse, rest.shape, 0, TALL), interpret)
+    synchronize_warp(interpret)  # Four threads of a warp have read the scale that each of them writes.
     scales[...] = scale
 
 
