@@ -100,7 +100,8 @@ class Carry:
       logprobs: [rows, capacity], of the token at each place of the text. A prompt's are in the model's own
         distribution, generated ones in the one that the row's settings ask for. [rows, 0] if nobody asked.
       counters: What was done so far.
-      lacking: bool [rows], rows that rested in the last launch, because a pool of memory had no room for them.
+      lacking: bool [rows], rows that rested in the last launch, because a pool of memory had no room for them; and
+        empty ones that could not read a prompt, or continue one that was not read, see `admit`.
       speculation: None without a drafter.
     """
 
