@@ -15,7 +15,8 @@ from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.loading.checkpoint import compute_dtype
 from jaxbuf.planning.model_sizes import ModelSizes, find_sizes, from_config
 from jaxbuf.recurrence import traffic
-from jaxbuf.recurrence.cursor import Cursor, init_cursor
+from jaxbuf.recurrence.cursor import init_cursor
+from jaxbuf.recurrence.recurrent_memory import RecurrentShared
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.recurrence.state_format import SPLIT, StateFormat, state_format
 
@@ -275,7 +276,12 @@ class _Counter:
         else:
             dtypes = {"state_dtype": self.state, "entry_dtype": self.entry_dtype}
             step = traffic.buffered_step_bytes(self.spec, limit, tokens=self.tokens, accepted=self.accepted, **dtypes)
-        two, one = (_integer_bytes(slots, longest, self.tokens, self.block_size) for slots in (2, 1))
+        sizes = {
+            "max_pending": self.tokens,
+            "block_size": self.block_size,
+            "convolution": self.shape.convolution_width > 0,
+        }
+        two, one = (_integer_bytes(slots, longest, **sizes) for slots in (2, 1))
         table = INDEX * self._pages(context)
         null = layers * (state + entry * self.block_size + self._convolution) + self._kv(1) + table
         return self._cost(
@@ -349,12 +355,13 @@ def _fit(cost: FormCost, room: int) -> FormCost:
     return dataclasses.replace(cost, requests=max(0, (room - cost.fixed_bytes) // cost.request_bytes))
 
 
-def _integer_bytes(slots: int, limit: int, max_pending: int, block_size: int) -> int:
+def _integer_bytes(slots: int, limit: int, max_pending: int, block_size: int, convolution: bool) -> int:
     """Of the real cursor and the sequences' counts, so that nothing is forgotten; they are never made."""
 
-    def integers() -> tuple[Cursor, Sequences]:
+    def integers() -> tuple[RecurrentShared, Sequences]:
         cursor = init_cursor(slots=slots, limit=limit, max_pending=max_pending, block_size=block_size)
-        return cursor, init_sequences(slots=slots, max_pending=max_pending)
+        reach = jnp.zeros(slots + 1, jnp.int32) if convolution else None
+        return RecurrentShared(cursor, reach=reach), init_sequences(slots=slots, max_pending=max_pending)
 
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(integers)))
 
