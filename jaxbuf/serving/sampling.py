@@ -231,10 +231,10 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
         logits = logits - sampling.frequency_penalty[:, None] * generated
         return logits - sampling.presence_penalty[:, None] * (generated > 0).astype(jnp.float32)
 
-    return jax.lax.cond(_adjusts(sampling, history), penalised, lambda logits: logits, logits)
+    return jax.lax.cond(adjusts(sampling, history), penalised, lambda logits: logits, logits)
 
 
-def _adjusts(sampling: Sampling, history: History) -> Array:
+def adjusts(sampling: Sampling, history: History) -> Array:
     """bool scalar: whether some row asks for what `adjust` does."""
     return (
         jnp.any(sampling.bias_ids >= 0)
@@ -273,7 +273,7 @@ def choose(logits: Array, allowed: Array, sampling: Sampling, history: History, 
         best = jnp.argmax(left, axis=-1).astype(jnp.int32)  # NaN counts as the largest
         return best, has_candidate(jnp.take_along_axis(left, best[:, None], axis=1))
 
-    asked = jnp.any(sampling.temperature > 0) | _adjusts(sampling, history)
+    asked = jnp.any(sampling.temperature > 0) | adjusts(sampling, history)
     return jax.lax.cond(asked, as_asked, most_probable)
 
 

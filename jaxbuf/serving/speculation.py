@@ -12,7 +12,7 @@ from jaxbuf.models import decoder
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.serving.acceptance import accept, accept_tree, log_distribution, path_of, usable_log_q
 from jaxbuf.serving.carry import RUNNING, Carry, CarrySizes, put_rows, slots_of
-from jaxbuf.serving.sampling import adjust, has_candidate, keys
+from jaxbuf.serving.sampling import adjust, adjusts, has_candidate, keys
 from jaxbuf.serving.token_masks import has_tokens, only
 
 type Array = jax.Array
@@ -393,10 +393,5 @@ def _adjust_all(carry: Carry, drafts: Array, parents: Array | None, logits: Arra
         then = dataclasses.replace(then, tokens=tokens, length=then.length + depth)
         return adjust(logits.reshape(-1, vocab), jax.tree.map(flat, sampling), then).reshape(logits.shape)
 
-    asked = (
-        jnp.any(sampling.bias_ids >= 0)
-        | jnp.any(sampling.min_tokens > 0)
-        | jnp.any(sampling.repetition_penalty != 1)
-        | jnp.any((sampling.frequency_penalty != 0) | (sampling.presence_penalty != 0))
-    )
-    return jax.lax.cond(asked, adjusted, lambda: logits)
+    # What nothing adjusts at the newest token is not adjusted behind drafts: these only add to what min_tokens counts.
+    return jax.lax.cond(adjusts(sampling, history), adjusted, lambda: logits)
