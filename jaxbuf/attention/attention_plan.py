@@ -3,6 +3,8 @@
 Both plans have the same functions, so that a mixer is written once: `angles` and `attend`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -11,6 +13,7 @@ from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.memory.sequences import Launch
+from jaxbuf.target import Target
 
 type Array = jax.Array
 
@@ -31,14 +34,15 @@ class _Positions:
 class WholeAttention(_Positions):
     """Sequences that start from nothing, without a memory: it is None. Differentiable."""
 
-    def __init__(self, time: int, lengths: Array | None = None):
-        """time: The tokens of a row, of which the first `lengths` (int32 [batch]; None: all) are real."""
+    def __init__(self, time: int, lengths: Array | None = None, target: Target | None = None):
+        """time: The tokens of a row, of which the first `lengths` (int32 [batch]; None: all) are real; target: what the
+        program is compiled for."""
         super().__init__(jnp.arange(time, dtype=jnp.int32)[None])
-        self._lengths = lengths
+        self._lengths, self._target = lengths, target
 
     def attend(self, memory: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         """`causal_attention`."""
-        return causal_attention(q, k, v, lengths=self._lengths), None
+        return causal_attention(q, k, v, lengths=self._lengths, target=self._target), None
 
 
 class LaunchedAttention(_Positions):
@@ -52,6 +56,7 @@ class LaunchedAttention(_Positions):
     def attend(self, memory: PagedKV, q: Array, k: Array, v: Array) -> tuple[Array, PagedKV]:
         """Appends k and v, and attends: `paged.append`, then `paged.attend`."""
         launch = self._launch
-        where = {"slots": launch.slots, "start": launch.start, "lengths": launch.lengths, "order": self._order}
+        where: dict[str, Any] = {"slots": launch.slots, "start": launch.start, "lengths": launch.lengths}
+        where |= {"order": self._order, "target": launch.target}
         memory = paged.append(memory, self._table, k, v, **where)
         return paged.attend(q, memory, self._table, **where, ancestors=launch.ancestors), memory

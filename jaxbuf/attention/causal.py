@@ -4,13 +4,23 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.attention.contraction import contract
+from jaxbuf.pallas.dispatch import ask
+from jaxbuf.target import Target
 
 type Array = jax.Array
 
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
-def causal_attention(q: Array, k: Array, v: Array, *, lengths: Array | None = None) -> Array:
+def causal_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    lengths: Array | None = None,
+    implementation: str = "auto",
+    target: Target | str | None = None,
+) -> Array:
     """Causal softmax attention without a cache. Differentiable; memory is quadratic in time.
 
     A NaN or infinity in v of a token reaches the outputs of earlier tokens of its row, too: they weigh it with zero. It
@@ -20,13 +30,16 @@ def causal_attention(q: Array, k: Array, v: Array, *, lengths: Array | None = No
       q: [batch, time, heads, head_dim].
       k, v: [batch, time, kv_heads, head_dim]; head h reads kv head h // (heads // kv_heads).
       lengths: int32 [batch]; keys from there on are seen by nobody. None: all are real.
+      implementation: "auto" or "xla": there is no kernel yet.
+      target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
     Returns:
       out [batch, time, heads, head_dim] in q's dtype; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
 
     Raises:
-      ValueError: heads is not a multiple of kv_heads.
+      ValueError: heads is not a multiple of kv_heads, or no such implementation or target.
     """
+    ask("causal_attention", implementation, target, (q,))
     head_dim = q.shape[3]
     position = jnp.arange(q.shape[1], dtype=jnp.int32)
     visible = (position[None] <= position[:, None])[None]

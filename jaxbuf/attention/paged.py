@@ -21,6 +21,8 @@ from jaxbuf.arguments import check_sizes, checked_slots
 from jaxbuf.attention.causal import MASKED, split_heads
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.pages import places
+from jaxbuf.pallas.dispatch import ask
+from jaxbuf.target import Target
 
 type Array = jax.Array
 
@@ -81,6 +83,8 @@ def append(
     start: Array,
     lengths: Array,
     order: Array | None = None,
+    implementation: str = "auto",
+    target: Target | str | None = None,
 ) -> PagedKV:
     """Writes the keys and values of positions start .. start + lengths - 1 of each row's slot.
 
@@ -94,11 +98,14 @@ def append(
       lengths: int32 [rows], how many of the time positions are real.
       order: int32 [slots + 1, max_pending], the places of each slot's next tokens, from `pages.init_order`; None:
         position p lies at place p.
+      implementation: "auto" or "xla": there is no kernel yet.
+      target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
     Raises:
-      ValueError: A shape or dtype does not fit; or, where slots are known, one is out of range or repeated. Under jit
-        a slot out of range is a null one.
+      ValueError: A shape or dtype does not fit, or no such implementation or target; or, where slots are known, one is
+        out of range or repeated. Under jit a slot out of range is a null one.
     """
+    ask("append", implementation, target, (k,))
     rows, time = k.shape[:2]
     _check_launch(kv, rows, k.shape[2:], slots=slots, start=start, lengths=lengths)
     slots = checked_slots(slots, table.shape[0], once=True)
@@ -135,6 +142,8 @@ def attend(
     lengths: Array | None = None,
     order: Array | None = None,
     ancestors: Array | None = None,
+    implementation: str = "auto",
+    target: Target | str | None = None,
 ) -> Array:
     """Softmax attention of each row's queries over its slot's tokens up to and including the query's own.
 
@@ -155,16 +164,18 @@ def attend(
       order: As in `append`.
       ancestors: bool [rows, time, time], for a tree: at (i, j) whether query i sees the key of query j, its own
         included; all see what was committed. None: each sees those before.
+      implementation, target: As in `append`.
 
     Returns:
       out [rows, time, heads, head_dim] in q's dtype; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
 
     Raises:
-      ValueError: heads is not a multiple of kv_heads, a shape or dtype does not fit, or (where slots are known) one is
-        out of range.
+      ValueError: heads is not a multiple of kv_heads, a shape or dtype does not fit, no such implementation or target,
+        or (where slots are known) one is out of range.
 
     Source: the online softmax is Milakov and Gimelshein (2018), algorithm 3; pages as in PagedAttention (2023).
     """
+    ask("attend", implementation, target, (q,))
     rows, time = q.shape[:2]
     lengths = jnp.full_like(start, time) if lengths is None else lengths
     _check_launch(kv, rows, (kv.keys.shape[2], q.shape[3]), slots=slots, start=start, lengths=lengths)

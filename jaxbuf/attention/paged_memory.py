@@ -27,6 +27,7 @@ from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.kind import Sizes
 from jaxbuf.memory.ownership import Ownership, clear_flag, init_ownership, raise_missing
 from jaxbuf.memory.sequences import Commit, Launch, put
+from jaxbuf.target import Target
 
 type Array = jax.Array
 
@@ -112,8 +113,8 @@ class PagedMemory:
     def raise_missing(self, shared: PageTable) -> None:
         raise_missing(pages=shared.owners)
 
-    def whole(self, time: int, lengths: Array | None, chunk_size: int) -> WholeAttention:
-        return WholeAttention(time, lengths)
+    def whole(self, time: int, lengths: Array | None, chunk_size: int, target: Target | None) -> WholeAttention:
+        return WholeAttention(time, lengths, target)
 
     def begin(self, shared: PageTable, launch: Launch) -> tuple[LaunchedAttention, PageTable]:
         if shared.owners is not None:

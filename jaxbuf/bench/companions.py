@@ -104,7 +104,8 @@ def call(spec: RecurrenceSpec, operation: str, implementation: str, layer: dict[
     """(what the operation returns, the layer's memory after it)."""
     parameters, inputs = layer["parameters"], layer["inputs"]
     if operation == "gated_norm":
-        return gated_norm(*inputs, parameters, eps=EPS, implementation=implementation), ()
+        out, z = inputs
+        return gated_norm(out, z, parameters, eps=EPS, implementation=implementation), ()
     return prepare(spec, parameters, layer["memory"], *inputs, **where, implementation=implementation)
 
 

@@ -30,7 +30,6 @@ from jaxbuf.models.config import ATTENTION, RECURRENCE
 from jaxbuf.models.families import config_json
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.layers import named_parameters
-from jaxbuf.pallas.platform import without_kernels
 from jaxbuf.recurrence.state_format import StateFormat, state_format
 from jaxbuf.recurrence.traffic import entry_bytes, fold_cycle
 from jaxbuf.serving import Carry, SamplingParams, batch, generate_tokens, init_carry
@@ -122,10 +121,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make_model(options: argparse.Namespace) -> LanguageModel:
-    if options.model != "random":
-        return load(options.model, dtype=options.dtype)
-    sizes = {name: getattr(options, name) for name in SIZES}
-    return random_model(configuration(**sizes), jnp.dtype(options.dtype or "bfloat16"))
+    if options.model == "random":
+        sizes = {name: getattr(options, name) for name in SIZES}
+        lm = random_model(configuration(**sizes), jnp.dtype(options.dtype or "bfloat16"))
+    else:
+        lm = load(options.model, dtype=options.dtype)
+    if options.implementation == "xla":
+        lm = dataclasses.replace(lm, compiled_for=lm.target.without_kernels())
+    return lm
 
 
 def make_batch(lm: LanguageModel, rows: int, form: str, options: argparse.Namespace) -> batch.Batch:
@@ -351,9 +354,6 @@ def kernel_figure(figures: list[Row] | None, row: Row) -> float | None:
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status."""
     options, console, notes = parse(arguments), Console(highlight=False), Console(stderr=True, highlight=False)
-    if options.implementation == "xla":
-        with without_kernels():
-            return run(options, arguments, console, notes)
     return run(options, arguments, console, notes)
 
 

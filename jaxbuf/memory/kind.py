@@ -8,6 +8,7 @@ import jax
 
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.sequences import Commit, Launch
+from jaxbuf.target import Target
 
 type Array = jax.Array
 
@@ -93,13 +94,14 @@ class MemoryKind[Shared, Layer](Protocol):
         """Raises PoolExhausted if something in `shared` was missing since the last reset; on the host."""
         ...
 
-    def whole(self, time: int, lengths: Array | None, chunk_size: int) -> Any:
+    def whole(self, time: int, lengths: Array | None, chunk_size: int, target: Target | None) -> Any:
         """The plan of a mixer for sequences that start from nothing, without a memory.
 
         Args:
           time: Tokens of a row.
           lengths: int32 [rows], how many of them are real; None: all.
           chunk_size: Of the chunked form.
+          target: As in `Launch`.
         """
         ...
 

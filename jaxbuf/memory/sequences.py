@@ -14,6 +14,7 @@ import numpy as np
 from jaxbuf.arguments import check_range, check_rows, checked_slots, distinct_slots, first_rows
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.memory.tree import ancestors, check_parents, check_path, path_first
+from jaxbuf.target import Target
 
 type Array = jax.Array
 
@@ -50,6 +51,7 @@ class Launch:
         before.
       ancestors: bool [rows, time, time], at (i, j) whether new token j is on i's path, i itself included; None
         likewise.
+      target: What the launch is compiled for; None: what is resolved for each operation.
     """
 
     slots: Array
@@ -59,6 +61,7 @@ class Launch:
     keep: int | Array | None = None
     parents: Array | None = None
     ancestors: Array | None = None
+    target: Target | None = None
 
     @property
     def commits(self) -> bool:
@@ -106,6 +109,7 @@ def make_launch(
     *,
     keep: int | Array | None = None,
     parents: Array | None = None,
+    target: Target | None = None,
 ) -> Launch:
     """A checked launch on slots that committed `positions` (int32 [slots + 1]) tokens.
 
@@ -113,7 +117,7 @@ def make_launch(
       positions, max_pending: Of the sequences.
       slots, lengths: int32 [rows].
       time: The most tokens of a row; None: whatever `lengths` say.
-      keep, parents: As in `Launch`.
+      keep, parents, target: As in `Launch`.
 
     Raises:
       ValueError: time is 0 or above max_pending for tokens that stay pending; or slots, lengths or parents do not fit,
@@ -134,7 +138,7 @@ def make_launch(
         parents = check_parents(parents, slots.shape[0], most)
         parents = None if time == 1 else parents  # one token makes no tree
     reach = None if parents is None else ancestors(parents)
-    return Launch(slots, positions[slots], lengths, most, keep, parents, reach)
+    return Launch(slots, positions[slots], lengths, most, keep, parents, reach, target)
 
 
 def begin(sequences: Sequences, launch: Launch) -> Sequences:

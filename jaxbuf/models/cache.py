@@ -22,6 +22,7 @@ from jaxbuf.recurrence import recurrent_memory
 from jaxbuf.recurrence.cursor import checked_limits
 from jaxbuf.recurrence.recurrent_memory import RecurrentMemory, Work
 from jaxbuf.recurrence.traffic import ring_entries
+from jaxbuf.target import Target, resolve_target
 
 type Array = jax.Array
 type Plans = Mapping[str, Any]  # a plan for each kind of memory
@@ -54,6 +55,7 @@ class Cache:
       layers: The memory of each mixer, layer after layer.
       kinds: That of each mixer (static).
       rows: Slots that run: those from 1 on. The others, behind them, hold prefixes (static).
+      target: What launches on it are compiled for (static).
     """
 
     sequences: Sequences
@@ -61,6 +63,7 @@ class Cache:
     layers: tuple[Any, ...]
     kinds: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     rows: int = dataclasses.field(metadata={"static": True})
+    target: Target = dataclasses.field(metadata={"static": True})
 
     @property
     def trees(self) -> bool:
@@ -85,6 +88,7 @@ def init_cache(
     dtype: jnp.dtype = jnp.float32,
     entry_dtype: jnp.dtype | None = None,
     state_dtype: object = jnp.float32,
+    target: Target | str | None = None,
 ) -> Cache:
     """An empty cache. Requests have the physical slots 1 to `slots`; slot 0 is null.
 
@@ -107,6 +111,8 @@ def init_cache(
       dtype: Of keys and values and of the convolution's inputs: the compute dtype.
       entry_dtype: Of the recurrence's buffered entries; None: dtype.
       state_dtype: Of the recurrent states: a dtype, "split" or "split8", see `init_pool`.
+      target: What programs on it are compiled for, which decides their kernels: a Target or a chip's name ("H100").
+        None: JAX's default device, or the devices of the mesh in use.
 
     Raises:
       ValueError: A size below 1 or not a whole number, or as in `buffered.init`.
@@ -131,6 +137,7 @@ def init_cache(
         layers=tuple(mixer.memory(shared[mixer.kind], dtypes) for mixer in mixers),
         kinds=kinds,
         rows=slots,
+        target=resolve_target(target),
     )
 
 
@@ -198,7 +205,7 @@ def make_launch(
     slots, held = all_slots(cache) if slots is None else slots, cache.sequences
     if lengths is None:
         lengths = jnp.full(jnp.shape(slots)[:1], time, jnp.int32)
-    given = {"keep": keep, "parents": parents}
+    given = {"keep": keep, "parents": parents, "target": cache.target}
     return sequences.make_launch(held.committed, held.max_pending, slots, lengths, time, **given)
 
 
@@ -223,9 +230,9 @@ def begin(cache: Cache, launch: Launch, *, drafts: bool = False) -> tuple[Plans,
     return plans, dataclasses.replace(cache, sequences=sequences.begin(cache.sequences, launch), shared=shared)
 
 
-def whole_plans(time: int, lengths: Array | None = None, chunk_size: int = 64) -> Plans:
+def whole_plans(time: int, lengths: Array | None = None, chunk_size: int = 64, target: Target | None = None) -> Plans:
     """Plans for sequences of `time` tokens that start from nothing, without a cache; their memories are None."""
-    return {kind: memory.whole(time, lengths, chunk_size) for kind, memory in KINDS.items()}
+    return {kind: memory.whole(time, lengths, chunk_size, target) for kind, memory in KINDS.items()}
 
 
 def commit(cache: Cache, accepted: Array, *, slots: Array | None = None, path: Array | None = None) -> Cache:

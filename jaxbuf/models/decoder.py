@@ -32,6 +32,7 @@ from jaxbuf.models.layers import (
     parameter,
     rms_norm,
 )
+from jaxbuf.target import Target, resolve_target
 
 type Array = jax.Array
 
@@ -140,7 +141,14 @@ def _run(model: Decoder, tokens: Array, memories: Iterable[Any], plans: Plans) -
     return rms_norm(x, model.norm, model.config.norm), tuple(after)
 
 
-def forward(model: Decoder, tokens: Array, *, lengths: Array | None = None, chunk_size: int = 64) -> Array:
+def forward(
+    model: Decoder,
+    tokens: Array,
+    *,
+    lengths: Array | None = None,
+    chunk_size: int = 64,
+    target: Target | str | None = None,
+) -> Array:
     """Runs the model over whole sequences, without a cache. Differentiable.
 
     Args:
@@ -148,12 +156,14 @@ def forward(model: Decoder, tokens: Array, *, lengths: Array | None = None, chun
       tokens: int32 [b, t], right-padded.
       lengths: int32 [b], real tokens of each row; None: all. Hidden states past a length are finite and unspecified.
       chunk_size: Of the chunk-parallel recurrence.
+      target: What it is compiled for, as in `init_cache`; None: what the parameters lie on, where that is known.
 
     Returns:
       Hidden states [b, t, D] after the final norm.
     """
     memories = [None for _ in model.config.mixers]
-    return _run(model, tokens, memories, whole_plans(tokens.shape[1], lengths, chunk_size))[0]
+    found = resolve_target(target, model.norm.get_raw_value())
+    return _run(model, tokens, memories, whole_plans(tokens.shape[1], lengths, chunk_size, found))[0]
 
 
 def last_hidden(hidden: Array, lengths: Array) -> Array:

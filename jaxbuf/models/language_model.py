@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,8 +27,12 @@ from jaxbuf.models.loading.fields import CheckpointError, Fields, is_there, read
 from jaxbuf.models.loading.hub import ACCEPTED, COMPANIONS, DEMO, download, find_directory, parse_id
 from jaxbuf.models.loading.sharding import check_mesh
 from jaxbuf.models.scoring import score_tokens
+from jaxbuf.pallas.dispatch import told
 from jaxbuf.progress import check_progress, progress_bar
 from jaxbuf.shown import shown
+from jaxbuf.target import Target, resolve_target
+
+log = logging.getLogger("jaxbuf")
 
 type Array = jax.Array
 type Tokens = Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
@@ -53,6 +58,7 @@ class LanguageModel:
       name: "demo", the Hugging Face id, or the directory's name.
       chat_template: From chat_template.jinja or tokenizer_config.json, or None.
       directory: What it was loaded from, or None.
+      compiled_for: What programs are compiled for; None: what the parameters lie on.
     """
 
     model: decoder.Decoder
@@ -63,6 +69,7 @@ class LanguageModel:
     name: str
     chat_template: ChatTemplate | None = None
     directory: Path | None = None
+    compiled_for: Target | None = None
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {len(self.config.layers)} layers, {jnp.dtype(self.dtype).name})"
@@ -86,6 +93,11 @@ class LanguageModel:
             if (was.shape, was.dtype) != (now.shape, now.dtype):
                 raise ValueError(f"{name} must be {was.dtype} {was.shape}, got {now.dtype} {now.shape}")
         return dataclasses.replace(self, model=model)
+
+    @property
+    def target(self) -> Target:
+        """What programs are compiled for, which decides their kernels."""
+        return resolve_target(self.compiled_for, self.model.norm.get_raw_value())
 
     @property
     def vocab_size(self) -> int:
@@ -218,7 +230,7 @@ class LanguageModel:
         if (lengths < time).any():
             raise ValueError("tokens must have rows of one length, got rows of several")
         padded = np.pad(tokens, ((0, 0), (0, -time % PADDED_TO)))
-        found = _logits(self.model, jnp.asarray(padded))[:, :time]
+        found = _logits(self.model, jnp.asarray(padded), self.target)[:, :time]
         return found[0] if one else found
 
     def score(
@@ -251,7 +263,7 @@ class LanguageModel:
                 done += read
                 report("scoring", done)
 
-            found = jnp.asarray(score_tokens(self.model, tokens, lengths=lengths, progress=advance))
+            found = jnp.asarray(score_tokens(self.model, tokens, lengths=lengths, target=self.target, progress=advance))
         return found[0] if one else found
 
     def save(
@@ -344,9 +356,9 @@ class LanguageModel:
         return f"the tokenizer of {self.name!r}" if self.directory is None else str(self.directory / TOKENIZER)
 
 
-@jax.jit
-def _logits(model: decoder.Decoder, tokens: Array) -> Array:
-    return decoder.logits(model, decoder.forward(model, tokens))
+@functools.partial(jax.jit, static_argnums=2)
+def _logits(model: decoder.Decoder, tokens: Array, target: Target) -> Array:
+    return decoder.logits(model, decoder.forward(model, tokens, target=target))
 
 
 def load(
@@ -395,7 +407,7 @@ def load(
     # The tensors come last: a mistake in a small file is told before gigabytes are read.
     with _reporting(progress) as report:
         model, config = load_model(directory, config, dtype=wanted, mesh=mesh, progress=report)
-    return LanguageModel(
+    lm = LanguageModel(
         model=model,
         config=config,
         tokenizer=tokenizer,
@@ -405,6 +417,9 @@ def load(
         chat_template=chat_template,
         directory=directory,
     )
+    if message := told(lm.target):
+        log.warning(message)
+    return lm
 
 
 @contextlib.contextmanager

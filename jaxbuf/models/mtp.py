@@ -21,6 +21,7 @@ from jaxbuf.models.cache import Dtypes, Plans, whole_plans
 from jaxbuf.models.config import ATTENTION, ModelConfig
 from jaxbuf.models.decoder import Decoder, apply_layer, embed, last_hidden, logits
 from jaxbuf.models.layers import linear, rms_norm
+from jaxbuf.target import Target, resolve_target
 
 type Array = jax.Array
 
@@ -36,10 +37,12 @@ class MTPCache:
     Attributes:
       kv: The layer's keys and values.
       table: int32 [slots + 1, max_pages], the pages of each slot, which it has for good.
+      target: What launches on it are compiled for (static).
     """
 
     kv: PagedKV
     table: Array
+    target: Target = dataclasses.field(metadata={"static": True})
 
 
 def init_mtp(
@@ -50,6 +53,7 @@ def init_mtp(
     max_pending: int = 8,
     page_size: int = 16,
     dtype: jnp.dtype = jnp.float32,
+    target: Target | str | None = None,
 ) -> MTPCache:
     """An empty memory of the MTP layer. Its slots are those of the model's cache.
 
@@ -60,6 +64,7 @@ def init_mtp(
       max_pending: Tokens that are verified at once: a chain of drafts goes that far past the capacity at most.
       page_size: Tokens of one page.
       dtype: The compute dtype.
+      target: As in `init_cache`.
 
     Raises:
       ValueError: The model has no MTP layer, or a size below 1 or not a whole number.
@@ -69,7 +74,7 @@ def init_mtp(
         raise ValueError("the model has no MTP layer (mtp_num_hidden_layers is 0)")
     pages = init_pages(slots=slots, capacity=capacity + max_pending, page_size=page_size)
     (mixer,) = config.mtp.mixers
-    return MTPCache(mixer.memory(pages, Dtypes(dtype, dtype, dtype)), pages.table)
+    return MTPCache(mixer.memory(pages, Dtypes(dtype, dtype, dtype)), pages.table, resolve_target(target))
 
 
 def fork_mtp(memory: MTPCache, source: Array, target: Array) -> MTPCache:
@@ -89,7 +94,14 @@ def fork_mtp(memory: MTPCache, source: Array, target: Array) -> MTPCache:
     return dataclasses.replace(memory, kv=paged.fork(memory.kv, (read, written)))
 
 
-def mtp_forward(model: Decoder, hidden: Array, next_tokens: Array, *, lengths: Array | None = None) -> Array:
+def mtp_forward(
+    model: Decoder,
+    hidden: Array,
+    next_tokens: Array,
+    *,
+    lengths: Array | None = None,
+    target: Target | str | None = None,
+) -> Array:
     """Runs the MTP layer over whole sequences: from h_t and x_{t+1} to a hidden state whose logits are x_{t+2}'s.
 
     Args:
@@ -97,6 +109,7 @@ def mtp_forward(model: Decoder, hidden: Array, next_tokens: Array, *, lengths: A
       hidden: [b, t, D] from `forward` (after the final norm), or from here, to predict a token further.
       next_tokens: int32 [b, t]; next_tokens[:, i] follows the token that hidden[:, i] read.
       lengths: int32 [b], real positions of each row; None: all.
+      target: As in `forward`.
 
     Returns:
       [b, t, D] after the MTP layer's norm; `logits` turns it into the prediction.
@@ -106,7 +119,8 @@ def mtp_forward(model: Decoder, hidden: Array, next_tokens: Array, *, lengths: A
 
     Source: DeepSeek-V3 (2024), section 2.2, with the embedding first as Qwen3.5 has it.
     """
-    return _mtp_layer(model, hidden, next_tokens, None, whole_plans(next_tokens.shape[1], lengths))[0]
+    plans = whole_plans(next_tokens.shape[1], lengths, target=resolve_target(target, model.norm.get_raw_value()))
+    return _mtp_layer(model, hidden, next_tokens, None, plans)[0]
 
 
 def _mtp_layer(model: Decoder, hidden: Array, next_tokens: Array, memory: Any, plans: Plans) -> tuple[Array, Any]:
@@ -164,10 +178,10 @@ def mtp_extend(
         )
     time = next_tokens.shape[1]
     lengths = jnp.full(rows.shape, time, jnp.int32) if lengths is None else lengths
-    launch = Launch(rows, start, lengths, time)
+    launch = Launch(rows, start, lengths, time, target=memory.target)
     plans = {ATTENTION: LaunchedAttention(launch, memory.table)}
     further, kv = _mtp_layer(model, hidden, next_tokens, memory.kv, plans)
-    return further, MTPCache(kv, memory.table)
+    return further, dataclasses.replace(memory, kv=kv)
 
 
 def most_probable(scores: Array, number: Array, state: Any) -> tuple[Array, Array, Any]:

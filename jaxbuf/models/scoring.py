@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxbuf.models import decoder
 from jaxbuf.models.shapes import power_of_two_from, power_of_two_to
+from jaxbuf.target import Target, resolve_target
 
 if TYPE_CHECKING:
     from jaxbuf.models.language_model import LanguageModel
@@ -129,7 +130,7 @@ def score_text(
 
     likelihood = 0.0
     for window in found:
-        scores = score_tokens(lm.model, window.tokens[None], progress=advance)
+        scores = score_tokens(lm.model, window.tokens[None], target=lm.target, progress=advance)
         likelihood += float(np.sum(scores[0, window.first :], dtype=np.float64))
     return TextScore(len(ids), size, likelihood)
 
@@ -139,6 +140,7 @@ def score_tokens(
     tokens: np.ndarray,
     *,
     lengths: np.ndarray | None = None,
+    target: Target | None = None,
     progress: Callable[[int], None] | None = None,
     _piece: int | None = None,
 ) -> np.ndarray:
@@ -151,6 +153,7 @@ def score_tokens(
       model: The parameters.
       tokens: int32 [batch, time].
       lengths: int32 [batch], the real tokens of each row; None: all.
+      target: What it is compiled for; None: what the parameters lie on.
       progress: Called after each piece with the tokens that it read.
       _piece: Tokens of a piece, a power of two; None: PIECE, or the capacity if that is less.
     """
@@ -159,14 +162,14 @@ def score_tokens(
     rows = min(ROWS, power_of_two_from(batch), power_of_two_to(CACHED // capacity))
     piece = _piece or min(PIECE, capacity)
     block = fitting_block(rows, piece, model.config.vocab_size)
-    dtype = model.embed_tokens[...].dtype
+    given = {"dtype": model.embed_tokens[...].dtype, "target": resolve_target(target, model.norm.get_raw_value())}
     scores = np.zeros((batch, time), np.float32)
     for top in range(0, batch, rows):
         group = tokens[top : top + rows]
         real = np.zeros(rows, np.int32)
         real[: len(group)] = time if lengths is None else lengths[top : top + rows]
         cache = decoder.init_cache(
-            model.config, slots=rows, capacity=capacity, limit=1, max_pending=1, block_size=1, dtype=dtype
+            model.config, slots=rows, capacity=capacity, limit=1, max_pending=1, block_size=1, **given
         )
         padded = np.zeros((rows, -(-time // piece) * piece + 1), np.int32)
         padded[: len(group), :time] = group

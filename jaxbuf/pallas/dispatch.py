@@ -1,14 +1,14 @@
 """The one table of kernels: which operation has one, on which platform and generation of its chips.
 
 What else a kernel needs of a call its package says: `Call` describes a call there, and `supports` gives the reason why
-one can't be served. An operation's module asks `asks_kernel` first, imports the package only then (Pallas' GPU part
-takes a while, and a CPU has no use for it), and goes by `takes_call`.
+one can't be served. An operation's module resolves what to ask with `ask` before it is traced, imports the package only
+if there is something to ask (Pallas' GPU part takes a while, and a CPU has no use for it), and goes by `Asked.takes`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from typing import Any
 
-from jaxbuf.pallas.platform import has_hopper
+from jaxbuf.target import Target, resolve_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,17 +17,43 @@ class Kernel:
 
     Attributes:
       package: Where it is.
-      generation: The chips that it was written for.
-      runs_here: Whether this process has such a chip, and may take kernels.
+      generation: Of the chips that it was written for, as in `Target`.
+      chips: Their names.
     """
 
     package: str
     generation: str
-    runs_here: Callable[[], bool]
+    chips: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A kernel that is asked whether it takes a call. Static.
+
+    Attributes:
+      operation, platform: In the table.
+      named: Whether the caller named it, so that it is an error if it can't serve the call.
+      interpret: Whether it runs in Pallas' interpreter.
+    """
+
+    operation: str
+    platform: str
+    named: bool
+    interpret: bool
+
+    def takes(self, reason: str | None) -> bool:
+        """Whether it takes the call: there is no reason against it, of its `supports` for example.
+
+        Raises:
+          ValueError: There is, and the kernel was named.
+        """
+        if reason is not None and self.named:
+            raise ValueError(f'implementation="{self.platform}" can not serve this {self.operation}: {reason}')
+        return reason is None
 
 
 def _hopper(package: str) -> dict[str, Kernel]:
-    return {"gpu": Kernel(f"jaxbuf.pallas.{package}", "NVIDIA Hopper", has_hopper)}
+    return {"gpu": Kernel(f"jaxbuf.pallas.{package}", "Hopper", "NVIDIA Hopper GPUs (H100, H200)")}
 
 
 # operation -> platform, which is what `implementation` names -> kernel
@@ -38,37 +64,69 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "gated_norm": _hopper("gated_norm"),
     "prefill": {},
     "chunked": {},
+    "attend": {},
+    "append": {},
+    "causal_attention": {},
 }
 
 
-def check_implementation(operation: str, implementation: str) -> None:
-    """Raises a ValueError unless `implementation` is "auto", "xla", or the platform of a kernel of the operation."""
-    known = [f'"{name}"' for name in ("auto", "xla", *KERNELS[operation])]
-    if implementation in {"gpu", "tpu"}.difference(KERNELS[operation]):
-        expected = ", ".join(known[:-1]) + f" or {known[-1]}"
-        raise ValueError(f'implementation="{implementation}" has no kernel for {operation} yet, expected {expected}')
-    if implementation not in ("auto", "xla", *KERNELS[operation]):
-        raise ValueError(f"implementation must be one of {', '.join(known)}, got {implementation!r}")
+def ask(
+    operation: str,
+    implementation: str,
+    target: Target | str | None = None,
+    arrays: tuple[Any, ...] = (),
+    *,
+    interpret: bool = False,
+) -> Asked | None:
+    """The kernel to be asked; None: the operation is XLA's.
 
-
-def asks_kernel(operation: str, implementation: str) -> str | None:
-    """The platform whose kernel is to be asked: the one that was named, or with "auto" the one that runs here.
-
-    None: it is XLA's. Errors as in `check_implementation`.
-    """
-    check_implementation(operation, implementation)
-    kernels = KERNELS[operation]
-    if implementation == "auto":
-        return next((platform for platform, kernel in kernels.items() if kernel.runs_here()), None)
-    return implementation if implementation in kernels else None
-
-
-def takes_call(operation: str, implementation: str, reason: str | None) -> bool:
-    """Whether the kernel that was asked takes the call: its `supports` gave no reason against it.
+    Args:
+      operation: In the table.
+      implementation: "xla", a platform whose kernel is named, or "auto": the kernel of the target, if it has one.
+      target, arrays: What the operation is compiled for, as in `resolve_target`.
+      interpret: Whether a kernel that is named runs in Pallas' interpreter, for any target.
 
     Raises:
-      ValueError: It did, and the kernel was named.
+      ValueError: No such implementation or target, or the kernel that was named is for other chips.
     """
-    if reason is not None and implementation in KERNELS[operation]:
-        raise ValueError(f'implementation="{implementation}" can not serve this {operation}: {reason}')
-    return reason is None
+    kernels = KERNELS[operation]
+    known = [f'"{name}"' for name in ("auto", "xla", *kernels)]
+    if implementation in {"gpu", "tpu"}.difference(kernels):
+        expected = ", ".join(known[:-1]) + f" or {known[-1]}"
+        raise ValueError(f'implementation="{implementation}" has no kernel for {operation} yet, expected {expected}')
+    if implementation not in ("auto", "xla", *kernels):
+        raise ValueError(f"implementation must be one of {', '.join(known)}, got {implementation!r}")
+    found, named = resolve_target(target, *arrays), implementation in kernels
+    if implementation == "xla" or not (named or found.kernels):
+        return None
+    platform = implementation if named else found.platform
+    asked, reason = Asked(operation, platform, named, interpret), unserved(operation, platform, found)
+    return asked if (named and interpret) or asked.takes(reason) else None
+
+
+def unserved(operation: str, platform: str, target: Target) -> str | None:
+    """Why the kernel of an operation on a platform does not run on a target; None if it does."""
+    kernel = KERNELS[operation].get(platform)
+    if kernel is None:
+        return f"there is no kernel of it for {target}"
+    if (platform, kernel.generation) == (target.platform, target.generation):
+        return None
+    return f"its kernel is written for {kernel.chips}, and the target is {target}"
+
+
+def told(target: Target) -> str | None:
+    """What XLA compiles on a GPU or TPU, and why, in a sentence for its user; None if every kernel that is there runs,
+    and on a CPU, where nobody expects one."""
+    if target.platform == "cpu":
+        return None
+    if not target.kernels:
+        return f"everything is compiled by XLA on {target}: its kernels are left out, as the target says"
+    chips: dict[str, list[str]] = {}
+    for operation, kernels in KERNELS.items():
+        if kernels and unserved(operation, target.platform, target) is not None:
+            for kernel in kernels.values():
+                chips.setdefault(kernel.chips, []).append(operation)
+    if not chips:
+        return None
+    words = "; ".join(f"{', '.join(operations)} have kernels for {which} alone" for which, operations in chips.items())
+    return f"everything is compiled by XLA on {target}: {words}"

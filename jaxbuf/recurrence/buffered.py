@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows, check_sizes, checked_slots
-from jaxbuf.pallas.dispatch import check_implementation
+from jaxbuf.pallas.dispatch import ask
 from jaxbuf.recurrence.begin import PrefillStep, Step, begin, begin_fold, begin_prefill, held
 from jaxbuf.recurrence.cursor import Cursor, commit_cursor, init_cursor
 from jaxbuf.recurrence.launch import extend_pool, fold_pool
@@ -46,6 +46,7 @@ from jaxbuf.recurrence.pool import Pool, fork_pool, init_pool, prefill_pool, rea
 from jaxbuf.recurrence.shared_rows import raise_missing_rows
 from jaxbuf.recurrence.slots import Copies, fork_cursor, load_cursor, reset_cursor
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_state
+from jaxbuf.target import Target
 
 __all__ = [
     "BufferedState",
@@ -138,6 +139,7 @@ def prefill(
     keep: int | Array = 0,
     chunk_size: int = 64,
     implementation: str = "auto",
+    target: Target | str | None = None,
 ) -> tuple[Array, BufferedState]:
     """Takes in a prompt: the state after it becomes the slot's checkpoint, all but the last `keep` tokens' part of it.
 
@@ -152,7 +154,8 @@ def prefill(
       keep: How many last tokens stay as entries in the ring, one number or int32 [rows]; at most the
         ring's size (see `init`) less max_pending.
       chunk_size: As in `chunked`.
-      implementation: "auto" or "xla".
+      implementation: "auto" or "xla": there is no kernel yet.
+      target: As in `extend_pool`.
 
     Returns:
       out [rows, time, heads, value_dim] (zero past `lengths` and for slot 0), and the memory.
@@ -162,7 +165,7 @@ def prefill(
         repeated (slots, lengths and keep where they are known: under jit lengths and keep are clamped).
       PoolExhausted: The pool of `states` or `blocks` ran out: see `raise_exhausted`.
     """
-    check_implementation("prefill", implementation)
+    ask("prefill", implementation, target, (v,))
     check_inputs(spec, q, k, v, log_decay, beta)
     check_sizes(chunk_size=chunk_size)
     check_rows("slots", jnp.asarray(slots), v.shape[0])
@@ -185,6 +188,7 @@ def extend(
     parents: Array | None = None,
     implementation: str = "auto",
     interpret: bool = False,
+    target: Target | str | None = None,
 ) -> tuple[Array, BufferedState]:
     """Appends T pending tokens after the committed ones and returns all T outputs; earlier pending tokens are dropped.
 
@@ -203,7 +207,7 @@ def extend(
       parents: int32 [rows, T], for a tree: the token before each one, of a lower index; -1 is the committed tail. A
         token sees what was committed and its ancestors, so that every branch gives what it gives alone. None: each
         token follows the one before.
-      implementation, interpret: As in `extend_pool`.
+      implementation, interpret, target: As in `extend_pool`.
 
     Returns:
       out [rows, T, heads, value_dim] in v's dtype (zero past `lengths`), and the memory.
@@ -218,8 +222,8 @@ def extend(
     check_inputs(spec, q, k, v, log_decay, beta)
     check_rows("slots", jnp.asarray(slots), v.shape[0])
     step, cursor = begin(cache.cursor, slots, _all(lengths, v), v.shape[1], parents)
-    inputs = q, k, v, log_decay, beta
-    out, pool = extend_pool(spec, cache.pool, step, *inputs, implementation=implementation, interpret=interpret)
+    how = {"implementation": implementation, "interpret": interpret, "target": target}
+    out, pool = extend_pool(spec, cache.pool, step, q, k, v, log_decay, beta, **how)
     return out, BufferedState(cursor, pool)
 
 
@@ -247,7 +251,13 @@ def commit(cache: BufferedState, accepted: Array, *, slots: Array, path: Array |
 
 
 def fold(
-    spec: RecurrenceSpec, cache: BufferedState, *, slots: Array, implementation: str = "auto", interpret: bool = False
+    spec: RecurrenceSpec,
+    cache: BufferedState,
+    *,
+    slots: Array,
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
 ) -> BufferedState:
     """Folds the committed entries of each slot into its checkpoint now; outputs do not change.
 
@@ -255,14 +265,15 @@ def fold(
 
     Args:
       slots: int32 [rows], no slot but 0 twice.
-      implementation, interpret: As in `extend_pool`.
+      implementation, interpret, target: As in `extend_pool`.
 
     Raises:
       ValueError: The implementation can't serve the call, or (where that is known) a slot is out of range or repeated.
       PoolExhausted: The pool of `states` ran out: see `raise_exhausted`.
     """
     before, write, cursor = begin_fold(cache.cursor, slots)
-    pool = fold_pool(spec, cache.pool, before, write, implementation=implementation, interpret=interpret)
+    how = {"implementation": implementation, "interpret": interpret, "target": target}
+    pool = fold_pool(spec, cache.pool, before, write, **how)
     return BufferedState(cursor, pool)
 
 

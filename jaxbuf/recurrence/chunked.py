@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
-from jaxbuf.pallas.dispatch import check_implementation
+from jaxbuf.pallas.dispatch import ask
 from jaxbuf.recurrence.recurrent import HIGHEST, real_positions
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_state
+from jaxbuf.target import Target
 
 # Tokens of a row that are worked on at once: enough to fill a device, few enough that memory stays small.
 SEGMENT = 1024
@@ -45,6 +46,7 @@ def chunked(
     lengths: Array | None = None,
     return_updates: bool = False,
     implementation: str = "auto",
+    target: Target | str | None = None,
 ) -> tuple[Array, Array] | tuple[Array, Array, Array]:
     """Computes what `recurrent` computes, `chunk_size` tokens at a time. Differentiable; memory is linear in time.
 
@@ -59,7 +61,8 @@ def chunked(
       state, q, k, v, log_decay, beta, lengths: As in `recurrent`.
       chunk_size: Tokens solved together, rounded up to a power of two; the cost inside a chunk grows with its square.
       return_updates: Also return u, what each token adds to the state (zero past `lengths`).
-      implementation: "auto" or "xla".
+      implementation: "auto" or "xla": there is no kernel yet.
+      target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
     Returns:
       out [batch, time, heads, value_dim] in v's dtype, the final state f32 [batch, heads, value_dim, key_dim], and with
@@ -71,7 +74,7 @@ def chunked(
     Source: Yang et al., Gated Delta Networks (2024), section 3.3; Kimi Team, Kimi Linear (2025), section 3; KVBuffer,
     eq. 15.
     """
-    check_implementation("chunked", implementation)
+    ask("chunked", implementation, target, (v,))
     out, state, updates = solve_chunks(spec, state, q, k, v, log_decay, beta, chunk_size=chunk_size, lengths=lengths)
     return (out, state, updates) if return_updates else (out, state)
 

@@ -1,21 +1,28 @@
 """The gated norm behind Gated DeltaNet: what reads the recurrence's output."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.pallas.dispatch import asks_kernel, takes_call
+from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.target import Target
 
 type Array = jax.Array
 
 
-@partial(jax.jit, static_argnames=("eps", "implementation", "interpret"))
-@jax.named_scope("output")
 def gated_norm(
-    out: Array, z: Array, weight: Array, *, eps: float, implementation: str = "auto", interpret: bool = False
+    out: Array,
+    z: Array,
+    weight: Array,
+    *,
+    eps: float,
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
 ) -> Array:
-    """out / rms(out) · weight · silu(z), the norm over each head's value_dim, in float32.
+    """out / rms(out) · weight · silu(z), the norm over each head's value_dim, in float32. Differentiable.
 
     The norm is rounded to out's dtype, its product with the gate to z's.
 
@@ -24,9 +31,8 @@ def gated_norm(
       z: [rows, T, heads · value_dim].
       weight: [value_dim].
       eps: Is added to the mean of squares.
-      implementation: "xla", "gpu" (an NVIDIA Hopper GPU), or "auto": the kernel of the platform where it serves the
-        call, else "xla". Only "xla" has a gradient.
-      interpret: Run the kernel in Pallas' interpreter, on any platform: slow, for tests.
+      implementation, interpret, target: As in `jaxbuf.recurrence.launch.extend_pool`; target None: what z lies on. The
+        gradient of a kernel is that of the definition, compiled by XLA.
 
     Returns:
       [rows, T, heads · value_dim] in z's dtype.
@@ -41,17 +47,36 @@ def gated_norm(
             "out must be [rows, T, heads, value_dim], z [rows, T, heads · value_dim] and weight [value_dim], "
             f"got {out.shape}, {z.shape} and {weight.shape}"
         )
-    if asks_kernel("gated_norm", implementation):
+    asked = ask("gated_norm", implementation, target, (z,), interpret=interpret)
+    return _gated_norm(eps, asked, out, z, weight)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+@jax.named_scope("output")
+def _gated_norm(eps: float, asked: Asked | None, out: Array, z: Array, weight: Array) -> Array:
+    if asked is not None:
         # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
         from jaxbuf.pallas.gated_norm import Call, gpu, supports
 
-        heads = out.shape[0] * out.shape[1] * out.shape[2]
-        call = Call(heads, eps, out=out.dtype, z=z.dtype)
-        reason = supports(call, value_dim=out.shape[3])
-        if takes_call("gated_norm", implementation, reason):
-            return gpu.gated_norm(call, out, z, weight, interpret=interpret)
+        call = Call(out.shape[0] * out.shape[1] * out.shape[2], eps, out=out.dtype, z=z.dtype)
+        if asked.takes(supports(call, value_dim=out.shape[3])):
+            return _differentiable(partial(gpu.gated_norm, call, interpret=asked.interpret), eps)(out, z, weight)
+    return _defined(eps, out, z, weight)
+
+
+def _defined(eps: float, out: Array, z: Array, weight: Array) -> Array:
     wide = out.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     normal = (wide * weight.astype(jnp.float32)[None, None, None]).astype(out.dtype)
     gate = jax.nn.silu(z.astype(jnp.float32)).reshape(out.shape)
     return (normal.astype(jnp.float32) * gate).astype(z.dtype).reshape(z.shape)
+
+
+def _differentiable(kernel: Callable[..., Array], eps: float) -> Callable[..., Array]:
+    """A kernel with the gradient of the definition, which is computed again from the inputs."""
+    both = jax.custom_vjp(kernel)
+    both.defvjp(
+        lambda *inputs: (kernel(*inputs), inputs),
+        lambda inputs, gradient: jax.vjp(partial(_defined, eps), *inputs)[1](gradient),
+    )
+    return both

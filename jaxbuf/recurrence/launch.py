@@ -8,16 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxbuf.memory.ownership import NOWHERE
-from jaxbuf.pallas.dispatch import asks_kernel, takes_call
+from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.recurrence import pool as xla
 from jaxbuf.recurrence.begin import Held, Step
 from jaxbuf.recurrence.pool import Pool
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs
 from jaxbuf.recurrence.state_format import rounded
+from jaxbuf.target import Target
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
-@jax.named_scope("recurrence")
 def extend_pool(
     spec: RecurrenceSpec,
     pool: Pool,
@@ -30,6 +29,7 @@ def extend_pool(
     *,
     implementation: str = "auto",
     interpret: bool = False,
+    target: Target | str | None = None,
 ) -> tuple[Array, Pool]:
     """`extend` for one layer, with the integers that `begin` made for all of them.
 
@@ -38,9 +38,11 @@ def extend_pool(
       pool: Its arrays.
       step: From `begin`.
       q, k, v, log_decay, beta: As in `recurrent`, [rows, T, ...].
-      implementation: "xla", "gpu" (an NVIDIA Hopper GPU), or "auto": the kernel of the platform where it serves the
-        call, else "xla".
-      interpret: Run the kernel in Pallas' interpreter, on any platform: slow, for tests.
+      implementation: "xla", "gpu" (an NVIDIA Hopper GPU), or "auto": the target's kernel where it serves the call, else
+        "xla".
+      interpret: Run the kernel that was named in Pallas' interpreter, on any platform: slow, for tests.
+      target: What it is compiled for: a Target, or the name of a chip ("H100"). None: what v lies on, see
+        `jaxbuf.target.resolve_target`.
 
     Returns:
       out [rows, T, heads, value_dim] in v's dtype, and the pool.
@@ -50,18 +52,34 @@ def extend_pool(
     """
     check_inputs(spec, q, k, v, log_decay, beta)
     xla.check_pool(spec, pool)
-    if asks_kernel("extend", implementation):
+    asked = ask("extend", implementation, target, (v,), interpret=interpret)
+    return _extend_pool(spec, asked, pool, step, q, k, v, log_decay, beta)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+@jax.named_scope("recurrence")
+def _extend_pool(
+    spec: RecurrenceSpec,
+    asked: Asked | None,
+    pool: Pool,
+    step: Step,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None,
+    beta: Array | None,
+) -> tuple[Array, Pool]:
+    if asked is not None:
         reason = _gpu_reason(spec, pool, step.before, q, v)
         if step.ancestors is not None:
             reason = "it needs each token to follow the one before, trees are not served yet"
-        if takes_call("extend", implementation, reason):
+        if asked.takes(reason):
             inputs = q, rounded(k, pool.keys.dtype), v, log_decay, beta
-            return _extend_on_gpu(spec, pool, step.before, step.lengths, step.write, step.append, inputs, interpret)
+            where = step.before, step.lengths, step.write, step.append
+            return _extend_on_gpu(spec, pool, *where, inputs, asked.interpret)
     return xla.extend_with_xla(spec, pool, step, q, k, v, log_decay, beta)
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
-@jax.named_scope("recurrence")
 def fold_pool(
     spec: RecurrenceSpec,
     pool: Pool,
@@ -70,25 +88,35 @@ def fold_pool(
     *,
     implementation: str = "auto",
     interpret: bool = False,
+    target: Target | str | None = None,
 ) -> Pool:
     """`fold` for one layer: the state that `before` describes is written to the rows `write` (int32 [rows]).
 
     Args:
       spec, pool, implementation, interpret: As in `extend_pool`.
       before, write: From `begin_fold`; rows past the pool are not written.
+      target: As in `extend_pool`; None: what the pool lies on.
 
     Raises:
       ValueError: The implementation asked for can't serve the call; it says why.
     """
-    if asks_kernel("fold", implementation):
+    asked = ask("fold", implementation, target, (pool.keys,), interpret=interpret)
+    return _fold_pool(spec, asked, pool, before, write)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+@jax.named_scope("recurrence")
+def _fold_pool(spec: RecurrenceSpec, asked: Asked | None, pool: Pool, before: Held, write: Array) -> Pool:
+    if asked is not None:
         # The kernel of `extend` folds; its one new token is appended nowhere, and its output is not used.
         rows = write.shape[0]
         q, v = (jnp.zeros((rows, 1, *x.shape[2:]), pool.keys.dtype) for x in (pool.keys, pool.updates))
         reason = _gpu_reason(spec, pool, before, q, v)
-        if takes_call("fold", implementation, reason):
+        if asked.takes(reason):
             gate = jnp.zeros(v.shape[:3], jnp.float32)
             append, lengths = jnp.full((rows, 1), NOWHERE), (write < NOWHERE).astype(jnp.int32)
-            return _extend_on_gpu(spec, pool, before, lengths, write, append, (q, q, v, gate, gate), interpret)[1]
+            inputs = q, q, v, gate, gate
+            return _extend_on_gpu(spec, pool, before, lengths, write, append, inputs, asked.interpret)[1]
     return xla.fold_with_xla(spec, pool, before, write)
 
 

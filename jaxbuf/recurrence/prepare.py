@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows
-from jaxbuf.pallas.dispatch import asks_kernel, takes_call
+from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.recurrence.convolution import causal_convolution, extend_ring, launch_integers
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec
+from jaxbuf.target import Target
 
 EPS = 1e-6  # of the norms of q and k
 
@@ -65,8 +66,6 @@ def prepare_sequence(spec: RecurrenceSpec, weights: Weights, qkv: Array, a: Arra
     return _inputs(spec, weights, causal_convolution(qkv, weights.convolution), a, b)
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
-@jax.named_scope("convolution")
 def prepare(
     spec: RecurrenceSpec,
     weights: Weights,
@@ -82,6 +81,7 @@ def prepare(
     parents: Array | None = None,
     implementation: str = "auto",
     interpret: bool = False,
+    target: Target | str | None = None,
 ) -> tuple[Inputs, Array]:
     """The inputs of the recurrence for the next tokens of each slot, which its ring of the last inputs takes in.
 
@@ -90,9 +90,7 @@ def prepare(
       ring: [slots + 1, ring, channels], from `init_ring`.
       slots, start, lengths, order, parents: As in `extend_ring`. Past its length, and for slot 0, a row's q, k and v
         are zeros and nothing is written.
-      implementation: "xla", "gpu" (an NVIDIA Hopper GPU), or "auto": the kernel of the platform where it serves the
-        call, else "xla".
-      interpret: Run the kernel in Pallas' interpreter, on any platform: slow, for tests.
+      implementation, interpret, target: As in `extend_pool`; target None: what qkv lies on.
 
     Returns:
       The inputs, and the ring.
@@ -104,9 +102,31 @@ def prepare(
     if ring.ndim != 3 or ring.shape[2] != qkv.shape[2]:
         raise ValueError(f"ring must be [slots + 1, ring, {qkv.shape[2]}], got shape {ring.shape}")
     check_rows("slots", slots, qkv.shape[0])
+    asked = ask("prepare", implementation, target, (qkv,), interpret=interpret)
+    where = {"slots": slots, "start": start, "lengths": lengths, "order": order, "parents": parents}
+    return _prepare(spec, asked, weights, ring, qkv, a, b, **where)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+@jax.named_scope("convolution")
+def _prepare(
+    spec: RecurrenceSpec,
+    asked: Asked | None,
+    weights: Weights,
+    ring: Array,
+    qkv: Array,
+    a: Array,
+    b: Array,
+    *,
+    slots: Array,
+    start: Array,
+    lengths: Array,
+    order: Array | None,
+    parents: Array | None,
+) -> tuple[Inputs, Array]:
     # A kernel must not be given a slot past the ring: it would write where another array lies.
     slots, start, lengths = launch_integers(ring, slots, start, lengths, qkv.shape[1])
-    if asks_kernel("prepare", implementation):
+    if asked is not None:
         # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
         from jaxbuf.pallas.prepare import Call, gpu, supports
 
@@ -123,9 +143,9 @@ def prepare(
         width = weights.convolution.shape[1]
         tree = order is not None or parents is not None
         reason = supports(call, key_dim=spec.key_dim, value_dim=spec.value_dim, width=width, tree=tree)
-        if takes_call("prepare", implementation, reason):
+        if asked.takes(reason):
             integers = slots, start, lengths
-            inputs, ring = gpu.prepare(call, ring, weights, (qkv, a, b), integers, interpret=interpret)
+            inputs, ring = gpu.prepare(call, ring, weights, (qkv, a, b), integers, interpret=asked.interpret)
             return Inputs(*inputs), ring
     where = {"slots": slots, "start": start, "lengths": lengths, "order": order, "parents": parents}
     mixed, ring = extend_ring(ring, weights.convolution, qkv, **where)

@@ -20,6 +20,7 @@ from jaxbuf.recurrence.recurrent_plan import LaunchedRecurrence, WholeRecurrence
 from jaxbuf.recurrence.shared_rows import note_missing, raise_missing_rows
 from jaxbuf.recurrence.slots import claim_fork, fewest_tokens, fork_cursor, reset_cursor
 from jaxbuf.recurrence.spec import RecurrenceSpec
+from jaxbuf.target import Target
 
 type Array = jax.Array
 
@@ -141,15 +142,17 @@ class RecurrentMemory:
     def raise_missing(self, shared: RecurrentShared) -> None:
         raise_missing_rows(shared.cursor.sharing)
 
-    def whole(self, time: int, lengths: Array | None, chunk_size: int) -> WholeRecurrence:
-        return WholeRecurrence(lengths, chunk_size)
+    def whole(self, time: int, lengths: Array | None, chunk_size: int, target: Target | None) -> WholeRecurrence:
+        return WholeRecurrence(lengths, chunk_size, target)
 
     def begin(self, shared: RecurrentShared, launch: Launch) -> tuple[LaunchedRecurrence, RecurrentShared]:
         plan, cursor = (begin_prompt if launch.commits else begin_launch)(shared.cursor, launch)
         reach = shared.reach
         if reach is not None:
             reach = put(reach, launch.slots, jnp.maximum(reach[launch.slots], launch.start + launch.lengths))
-        return LaunchedRecurrence(plan, shared.ring_order), dataclasses.replace(shared, cursor=cursor, reach=reach)
+        return LaunchedRecurrence(plan, shared.ring_order, launch.target), dataclasses.replace(
+            shared, cursor=cursor, reach=reach
+        )
 
     def commit(self, shared: RecurrentShared, done: Commit) -> RecurrentShared:
         order = shared.ring_order

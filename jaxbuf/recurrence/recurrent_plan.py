@@ -5,7 +5,7 @@ among them), `convolve` (the convolution alone) and `recur`.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -15,6 +15,7 @@ from jaxbuf.recurrence.chunked import chunked
 from jaxbuf.recurrence.convolution import causal_convolution, extend_ring
 from jaxbuf.recurrence.prepare import Inputs, Weights, prepare, prepare_sequence
 from jaxbuf.recurrence.spec import RecurrenceSpec
+from jaxbuf.target import Target
 
 if TYPE_CHECKING:
     from jaxbuf.recurrence.recurrent_memory import RecurrentCache
@@ -29,12 +30,12 @@ class WholeRecurrence:
     Attributes:
       lengths: int32 [batch], real tokens of each row; None: all.
       chunk_size: Of the chunk-parallel recurrence.
-      implementation: Of what a mixer does beside these functions.
+      target: What the program is compiled for; None: what is resolved for each operation.
     """
 
     lengths: Array | None = None
     chunk_size: int = 64
-    implementation: ClassVar = "xla"  # the only one with a gradient
+    target: Target | None = None
 
     def prepare(self, memory: None, spec: RecurrenceSpec, weights: Weights, *inputs: Array) -> tuple[Inputs, None]:
         """Gated DeltaNet's inputs from its projections, see `prepare_sequence`."""
@@ -46,7 +47,8 @@ class WholeRecurrence:
 
     def recur(self, memory: None, spec: RecurrenceSpec, *inputs: Any) -> tuple[Array, None]:
         """The outputs [batch, time, heads, value_dim] for q, k, v, log_decay and beta."""
-        out, *_ = chunked(spec, None, *inputs, chunk_size=self.chunk_size, lengths=self.lengths)
+        how = {"chunk_size": self.chunk_size, "lengths": self.lengths, "target": self.target}
+        out, *_ = chunked(spec, None, *inputs, **how)
         return out, None
 
 
@@ -57,18 +59,19 @@ class LaunchedRecurrence:
     Attributes:
       step: The launch's integers: of an `extend`, or of a `prefill`.
       ring_order: int32 [slots + 1, ring], the rows of the convolutions' rings; None without trees.
-      implementation: Of what a mixer does beside these functions.
+      target: As in `WholeRecurrence`.
     """
 
     step: Step | PrefillStep
     ring_order: Array | None = None
-    implementation: ClassVar = "auto"
+    target: Target | None = None
 
     def prepare(
         self, memory: "RecurrentCache", spec: RecurrenceSpec, weights: Weights, *inputs: Array
     ) -> tuple[Inputs, "RecurrentCache"]:
         """Gated DeltaNet's inputs from its projections, see `jaxbuf.recurrence.prepare.prepare`."""
-        found, ring = prepare(spec, weights, memory.ring, *inputs, **self._where)
+        assert memory.ring is not None  # a mixer with a convolution has made it
+        found, ring = prepare(spec, weights, memory.ring, *inputs, **self._where, target=self.target)
         return found, dataclasses.replace(memory, ring=ring)
 
     def convolve(self, memory: "RecurrentCache", weight: Array, x: Array) -> tuple[Array, "RecurrentCache"]:
@@ -79,8 +82,10 @@ class LaunchedRecurrence:
 
     def recur(self, memory: "RecurrentCache", spec: RecurrenceSpec, *inputs: Any) -> tuple[Array, "RecurrentCache"]:
         """The outputs [rows, time, heads, value_dim] for q, k, v, log_decay and beta."""
-        recur_pool = buffered.extend_pool if isinstance(self.step, Step) else buffered.prefill_pool
-        out, pool = recur_pool(spec, memory.pool, self.step, *inputs)
+        if isinstance(self.step, Step):
+            out, pool = buffered.extend_pool(spec, memory.pool, self.step, *inputs, target=self.target)
+        else:
+            out, pool = buffered.prefill_pool(spec, memory.pool, self.step, *inputs)
         return out, dataclasses.replace(memory, pool=pool)
 
     @property

@@ -112,7 +112,7 @@ def init_carry(config: ModelConfig, sizes: CarrySizes, drafter: Drafter | None =
     """
     rows, vocab = sizes.rows, config.vocab_size
     pools = {name: getattr(sizes, name) for name in ("holds", "states", "blocks", "pages")}
-    dtypes = {name: getattr(sizes, name) for name in ("dtype", "entry_dtype", "state_dtype")}
+    dtypes = {name: getattr(sizes, name) for name in ("dtype", "entry_dtype", "state_dtype", "target")}
     cache = decoder.init_cache(
         config,
         slots=rows,

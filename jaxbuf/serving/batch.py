@@ -12,7 +12,6 @@ import numpy as np
 from jaxbuf.models.cache import forked_sizes
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.shapes import power_of_two_from
-from jaxbuf.pallas.platform import has_hopper
 from jaxbuf.serving import forms
 from jaxbuf.serving.admit import Arrivals, Beginning
 from jaxbuf.serving.carry import CarrySizes
@@ -184,6 +183,7 @@ def make_batch(
         dtype=lm.model.embed_tokens[...].dtype,
         entry_dtype=jnp.dtype(lm.dtype if decoding.entry_dtype is None else decoding.entry_dtype),
         state_dtype=choose_state_dtype(decoding.state_dtype),
+        target=lm.target,
     )
     if forks:
         sizes = shared_sizes(sizes, prompts=batch, prompt_tokens=bucket, drafter=drafter)
@@ -284,11 +284,11 @@ def pack_prompts(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarr
 def choose_ring(form: forms.Chosen, limit: int, capacity: int, *, drafts: bool = False) -> int:
     """The largest limit that the rings have room for.
 
-    It is `limit` for both forms, so that they share one compiled program, but 1 for the recurrent form without drafts
-    on a Hopper GPU, where a kernel serves rings of one entry. A ring need hold no more entries than a row has tokens
-    (`capacity`), however large the limit is.
+    Rows of the recurrent form have one entry at most, and kernels read a ring of one faster. With drafts the ring has
+    their entries, too, and both forms share one compiled program. A ring need hold no more entries than a row has
+    tokens (`capacity`), however large the limit is.
     """
-    return 1 if form == "recurrent" and not drafts and has_hopper() else min(limit, capacity)
+    return 1 if form == "recurrent" and not drafts else min(limit, capacity)
 
 
 def choose_form(lm: LanguageModel, form: Form, rows: int) -> forms.Chosen:

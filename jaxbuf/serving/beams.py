@@ -200,6 +200,7 @@ def beam_search(
         dtype=lm.model.embed_tokens[...].dtype,
         entry_dtype=jnp.dtype(lm.dtype if entry_dtype is None else entry_dtype),
         state_dtype=choose_state_dtype(state_dtype),
+        target=lm.target,
     )
     if beams > 1:
         sizes = shared_sizes(sizes, prompts=number, prompt_tokens=bucket, again=True)

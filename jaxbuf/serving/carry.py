@@ -17,6 +17,7 @@ from jaxbuf.models.cache import all_slots
 from jaxbuf.models.scoring import Logprobs, token_logprobs
 from jaxbuf.serving.acceptance import log_distribution
 from jaxbuf.serving.sampling import MOST_LOGPROBS, History, Sampling
+from jaxbuf.target import Target
 
 type Array = jax.Array
 
@@ -37,7 +38,7 @@ class CarrySizes:
       logprobs: Whether log-probabilities are reported.
       holds, states, blocks, pages: As in `decoder.init_cache`.
       dtype: The compute dtype, that of the model's parameters.
-      entry_dtype, state_dtype: As in `decoder.init_cache`.
+      entry_dtype, state_dtype, target: As in `decoder.init_cache`.
     """
 
     rows: int
@@ -53,6 +54,7 @@ class CarrySizes:
     dtype: Any = jnp.float32
     entry_dtype: Any = None
     state_dtype: str = "float32"
+    target: Target | str | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -191,7 +191,8 @@ class MTP:
     def init(self, config, sizes):
         """An empty memory of the layer; see `Drafter.init`."""
         width = 1 + self.draft_tokens
-        memory = init_mtp(config, slots=sizes.rows, capacity=sizes.capacity, max_pending=width, dtype=sizes.dtype)
+        given = {"capacity": sizes.capacity, "dtype": sizes.dtype, "target": sizes.target}
+        memory = init_mtp(config, slots=sizes.rows, max_pending=width, **given)
         none = jnp.zeros((sizes.rows, width), jnp.int32)
         hidden = jnp.zeros((sizes.rows, width, config.hidden_size), sizes.dtype)
         return MTPState(memory, hidden, none, none[:, 0])
@@ -289,6 +290,7 @@ class DraftModel:
             blocks=sizes.blocks,
             pages=sizes.pages,
             dtype=self.model.embed_tokens[...].dtype,
+            target=sizes.target,
         )
 
     def admit(self, model, carry, reading):

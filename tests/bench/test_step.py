@@ -1,7 +1,6 @@
 """`jaxbuf bench step`: what it runs, counts and says; the figures themselves need a GPU."""
 
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from jaxbuf.bench import random_model, step, step_figures
 from jaxbuf.models.config import RECURRENCE
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.layers import named_parameters
-from jaxbuf.pallas import platform
 from jaxbuf.serving.carry import EMPTY, RUNNING
 from jaxbuf.serving.profiling import Operation
 
@@ -177,12 +175,3 @@ def test_a_run_that_could_not_end_ends_before_it_begins(tmp_path, capsys):
         with pytest.raises(SystemExit):
             step.parse(words)
         assert message in capsys.readouterr().err
-
-
-def test_without_kernels_auto_takes_none(monkeypatch):
-    monkeypatch.setattr(platform.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(platform.jax, "devices", lambda: [types.SimpleNamespace(compute_capability="9.0")])
-    assert platform.has_hopper()
-    with platform.without_kernels():
-        assert not platform.has_hopper()
-    assert platform.has_hopper()

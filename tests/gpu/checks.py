@@ -17,7 +17,6 @@ from jaxbuf.bench import companions
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.pallas.extend import gpu_schedule
-from jaxbuf.pallas.platform import without_kernels
 from jaxbuf.recurrence import RecurrenceSpec, buffered, prepare
 from jaxbuf.recurrence.convolution import init_ring
 from jaxbuf.recurrence.state_format import decode
@@ -428,20 +427,23 @@ def check_program(lm: LanguageModel) -> Figures:
     return {"instructions": 0.0}
 
 
+def without_kernels(lm: LanguageModel) -> LanguageModel:
+    """The same model, compiled by XLA alone."""
+    return dataclasses.replace(lm, compiled_for=lm.target.without_kernels())
+
+
 def check_tokens(lm: LanguageModel, tokens: int = 64) -> Figures:
     """Greedy tokens of jaxbuf.generate are those without kernels, in float32 and both forms."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5)]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
 
-    def generated():
+    def generated(lm):
         forms = ("recurrent", "buffered")
         runs = [jaxbuf.generate(lm, prompts, tokens, sampling, form=form) for form in forms]
         return {form: [result.tokens for result in run] for form, run in zip(forms, runs, strict=True)}
 
-    found = generated()
-    with without_kernels():
-        expected = generated()
+    found, expected = generated(lm), generated(without_kernels(lm))
     assert found == expected, "the tokens differ"
     return {"tokens": 2.0 * tokens * len(prompts)}
 
@@ -456,7 +458,7 @@ def check_logprobs(lm: LanguageModel, tokens: int = 32) -> Figures:
     prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5)]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
 
-    def generated(form):
+    def generated(lm, form):
         results = jaxbuf.generate(lm, prompts, tokens, sampling, form=form)
         return [(np.array(result.tokens), np.array(result.logprobs)) for result in results]
 
@@ -468,9 +470,8 @@ def check_logprobs(lm: LanguageModel, tokens: int = 32) -> Figures:
             worst = max(worst, float(np.abs(logprobs - wanted)[: until + 1].max()))
         return worst, float(same)
 
-    found = generated("buffered")
-    with without_kernels():
-        expected, recurrent = generated("buffered"), generated("recurrent")
+    found = generated(lm, "buffered")
+    expected, recurrent = (generated(without_kernels(lm), form) for form in ("buffered", "recurrent"))
     (worst, same), (allowed, others) = compared(found, expected), compared(recurrent, expected)
     assert worst <= 2 * allowed, f"log-probabilities differ by {worst}, those of the forms by {allowed}"
     figures = {"log-probabilities": worst, "of the forms": allowed, "tokens": float(tokens * len(prompts))}

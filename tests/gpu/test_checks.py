@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.pallas.platform import has_hopper
+from jaxbuf.pallas.dispatch import unserved
 from jaxbuf.recurrence import RecurrenceSpec, buffered
+from jaxbuf.target import resolve_target
 from tests.gpu import checks
 from tests.gpu.program import pool_sized_writes
 
 TINY = RecurrenceSpec(heads=2, key_heads=1, key_dim=8, value_dim=8)
 
 
-@pytest.mark.skipif(not has_hopper(), reason="needs an NVIDIA Hopper GPU")
+@pytest.mark.skipif(unserved("extend", "gpu", resolve_target(None)) is not None, reason="needs an NVIDIA Hopper GPU")
 @pytest.mark.parametrize("name", checks.CHECKS)
 def test_on_a_gpu(name, rng):
     checks.CHECKS[name](rng)

@@ -80,9 +80,7 @@ def lowered(spec, time: int, rows: int = 128, **sizes) -> str:
     inputs = jax.eval_shape(lambda: new_inputs(np.random.default_rng(0), spec, rows, time, jnp.bfloat16))
 
     def step(cache, *inputs):
-        return buffered.extend(
-            spec, cache, *inputs, slots=jnp.arange(1, rows + 1, dtype=jnp.int32), implementation="gpu"
-        )
+        return buffered.extend(spec, cache, *inputs, slots=jnp.arange(1, rows + 1, dtype=jnp.int32), target="H100")
 
     return jax.jit(step, donate_argnums=0).trace(cache, *inputs).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -258,7 +256,13 @@ def test_the_gpu_kernel_follows_forks_and_the_order_that_a_tree_left(rng):
     assert error(cache.pool.updates, reference.pool.updates) < 1e-4
     with pytest.raises(ValueError, match=r'implementation="gpu" can not serve this extend: .*trees'):
         buffered.extend(
-            NARROW, cache, *inputs, slots=jnp.array([1, 2]), parents=parents.repeat(2, 0), implementation="gpu"
+            NARROW,
+            cache,
+            *inputs,
+            slots=jnp.array([1, 2]),
+            parents=parents.repeat(2, 0),
+            implementation="gpu",
+            target="H100",
         )
 
 
@@ -291,5 +295,10 @@ def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, l
     cache = buffered.init(spec, slots=1, limit=limit, max_pending=4)
     with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this extend: .*{reason}'):
         buffered.extend(
-            spec, cache, *new_inputs(rng, spec, 1, 1, jnp.bfloat16), slots=jnp.array([1]), implementation="gpu"
+            spec,
+            cache,
+            *new_inputs(rng, spec, 1, 1, jnp.bfloat16),
+            slots=jnp.array([1]),
+            implementation="gpu",
+            target="H100",
         )

@@ -16,7 +16,7 @@ def new_arrays(rng, rows, time, heads, dtype, dim=128):
 @pytest.mark.parametrize("rows, time, dtype", [(1, 1, "bfloat16"), (256, 5, "float32")])
 def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(rows, time, dtype):
     arrays = jax.eval_shape(lambda: new_arrays(np.random.default_rng(0), rows, time, 32, jnp.dtype(dtype)))
-    traced = gated_norm.trace(*arrays, eps=1e-6, implementation="gpu")
+    traced = jax.jit(lambda *arrays: gated_norm(*arrays, eps=1e-6, target="H100")).trace(*arrays)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
 
 
@@ -40,4 +40,17 @@ def test_the_gpu_kernel_is_the_xla_path(rng, dtype, bound):
 def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, heads, dim, reason):
     arrays = new_arrays(rng, 1, 1, heads, jnp.float32, dim)
     with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this gated_norm: it needs {reason}'):
-        gated_norm(*arrays, eps=1e-6, implementation="gpu")
+        gated_norm(*arrays, eps=1e-6, implementation="gpu", target="H100")
+
+
+def test_the_gpu_kernel_has_the_gradient_of_the_xla_path(rng):
+    """Of the output, the gate and the scale, for a random direction."""
+    arrays = new_arrays(rng, 3, 2, 4, jnp.float32)
+    direction = jnp.asarray(rng.standard_normal(arrays[1].shape), jnp.float32)
+
+    def gradients(**how):
+        return jax.grad(lambda arrays: jnp.vdot(gated_norm(*arrays, eps=1e-6, **how), direction))(arrays)
+
+    found, expected = gradients(implementation="gpu", interpret=True), gradients(implementation="xla")
+    for kernel, xla in zip(found, expected, strict=True):
+        np.testing.assert_allclose(kernel, xla, rtol=0, atol=1e-5 * np.abs(xla).max())

@@ -52,7 +52,7 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, rows, dtype):
 
     def step(ring, weights, raw, slots, start, lengths):
         where = {"slots": slots, "start": start, "lengths": lengths}
-        return prepare(QWEN, weights, ring, *raw, **where, implementation="gpu")
+        return prepare(QWEN, weights, ring, *raw, **where, target="H100")
 
     traced = jax.jit(step, donate_argnums=0).trace(ring, weights, raw, *integers)
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -122,7 +122,7 @@ def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, t
         where["order"] = init_ring_order(slots=1, width=4, max_pending=MAX_PENDING)
     ring = new_ring(spec, 1, change.get("ring", jnp.float32))
     with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this prepare: it needs {reason}'):
-        prepare(spec, weights, ring, *raw, **where, implementation="gpu")
+        prepare(spec, weights, ring, *raw, **where, implementation="gpu", target="H100")
 
 
 @pytest.mark.slow

@@ -149,8 +149,8 @@ def test_no_kernel_serves_a_tree_yet():
     q, gates = jnp.zeros((1, 2, 4, 128)), jnp.zeros((1, 2, 4))
 
     def launch(parents):
-        cache, slots = buffered.init(spec, slots=1), jnp.array([1])
-        return buffered.extend(spec, cache, q, q, q, gates, slots=slots, parents=parents, implementation="gpu")
+        cache, where = buffered.init(spec, slots=1), {"slots": jnp.array([1]), "parents": parents}
+        return buffered.extend(spec, cache, q, q, q, gates, **where, implementation="gpu", target="H100")
 
     with pytest.raises(ValueError, match=r"can not serve this extend: .*trees are not served yet"):
         jax.eval_shape(launch, jnp.full((1, 2), -1))

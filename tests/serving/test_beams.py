@@ -249,16 +249,11 @@ def small_shapes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "form, rings_of_one",
-    [
-        pytest.param("buffered", False, marks=pytest.mark.slow),
-        pytest.param("recurrent", False, marks=pytest.mark.exhaustive),
-        pytest.param("recurrent", True, marks=pytest.mark.exhaustive),
-    ],
+    "form",
+    [pytest.param("buffered", marks=pytest.mark.slow), pytest.param("recurrent", marks=pytest.mark.exhaustive)],
 )
-def test_with_as_many_beams_as_texts_it_finds_the_best_of_all(tiny, rng, small_shapes, monkeypatch, form, rings_of_one):
+def test_with_as_many_beams_as_texts_it_finds_the_best_of_all(tiny, rng, small_shapes, form):
     """Until the last step no text falls out, so what comes back are the best of all texts there are."""
-    monkeypatch.setattr(batch, "has_hopper", lambda: rings_of_one)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 6)]
     settings = {"beams": MANY, "form": form, "ignore_eos": True}
     cases = ((0.0, (4,), 4), (1.0, (4,), 4), (-1.0, (2, 4), 3), (2.0, (0, 1, 2, 3), 4), (1.0, (1, 3), 1))

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from jaxbuf.attention.paged import PagedKV, append
+from jaxbuf.models.language_model import load
 from jaxbuf.recurrence.pool import extend_with_xla, fold_with_xla
 from jaxbuf.serving import SamplingParams, generate_tokens
 from jaxbuf.serving.batch import Decoding, make_batch
+from jaxbuf.target import Target
 from tests.serving.program import carry_shape, check_on_device, check_reused, made_in_loops, written_in_loops
 
 
@@ -34,7 +36,7 @@ def decode_loop(lm, carry):
 def copying_loop(lm, carry):
     """The same program with two mistakes: every step writes all checkpoints and all pages, by `jnp.where`."""
 
-    def fold_by_selection(spec, pool, step, *inputs):
+    def fold_by_selection(spec, pool, step, *inputs, target):
         folded = fold_with_xla(spec, pool, step.before, step.write)
         pool = dataclasses.replace(pool, checkpoints=jnp.where(step.any_fold, folded.checkpoints, pool.checkpoints))
         return extend_with_xla(spec, pool, dataclasses.replace(step, any_fold=jnp.array(False)), *inputs)
@@ -82,3 +84,15 @@ def test_the_loop_never_talks_to_the_host(decode_loop):
 
 def test_every_byte_of_the_carry_is_reused(carry, decode_loop):
     check_reused(decode_loop, carry)
+
+
+def test_a_cpu_lowers_the_whole_loop_for_a_gpu_with_its_kernels():
+    """And for two targets in one process it is two programs."""
+    demo, counts = load("demo"), {}
+    for target in (None, Target("gpu", "Hopper"), Target("gpu", "Ampere")):
+        lm = dataclasses.replace(demo, compiled_for=target)
+        batch = make_batch(lm, [[1] * 30] * 8, decoding=Decoding(200))
+        traced = generate_tokens.trace(lm.model, carry_shape(batch), np.int32(9))
+        counts[target] = traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
+    # Layers share what is lowered. Of the demo's heads of 64 the recurrence's kernel alone takes care.
+    assert list(counts.values()) == [0, 1, 0], counts

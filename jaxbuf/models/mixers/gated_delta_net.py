@@ -34,7 +34,7 @@ class GatedDeltaNet(RecurrentMixer):
         weights = Weights(p.conv1d[...], p.A_log[...], p.dt_bias[...])
         inputs, memory = plan.prepare(memory, self.spec, weights, qkv, a, b)
         out, memory = plan.recur(memory, self.spec, *inputs)
-        out = gated_norm(out, z, p.norm[...], eps=self.eps, implementation=plan.implementation)
+        out = gated_norm(out, z, p.norm[...], eps=self.eps, target=plan.target)
         with jax.named_scope("output"):
             return linear(out, p.out_proj), memory
 
