@@ -20,13 +20,14 @@ class Sizes:
     Attributes:
       slots: All of them, those that hold prefixes included.
       capacity, max_pending, page_size, block_size, trees: As given there.
-      limit: Of each slot, or one number for all.
+      limit, kv_limit: Of each slot, or one number for all; kv_limit None: the same as limit.
       states, blocks, pages: As given there; None for all: every slot has its own memory for good.
     """
 
     slots: int
     capacity: int
     limit: Any
+    kv_limit: Any
     max_pending: int
     block_size: int
     page_size: int

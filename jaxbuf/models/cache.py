@@ -89,6 +89,7 @@ def init_cache(
     entry_dtype: jnp.dtype | None = None,
     state_dtype: object = jnp.float32,
     target: Target | str | None = None,
+    kv_limit: int | Array | None = None,
 ) -> Cache:
     """An empty cache. Requests have the physical slots 1 to `slots`; slot 0 is null.
 
@@ -113,6 +114,8 @@ def init_cache(
       state_dtype: Of the recurrent states: a dtype, "split" or "split8", see `init_pool`.
       target: What programs on it are compiled for, which decides their kernels: a Target or a chip's name ("H100").
         None: JAX's default device, or the devices of the mesh in use.
+      kv_limit: Entries up to which a slot that never folded reads no checkpoint, see `buffered.init`. None: as many as
+        limit says.
 
     Raises:
       ValueError: A size below 1 or not a whole number, or as in `buffered.init`.
@@ -121,11 +124,23 @@ def init_cache(
     check_sizes(holds=holds, least=0)
     given = {"states": states, "blocks": blocks, "pages": pages}
     check_sizes(**{name: count for name, count in given.items() if count is not None})
-    limits = checked_limits(limit, slots, longest=capacity + max_pending)
-    if holds and limits.ndim:
-        limits = np.concatenate([limits, np.full(holds, limits.max(), np.int32)])
+    limits = {"limit": limit, "kv_limit": kv_limit}
+    for name, wanted in limits.items():
+        if wanted is not None:
+            found = checked_limits(wanted, slots, longest=capacity + max_pending, name=name)
+            held = np.full(holds if found.ndim else 0, found.max(), np.int32)
+            limits[name] = np.concatenate([found, held]) if held.size else found
     every = slots + holds
-    sizes = Sizes(every, capacity, limits, max_pending, block_size, page_size, trees, **given)
+    sizes = Sizes(
+        slots=every,
+        capacity=capacity,
+        max_pending=max_pending,
+        block_size=block_size,
+        page_size=page_size,
+        trees=trees,
+        **limits,
+        **given,
+    )
     dtypes = Dtypes(dtype, dtype if entry_dtype is None else entry_dtype, state_dtype)
     mixers = tuple(config.mixers)
     kinds = tuple(mixer.kind for mixer in mixers)
@@ -357,6 +372,25 @@ def with_limits(cache: Cache, limits: Array | int) -> Cache:
         return cache
     changed = recurrent_memory.with_limits(cache.shared[RECURRENCE], all_slots(cache), limits)
     return dataclasses.replace(cache, shared=cache.shared | {RECURRENCE: changed})
+
+
+def with_kv_limits(cache: Cache, slots: Array, limits: Array | None) -> tuple[Array | int, Cache]:
+    """Slots that read prompts stay KV-only up to other numbers of entries, at most what the cache was made for.
+
+    Args:
+      cache: Without recurrent layers, or made without kv_limit, nothing changes.
+      slots: int32 [rows], each of them empty, or in the midst of its prompt.
+      limits: int32 [rows]; None: the slots are not KV-only beyond their limit.
+
+    Returns:
+      What `keep` has to be in `prefill`: int32 [rows], or 0; and the cache.
+    """
+    if RECURRENCE not in cache.shared or cache.shared[RECURRENCE].cursor.kv_limit is None:
+        return 0, cache
+    given = jnp.zeros_like(slots) if limits is None else jnp.asarray(limits, jnp.int32)
+    changed = recurrent_memory.with_limits(cache.shared[RECURRENCE], slots, given, "kv_limit")
+    most = changed.cursor.ring - changed.cursor.max_pending
+    return jnp.clip(given, 0, most), dataclasses.replace(cache, shared=cache.shared | {RECURRENCE: changed})
 
 
 def fold_limits(cache: Cache) -> Array:

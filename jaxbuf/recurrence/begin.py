@@ -14,7 +14,7 @@ from jaxbuf.arguments import check_range, check_rows, distinct_slots
 from jaxbuf.memory.claims import Claim, grant
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.memory.sequences import Launch, make_launch, put
-from jaxbuf.recurrence.cursor import Cursor
+from jaxbuf.recurrence.cursor import Cursor, thresholds
 from jaxbuf.recurrence.shared_rows import claim_rows, count_places, note_missing, take_shared
 from jaxbuf.recurrence.spec import Array
 
@@ -186,20 +186,18 @@ def begin_prompt(cursor: Cursor, launch: Launch) -> tuple[PrefillStep, Cursor]:
     slots, lengths = launch.slots, launch.lengths
     kept_at_most, _ = _keep(cursor, launch)
     before, use = held(cursor, slots), _use(cursor, launch)
-    cursor, kept = _take(cursor, slots, use), use.end
+    cursor, kept = _take(cursor, slots, use), use.end - use.first
     head = lengths - kept
     moved, write = _fold_rows(cursor, slots, use.folds)
     after = dataclasses.replace(
         moved,
         folded=put(moved.folded, slots, moved.folded[slots] + head),
-        length=put(moved.length, slots, jnp.where(lengths > 0, kept, moved.length[slots])),
+        length=put(moved.length, slots, jnp.where(lengths > 0, use.end, moved.length[slots])),
         pending=put(moved.pending, slots, jnp.zeros_like(slots)),
     )
     index = jnp.arange(kept_at_most, dtype=jnp.int32)[None]
     now = held(after, slots)
-    append = _append_positions(
-        now.entries, jnp.broadcast_to(index, (slots.shape[0], kept_at_most)), index < kept[:, None]
-    )
+    append = _append_positions(now.entries, use.first[:, None] + index, index < kept[:, None])
     return PrefillStep(slots, lengths, launch.start, before, head, write, append), after
 
 
@@ -239,27 +237,29 @@ def _use(cursor: Cursor, launch: Launch) -> Use:
     slots, lengths = launch.slots, launch.lengths
     live = jnp.where(slots > 0, cursor.length[slots], 0)
     if launch.commits:
-        _, kept = _keep(cursor, launch)
+        _, keep = _keep(cursor, launch)
+        stays = live + lengths <= keep
+        kept = jnp.minimum(keep, lengths)
+        first = jnp.where(stays, live, 0)
         # A checkpoint is written if anything goes into it: part of the prompt, or entries that were live.
-        return Use((lengths > 0) & (lengths - kept + live > 0), jnp.zeros_like(kept), kept)
+        return Use((lengths > 0) & ~stays & (lengths - kept + live > 0), first, first + kept)
     # A launch that folds still reads the entries that it folds, and may not write its tokens over them.
-    limit = jnp.minimum(cursor.limit[slots], cursor.ring - cursor.max_pending)
-    folds = (lengths > 0) & (live > 0) & (live + lengths > limit)
+    folds = (lengths > 0) & (live > 0) & (live + lengths > thresholds(cursor, slots))
     first = jnp.where(folds, 0, live)
     return Use(folds, first, first + lengths)
 
 
 def _keep(cursor: Cursor, launch: Launch) -> tuple[int, Array]:
-    """The most tokens that a prompt leaves as entries (static), and how many each row does, int32 [rows]."""
+    """The most tokens that a prompt leaves as entries (static), and the most that each row does, int32 [rows]."""
     room, keep, rows = cursor.ring - cursor.max_pending, launch.keep, launch.slots.shape[0]
     if isinstance(keep, (int, np.integer)) and not isinstance(keep, bool):
         if not 0 <= keep <= room:
             raise ValueError(f"keep must be in [0, {room}], the ring ({cursor.ring}) less max_pending, got {keep}")
-        return int(keep), jnp.minimum(jnp.int32(keep), launch.lengths)
+        return int(keep), jnp.full(rows, keep, jnp.int32)
     keep = jnp.asarray(keep)
     check_rows("keep", keep, rows)
     check_range("keep", keep, 0, room)
-    return room, jnp.minimum(jnp.clip(keep.astype(jnp.int32), 0, room), launch.lengths)
+    return room, jnp.clip(keep.astype(jnp.int32), 0, room)
 
 
 def _granted(cursor: Cursor, launch: Launch) -> tuple[Cursor, Launch]:

@@ -99,6 +99,7 @@ def init(
     blocks: int | None = None,
     state_dtype=jnp.float32,
     entry_dtype=jnp.bfloat16,
+    kv_limit: int | Array | None = None,
 ) -> BufferedState:
     """An empty memory for `slots` requests: physical slots 1 to `slots`; slot 0 is the null slot.
 
@@ -109,18 +110,21 @@ def init(
         recurrent form, 16 or so the buffered one, more than a request's length keeps it KV-only (no checkpoint is ever
         read or written). The ring has that many entries, and need not have more than a request's tokens.
       max_pending: The most tokens that one `extend` takes: 1 + drafts.
-      block_size: Entries a block holds. A slot's ring has max(limit, max_pending) + max_pending entries, rounded up to
-        whole blocks.
+      block_size: Entries a block holds. A slot's ring has max(limit, kv_limit, max_pending) + max_pending entries,
+        rounded up to whole blocks.
       states, blocks: How many checkpoint rows and blocks the slots take from when they need one, and share after a
         `fork`. A shared row stays until its owners have their own: slots that share one and fold in one launch need a
         row each beside it. With one of the two given, the other's default is what all slots could use at once (states:
         slots + slots // 2). None for both: every slot has its own for good, nothing can run out, and a fork copies.
       state_dtype, entry_dtype: As in `init_pool`.
+      kv_limit: Entries up to which a slot that never folded stays KV-only, where that is more than its limit: for all
+        or int32 [slots] for each. It reads no checkpoint until then. None: as many as limit says.
 
     Raises:
-      ValueError: A size below 1 or not a whole number, limit above 2**20, or more entries than int32 can number.
+      ValueError: A size below 1 or not a whole number, limit or kv_limit above 2**20, or more entries than int32 can
+        number.
     """
-    sizes = {"limit": limit, "max_pending": max_pending, "block_size": block_size}
+    sizes = {"limit": limit, "max_pending": max_pending, "block_size": block_size, "kv_limit": kv_limit}
     cursor = init_cursor(slots=slots, **sizes, states=states, blocks=blocks)
     return BufferedState(cursor, init_pool(spec, cursor, state_dtype=state_dtype, entry_dtype=entry_dtype))
 
@@ -143,16 +147,17 @@ def prefill(
 ) -> tuple[Array, BufferedState]:
     """Takes in a prompt: the state after it becomes the slot's checkpoint, all but the last `keep` tokens' part of it.
 
-    It continues from what the slot holds (use `reset` for a new request); entries that were live are folded, pending
-    ones are dropped. A slot that was empty and whose whole prompt is kept stays KV-only.
+    It continues from what the slot holds (use `reset` for a new request); pending entries are dropped. If `keep` has
+    room for the entries that were live and all new ones, nothing is folded: a slot that was empty stays KV-only. Else
+    those that were live are folded.
 
     Args:
       q, k, v, log_decay, beta: As in `recurrent`, [rows, time, ...]. Keys are rounded to the entry dtype first, as in
         `extend`, whether or not they stay as entries.
       slots: int32 [rows], the physical slot of each row; 0 writes nothing; no other slot twice.
       lengths: int32 [rows], the real tokens of each row, in [0, time]; None: all.
-      keep: How many last tokens stay as entries in the ring, one number or int32 [rows]; at most the
-        ring's size (see `init`) less max_pending.
+      keep: How many last tokens stay as entries in the ring, one number or int32 [rows]; at most the ring's size (see
+        `init`) less max_pending.
       chunk_size: As in `chunked`.
       implementation: "auto" or "xla": there is no kernel yet.
       target: As in `extend_pool`.

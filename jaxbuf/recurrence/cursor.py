@@ -33,6 +33,8 @@ class Cursor:
       folded: int32 [slots + 1], tokens in the checkpoint; 0: it holds nothing and is not read.
       max_pending: The most tokens of one launch (static).
       sharing: Who owns the rows and blocks that slots take when they need them; None: every slot has its own for good.
+      kv_limit: int32 [slots + 1], entries up to which a slot that never folded stays KV-only, where that is more than
+        its limit; None: as many as its limit says.
     """
 
     checkpoint_of: Array
@@ -46,6 +48,7 @@ class Cursor:
     folded: Array
     max_pending: int = dataclasses.field(metadata={"static": True})
     sharing: Sharing | None = None
+    kv_limit: Array | None = None
 
     @property
     def ring(self) -> int:
@@ -67,19 +70,22 @@ def init_cursor(
     states: int | None = None,
     blocks: int | None = None,
     shares: bool = False,
+    kv_limit: int | Array | np.ndarray | None = None,
 ) -> Cursor:
     """A cursor for `slots` empty requests: physical slots 1 to `slots`.
 
     Args: as in `buffered.init`; limits for each may also start with the null slot's. A ring holds
-    max(limit, max_pending) + max_pending entries, in whole blocks. With `shares` slots share checkpoint rows and
-    blocks even if neither number is given.
+    max(limit, kv_limit, max_pending) + max_pending entries, in whole blocks. With `shares` slots share checkpoint rows
+    and blocks even if neither number is given.
 
     Raises:
       ValueError: As in `buffered.init`.
     """
     check_sizes(slots=slots, max_pending=max_pending, block_size=block_size)
     limits = checked_limits(limit, slots)
-    width = ring_entries(int(limits.max()), max_pending, block_size) // block_size
+    kv_limits = None if kv_limit is None else checked_limits(kv_limit, slots, name="kv_limit")
+    most = int(max(limits.max(), 0 if kv_limits is None else kv_limits.max()))
+    width = ring_entries(most, max_pending, block_size) // block_size
     if (1 + slots * width) * block_size > np.iinfo(np.int32).max:
         raise ValueError(
             f"slots ({slots}) with rings of {width * block_size} entries must be fewer: int32 numbers all entries"
@@ -92,10 +98,12 @@ def init_cursor(
         sharing = init_sharing(*default_counts(slots, width, states, blocks, -(-max_pending // block_size) + 1))
         owned, table = np.zeros_like(owned), np.zeros_like(table)
     order = np.broadcast_to(np.arange(width * block_size, dtype=np.int32), (slots + 1, width * block_size))
-    full = np.concatenate([[1], np.broadcast_to(limits, (slots,))]).astype(np.int32)
 
     def zero():
         return jnp.zeros(slots + 1, jnp.int32)
+
+    def each(found):
+        return jnp.array(np.concatenate([[1], np.broadcast_to(found, (slots,))]).astype(np.int32))
 
     return Cursor(
         checkpoint_of=jnp.array(owned),
@@ -105,14 +113,15 @@ def init_cursor(
         origin=zero(),
         length=zero(),
         pending=zero(),
-        limit=jnp.array(full),
+        limit=each(limits),
         folded=zero(),
         max_pending=max_pending,
         sharing=sharing,
+        kv_limit=None if kv_limits is None else each(kv_limits),
     )
 
 
-def checked_limits(limit: object, slots: int, *, longest: int | None = None) -> np.ndarray:
+def checked_limits(limit: object, slots: int, *, longest: int | None = None, name: str = "limit") -> np.ndarray:
     """Fold thresholds as int32: a scalar, or [slots] for each slot.
 
     Args:
@@ -120,22 +129,23 @@ def checked_limits(limit: object, slots: int, *, longest: int | None = None) -> 
       slots: How many there are.
       longest: The most entries that a slot can come to hold, committed and pending. A limit above is taken for this
         one: it is never reached either, and the ring would only be longer. None: not known.
+      name: Of the argument, in errors.
 
     Raises:
       ValueError: Something else than whole numbers from 1 on, or not as many; or a limit above 2**20 is left.
     """
     limits = np.asarray(limit)
     if limits.ndim and limits.dtype.kind not in "iu":
-        raise ValueError(f"limit must be whole numbers, got {limits.dtype} {limits.shape}")
+        raise ValueError(f"{name} must be whole numbers, got {limits.dtype} {limits.shape}")
     if limits.shape == (slots + 1,):
         limits = limits[1:]
     if limits.shape not in ((), (slots,)):
-        raise ValueError(f"limit must be one number or int32 [{slots}], one a slot, got shape {limits.shape}")
+        raise ValueError(f"{name} must be one number or int32 [{slots}], one a slot, got shape {limits.shape}")
     numbers = limits.reshape(-1).tolist()
     for i, number in enumerate(numbers):
         if longest is not None and isinstance(number, int) and number > longest:
             numbers[i] = longest
-        check_sizes(most=MOST_LIMIT, limit=numbers[i])
+        check_sizes(most=MOST_LIMIT, **{name: numbers[i]})
     return np.array(numbers, np.int32).reshape(limits.shape)
 
 
@@ -174,3 +184,11 @@ def rollback_entries(cursor: Cursor, slots: Array, count: Array) -> Cursor:
     return dataclasses.replace(
         cursor, length=put(cursor.length, slots, length - count), pending=put(cursor.pending, slots, count)
     )
+
+
+def thresholds(cursor: Cursor, slots: Array) -> Array:
+    """int32 [rows]: the entries from which each slot folds; one that never folded stays KV-only up to its kv_limit."""
+    limit = cursor.limit[slots]
+    if cursor.kv_limit is not None:
+        limit = jnp.where(cursor.folded[slots] > 0, limit, jnp.maximum(limit, cursor.kv_limit[slots]))
+    return jnp.minimum(limit, cursor.ring - cursor.max_pending)

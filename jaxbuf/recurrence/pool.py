@@ -217,11 +217,15 @@ def prefill_pool(
     kept = step.append.shape[1]
     keys, stored, gates = pool.keys, pool.updates, pool.gates
     if kept:
-        # The state before the kept tokens: the same sum of u ⊗ k, cut earlier, with the u that are known by now.
-        plain = dataclasses.replace(spec, delta=False)
-        _, state, _ = solve_chunks(
-            plain, start, q, k, updates, log_decay, None, chunk_size=chunk_size, lengths=step.head
-        )
+
+        def before_kept():
+            # The same sum of u ⊗ k, cut earlier, with the u that are known by now.
+            plain, sizes = dataclasses.replace(spec, delta=False), {"chunk_size": chunk_size, "lengths": step.head}
+            return solve_chunks(plain, start, q, k, updates, log_decay, None, **sizes)[1]
+
+        # Rows that keep all they read, or none of it, need no other state.
+        cut = (step.write < NOWHERE) & (step.head < step.lengths)
+        state = jax.lax.cond(jnp.any(cut), before_kept, lambda: state)
         beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
         chosen = jnp.minimum(step.head[:, None] + jnp.arange(kept, dtype=jnp.int32)[None], v.shape[1] - 1)
 

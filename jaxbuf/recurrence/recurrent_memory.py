@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -98,10 +98,12 @@ def work(before: RecurrentShared, after: RecurrentShared, slots: Array) -> Work:
     return Work(folds.astype(jnp.int32), (was.folded[slots] > 0).astype(jnp.int32), was.length[slots])
 
 
-def with_limits(shared: RecurrentShared, slots: Array, limits: Array | int) -> RecurrentShared:
+def with_limits(
+    shared: RecurrentShared, slots: Array, limits: Array | int, name: Literal["limit", "kv_limit"] = "limit"
+) -> RecurrentShared:
     """The same with other fold thresholds: int32 [rows], or one number, at most what the rings were made for."""
-    changed = shared.cursor.limit.at[slots].set(limits)
-    return dataclasses.replace(shared, cursor=dataclasses.replace(shared.cursor, limit=changed))
+    changed = getattr(shared.cursor, name).at[slots].set(limits, mode="drop")
+    return dataclasses.replace(shared, cursor=dataclasses.replace(shared.cursor, **{name: changed}))
 
 
 class RecurrentMemory:
@@ -109,9 +111,12 @@ class RecurrentMemory:
 
     def init(self, mixers: Sequence[Any], sizes: Sizes) -> RecurrentShared:
         given = {name: getattr(sizes, name) for name in ("block_size", "states", "blocks", "shares")}
-        limits = checked_limits(sizes.limit, sizes.slots, longest=sizes.capacity + sizes.max_pending)
-        lists = {"slots": sizes.slots, "max_pending": sizes.max_pending}
-        cursor = init_cursor(**lists, **given, limit=limits)
+        lists, limits = {"slots": sizes.slots, "max_pending": sizes.max_pending}, {}
+        for name in ("limit", "kv_limit"):
+            if (limit := getattr(sizes, name)) is not None:
+                longest = sizes.capacity + sizes.max_pending
+                limits[name] = checked_limits(limit, sizes.slots, longest=longest, name=name)
+        cursor = init_cursor(**lists, **given, **limits)
         widths = {mixer.width for mixer in mixers} - {0}
         if len(widths) > 1:
             raise ValueError(f"the convolutions of all layers must have as many taps, got {sorted(widths)}")

@@ -141,7 +141,7 @@ def fork_cursor(cursor: Cursor, source: Array, target: Array, tokens: Array | No
         length=put(cursor.length, target, length),
         **{
             name: put(getattr(cursor, name), target, getattr(old, name)[source])
-            for name in ("order", "origin", "limit", "folded")
+            for name in ("order", "origin", "limit", "folded", *(() if cursor.kv_limit is None else ("kv_limit",)))
         },
     )
     if cursor.sharing is not None:
