@@ -45,6 +45,8 @@ def row(record: dict[str, Any]) -> dict[str, Any]:
             pairs.append((batch, recurrent, decode))
     if not pairs:
         raise ValueError("the figures must have the parts decode and recurrent at one batch at least, and have not")
+    crossover = record.get("kv_only_crossover") or {}
+    kv = {"kv_entries": crossover.get("us"), "kv_entries_by_bytes": crossover.get("bytes")}
     return {
         "device": record["device"],
         "heads": record["heads"],
@@ -55,6 +57,7 @@ def row(record: dict[str, Any]) -> dict[str, Any]:
         "batches": [batch for batch, _, _ in pairs],
         "recurrent_us": [round(recurrent["us"], 2) for _, recurrent, _ in pairs],
         "buffered_us": [round(decode["us"], 2) for _, _, decode in pairs],
+        **{name: round(number, 1) for name, number in kv.items() if number is not None},
         "command": record["command"],
         "date": record["date"],
         "versions": record["versions"],

@@ -84,8 +84,11 @@ StateDtype = Annotated[
     ),
 ]
 Form = Annotated[
-    Literal["auto", "recurrent", "buffered"],
-    typer.Option(help="auto, recurrent (the state is written every step) or buffered (only when the buffer fills)."),
+    Literal["auto", "recurrent", "buffered", "kv"],
+    typer.Option(
+        help="auto, recurrent (the state is written every step), buffered (only when the buffer fills), or kv (as "
+        "buffered, but without a state as long as a text is short)."
+    ),
 ]
 Samples = Annotated[
     int,

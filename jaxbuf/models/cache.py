@@ -21,7 +21,7 @@ from jaxbuf.models.config import ATTENTION, RECURRENCE, ModelConfig
 from jaxbuf.recurrence import recurrent_memory
 from jaxbuf.recurrence.cursor import checked_limits
 from jaxbuf.recurrence.recurrent_memory import RecurrentMemory, Work
-from jaxbuf.recurrence.traffic import ring_entries
+from jaxbuf.recurrence.traffic import BLOCK_SIZE, ring_entries
 from jaxbuf.target import Target, resolve_target
 
 type Array = jax.Array
@@ -78,7 +78,7 @@ def init_cache(
     capacity: int,
     limit: int | Array = 16,
     max_pending: int = 8,
-    block_size: int = 8,
+    block_size: int = BLOCK_SIZE,
     page_size: int = 16,
     trees: bool = False,
     holds: int = 0,
@@ -164,7 +164,7 @@ def forked_sizes(
     new_tokens: int,
     limit: int = 16,
     max_pending: int = 8,
-    block_size: int = 8,
+    block_size: int = BLOCK_SIZE,
     page_size: int = 16,
     trees: bool = False,
     again: bool = False,

@@ -19,6 +19,7 @@ from jaxbuf.recurrence.cursor import init_cursor
 from jaxbuf.recurrence.recurrent_memory import RecurrentShared
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.recurrence.state_format import SPLIT, StateFormat, state_format
+from jaxbuf.recurrence.traffic import BLOCK_SIZE
 
 type FormName = Literal["recurrent", "buffered", "kv-only", "snapshots"]
 
@@ -155,7 +156,7 @@ def plan(
     *,
     accepted: float | None = None,
     limit: int = 16,
-    block_size: int = 8,
+    block_size: int = BLOCK_SIZE,
     page_size: int = 16,
     dtype: str | jnp.dtype | None = None,
     state_dtype: str | jnp.dtype = "float32",

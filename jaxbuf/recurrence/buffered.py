@@ -46,6 +46,7 @@ from jaxbuf.recurrence.pool import Pool, fork_pool, init_pool, prefill_pool, rea
 from jaxbuf.recurrence.shared_rows import raise_missing_rows
 from jaxbuf.recurrence.slots import Copies, fork_cursor, load_cursor, reset_cursor
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_state
+from jaxbuf.recurrence.traffic import BLOCK_SIZE
 from jaxbuf.target import Target
 
 __all__ = [
@@ -94,7 +95,7 @@ def init(
     slots: int,
     limit: int | Array = 16,
     max_pending: int = 8,
-    block_size: int = 8,
+    block_size: int = BLOCK_SIZE,
     states: int | None = None,
     blocks: int | None = None,
     state_dtype=jnp.float32,

@@ -11,7 +11,7 @@ from jaxbuf.memory.sequences import Commit, make_commit, put
 from jaxbuf.memory.tree import permute
 from jaxbuf.recurrence.shared_rows import Sharing, default_counts, init_sharing, raise_missing_rows
 from jaxbuf.recurrence.spec import Array
-from jaxbuf.recurrence.traffic import MOST_LIMIT, ring_entries
+from jaxbuf.recurrence.traffic import BLOCK_SIZE, MOST_LIMIT, ring_entries
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +66,7 @@ def init_cursor(
     slots: int,
     limit: int | Array | np.ndarray = 16,
     max_pending: int = 8,
-    block_size: int = 8,
+    block_size: int = BLOCK_SIZE,
     states: int | None = None,
     blocks: int | None = None,
     shares: bool = False,

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxbuf.recurrence import pool as xla
 from jaxbuf.recurrence.begin import Held, Step
 from jaxbuf.recurrence.pool import Pool
 from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs
-from jaxbuf.recurrence.state_format import rounded
+from jaxbuf.recurrence.state_format import rounded, state_format
 from jaxbuf.target import Target
 
 
@@ -118,6 +119,26 @@ def _fold_pool(spec: RecurrenceSpec, asked: Asked | None, pool: Pool, before: He
             inputs = q, q, v, gate, gate
             return _extend_on_gpu(spec, pool, before, lengths, write, append, inputs, asked.interpret)[1]
     return xla.fold_with_xla(spec, pool, before, write)
+
+
+def kernel_serves(spec: RecurrenceSpec, *, ring: int, state_dtype: object, entry_dtype: Any, target: Target) -> bool:
+    """Whether a step of one token is a kernel's, with rings of so many entries.
+
+    Args:
+      spec: The layer's family and sizes.
+      ring: Entries of a slot.
+      state_dtype, entry_dtype: As in `init_pool`.
+      target: What it is compiled for.
+    """
+    if ask("extend", "auto", target) is None:
+        return False
+    from jaxbuf.pallas.extend import Call, supports
+
+    form, entry = state_format(state_dtype), jnp.dtype(entry_dtype)
+    sizes = {name: getattr(spec, name) for name in ("heads", "key_heads", "key_dim", "value_dim")}
+    dtypes = {"state": form.high, "low": form.low, "entry": entry, "probe": entry, "out": entry}
+    call = Call(rows=1, time=1, ring=ring, max_pending=1, **sizes, **dtypes)
+    return supports(call, decay=spec.decay, delta=spec.delta) is None
 
 
 def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array):

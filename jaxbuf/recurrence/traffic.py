@@ -15,6 +15,7 @@ from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.recurrence.state_format import state_format
 
 GATE = 4  # bytes of a gate: they are float32 always
+BLOCK_SIZE = 8  # entries of a block, if nobody says otherwise
 MOST_LIMIT = 2**20  # of a slot's entries: its ring is made for them, and has their bytes
 
 
@@ -43,7 +44,7 @@ def token_bytes(spec: RecurrenceSpec, dtype=jnp.bfloat16) -> int:
     return numbers * jnp.dtype(dtype).itemsize + spec.heads * (spec.decay_width + 1) * GATE
 
 
-def ring_entries(limit: int, max_pending: int, block_size: int = 8) -> int:
+def ring_entries(limit: int, max_pending: int, block_size: int = BLOCK_SIZE) -> int:
     """Entries of a slot's ring: max(limit, max_pending) + max_pending, in whole blocks, as `init_cursor` makes it.
 
     Raises:
@@ -60,7 +61,7 @@ def pool_bytes(
     slots: int,
     limit: int = 16,
     max_pending: int = 8,
-    block_size: int = 8,
+    block_size: int = BLOCK_SIZE,
     state_dtype=jnp.float32,
     entry_dtype=jnp.bfloat16,
 ) -> int:

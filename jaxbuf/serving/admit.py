@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxbuf.arguments import distinct_slots
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.models import decoder
-from jaxbuf.models.cache import fold_limits, with_limits
+from jaxbuf.models.cache import fold_limits, with_kv_limits, with_limits
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.scoring import Logprobs, fitting_block, hidden_logprobs
 from jaxbuf.serving.carry import (
@@ -85,6 +85,8 @@ class Arrivals:
       lengths: int32 [n], the real ones.
       start: int32 [n], how many tokens of the prompt earlier chunks had. A row that has not read exactly so many rests.
       last: bool [n], whether the prompt ends with this chunk.
+      kv_limit: int32 [n], the entries up to which the rows that continue a prompt read no checkpoint, at most the
+        carry's. Those who read a longer prompt fold all of it. None: no row does without one.
       begins: The rows that begin to run where a prompt ends; None: no token is drawn, and the rows stay empty. Who
         reads prompts for another loop finds in `Carry.hidden` what scores the next token.
       prompt_top: int32 scalar, how many of the most probable tokens are reported beside each prompt token at most.
@@ -96,6 +98,7 @@ class Arrivals:
     lengths: Array
     start: Array
     last: Array
+    kv_limit: Array | None = None
     begins: Beginning | None = None
     prompt_top: Array | int = 0
     report_prompt: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -111,7 +114,7 @@ def init_carry(config: ModelConfig, sizes: CarrySizes, drafter: Drafter | None =
       drafter: Who will draft tokens; None: nobody.
     """
     rows, vocab = sizes.rows, config.vocab_size
-    pools = {name: getattr(sizes, name) for name in ("holds", "states", "blocks", "pages")}
+    pools = {name: getattr(sizes, name) for name in ("kv_limit", "holds", "states", "blocks", "pages")}
     dtypes = {name: getattr(sizes, name) for name in ("dtype", "entry_dtype", "state_dtype", "target")}
     cache = decoder.init_cache(
         config,
@@ -233,7 +236,10 @@ def _read(model: decoder.Decoder, carry: Carry, arrivals: Arrivals) -> tuple[Car
     row = jnp.where(expected, row, NOWHERE)
     fits = arrivals.start + arrivals.lengths <= carry.history.tokens.shape[1]
     slots, wanted = slots_of(row), jnp.where(expected & fits, arrivals.lengths, 0)
-    hidden, cache = decoder.prefill(model, carry.cache, arrivals.tokens, lengths=wanted, slots=slots)
+    keep, cache = with_kv_limits(carry.cache, slots, arrivals.kv_limit)
+    if not isinstance(keep, int):
+        keep = jnp.where(arrivals.start + wanted <= keep, keep, 0)
+    hidden, cache = decoder.prefill(model, cache, arrivals.tokens, lengths=wanted, slots=slots, keep=keep)
     read = jnp.where(expected, cache.sequences.committed[slots] - arrivals.start, 0)
     history = carry.history
     text = put_places(history.tokens, arrivals.tokens, arrivals.start, read, row)

@@ -12,6 +12,8 @@ import numpy as np
 from jaxbuf.models.cache import forked_sizes
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.shapes import power_of_two_from
+from jaxbuf.recurrence.launch import kernel_serves
+from jaxbuf.recurrence.traffic import BLOCK_SIZE, ring_entries
 from jaxbuf.serving import forms
 from jaxbuf.serving.admit import Arrivals, Beginning
 from jaxbuf.serving.carry import CarrySizes
@@ -24,7 +26,7 @@ from jaxbuf.shown import shown
 log = logging.getLogger("jaxbuf")
 
 type Prompt = str | Sequence[int] | np.ndarray | jax.Array
-type Form = Literal["auto", "recurrent", "buffered"]
+type Form = Literal["auto", "recurrent", "buffered", "kv"]
 
 GREEDY = SamplingParams(temperature=0.0)
 STATE_DTYPES = ("float32", "bfloat16", "split", "split8")
@@ -89,7 +91,8 @@ class Batch:
         tops = [s.prompt_logprobs for s in self.settings if s.prompt_logprobs is not None]
         report = {"report_prompt": bool(tops), "prompt_top": np.int32(max(tops, default=0))}
         rows = reading_rows([setting.n for setting in self.settings])
-        chunks = (dataclasses.replace(chunk, **report) for chunk in split_prompts(self.prompts, rows))
+        chunks = split_prompts(self.prompts, rows, self.sizes.kv_limit)
+        chunks = (dataclasses.replace(chunk, **report) for chunk in chunks)
         return [dataclasses.replace(chunk, begins=_ending(self.begins, chunk)) for chunk in chunks]
 
 
@@ -98,10 +101,14 @@ def reading_rows(numbers: Sequence[int]) -> list[int]:
     return np.cumsum([0, *numbers[:-1]]).tolist()
 
 
-def split_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Iterator[Arrivals]:
-    """Prompts in chunks of one size, each read into a row; none of them begins to run."""
+def split_prompts(
+    prompts: Sequence[Sequence[int]], rows: Sequence[int], kv_limit: int | None = None
+) -> Iterator[Arrivals]:
+    """Prompts in chunks of one size, each read into a row; none of them begins to run. Those of at most kv_limit tokens
+    get no checkpoint."""
     tokens, lengths = pack_prompts(prompts)
     batch, bucket = tokens.shape
+    limits = None if kv_limit is None else np.where(lengths <= kv_limit, kv_limit, 0).astype(np.int32)
     row = np.full(batch, -1, np.int32)
     row[: len(rows)] = rows
     time = min(bucket, max(LEAST_CHUNK, power_of_two_from(CHUNK_TOKENS // batch)))
@@ -113,6 +120,7 @@ def split_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> Iter
             lengths=data(np.clip(left, 0, time)),
             start=data(np.full(batch, start, np.int32)),
             last=data(left <= time),
+            kv_limit=None if limits is None else data(limits),
             prompt_top=data(np.int32(0)),
         )
 
@@ -135,8 +143,8 @@ def check_settings(decoding: Decoding) -> None:
         if not whole(value) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     form, entry_dtype, state_dtype = decoding.form, decoding.entry_dtype, decoding.state_dtype
-    if form not in ("auto", "recurrent", "buffered"):
-        raise ValueError(f'form must be "auto", "recurrent" or "buffered", got {form!r}')
+    if form not in ("auto", "recurrent", "buffered", "kv"):
+        raise ValueError(f'form must be "auto", "recurrent", "buffered" or "kv", got {form!r}')
     if entry_dtype not in (None, "bfloat16", "float16", "float32"):
         raise ValueError(f'entry_dtype must be None, "bfloat16", "float16" or "float32", got {entry_dtype!r}')
     if state_dtype is not None and state_dtype not in STATE_DTYPES:
@@ -173,20 +181,27 @@ def make_batch(
     stop_ids = _pack_stops(lm, each, rows)
     row, prompt = np.arange(rows, dtype=np.int32), np.repeat(np.arange(len(settings)), [s.n for s in settings])
     forks = len(each) > len(encoded)
+    state_dtype = choose_state_dtype(decoding.state_dtype)
+    entry_dtype = jnp.dtype(lm.dtype if decoding.entry_dtype is None else decoding.entry_dtype)
+    kv_limit = choose_kv_limit(lm, decoding.form, form, min(limit, capacity), state_dtype, entry_dtype, capacity)
+    form = "kv" if kv_limit else form
     sizes = CarrySizes(
         rows=rows,
         capacity=capacity,
         limit=choose_ring(form, limit, capacity, drafts=drafter is not None),
+        kv_limit=kv_limit,
         stop_ids=stop_ids.shape[1],
         biases=most_biases(each),
         logprobs=any(s.logprobs is not None or s.prompt_logprobs is not None for s in settings),
         dtype=lm.model.embed_tokens[...].dtype,
-        entry_dtype=jnp.dtype(lm.dtype if decoding.entry_dtype is None else decoding.entry_dtype),
-        state_dtype=choose_state_dtype(decoding.state_dtype),
+        entry_dtype=entry_dtype,
+        state_dtype=state_dtype,
         target=lm.target,
     )
     if forks:
         sizes = shared_sizes(sizes, prompts=batch, prompt_tokens=bucket, drafter=drafter)
+    else:
+        sizes = kv_sizes(sizes, [len(prompt) for prompt in encoded], max_new_tokens, drafter=drafter)
     begins = Beginning(
         rows=data(np.where(row < len(each), row, -1)),
         prompt=data(np.pad(prompt, (0, rows - len(each))).astype(np.int32)),
@@ -207,7 +222,7 @@ def shared_sizes(
     """The sizes of a carry whose rows share the memory of the prompts that they continue, see `forked_sizes`."""
     pools = forked_sizes(
         slots=sizes.rows,
-        limit=sizes.limit,
+        limit=max(sizes.limit, sizes.kv_limit or 0),
         max_pending=1 if drafter is None else 1 + drafter.draft_tokens,
         trees=drafts_trees(drafter),
         prompts=prompts,
@@ -216,6 +231,43 @@ def shared_sizes(
         again=again,
     )
     return dataclasses.replace(sizes, **pools)
+
+
+def kv_sizes(
+    sizes: CarrySizes, prompts: Sequence[int], new_tokens: int, *, drafter: Drafter | None = None
+) -> CarrySizes:
+    """The sizes of a carry whose rows take the blocks of their rings from one pool, if that is much smaller.
+
+    A ring has room for all that a row keeps without a checkpoint. Rows that have one use little of it.
+
+    Args:
+      sizes: Of the carry; with kv_limit None nothing changes.
+      prompts: The tokens of each row's prompt.
+      new_tokens: The most that each row adds.
+      drafter: Who drafts tokens; None: nobody.
+    """
+    if sizes.kv_limit is None:
+        return sizes
+    pending, longest = 1 if drafter is None else 1 + drafter.draft_tokens, sizes.capacity
+    limit, kv_limit = (min(entries, longest) for entries in (sizes.limit, sizes.kv_limit))
+    width = ring_entries(max(limit, kv_limit), pending, BLOCK_SIZE) // BLOCK_SIZE
+
+    def most(tokens: int) -> int:
+        """Blocks of a row: its entries, in blocks of which the first and the last are partly theirs, and what a launch
+        writes before it gives back what it folds."""
+        entries = min(tokens + new_tokens, kv_limit) if tokens <= kv_limit else limit
+        return min(width, -(-max(entries, limit, pending) // BLOCK_SIZE) + -(-pending // BLOCK_SIZE) + 2)
+
+    blocks = _rounded(sum(map(most, prompts)))
+    if 4 * blocks > 3 * sizes.rows * width:
+        return sizes
+    return dataclasses.replace(sizes, states=sizes.rows, blocks=blocks)
+
+
+def _rounded(number: int) -> int:
+    """The next number of which all but three binary digits are zeros: so that few programs are compiled."""
+    step = 1 << max(number.bit_length() - 3, 0)
+    return -(-number // step) * step
 
 
 def _check_sampling(
@@ -291,12 +343,42 @@ def choose_ring(form: forms.Chosen, limit: int, capacity: int, *, drafts: bool =
     return 1 if form == "recurrent" and not drafts else min(limit, capacity)
 
 
-def choose_form(lm: LanguageModel, form: Form, rows: int) -> forms.Chosen:
-    """The form that runs for so many rows."""
+def choose_form(lm: LanguageModel, form: Form, rows: int) -> Literal["recurrent", "buffered"]:
+    """What rows are that have a checkpoint, for so many rows."""
     if form != "auto":
-        return form
+        return "recurrent" if form == "recurrent" else "buffered"
     spec = lm.config.spec  # without one every form is the same
     return "buffered" if spec is None else forms.choose(spec, rows, forms.device_kind(lm.model.norm[...]))
+
+
+def choose_kv_limit(
+    lm: LanguageModel,
+    form: Form,
+    chosen: forms.Chosen,
+    limit: int,
+    state_dtype: str,
+    entry_dtype: jnp.dtype,
+    capacity: int,
+) -> int | None:
+    """The entries up to which a row that never folded reads no checkpoint; None: no row does without one.
+
+    "auto" does without where a kernel reads the entries that are there and no others. XLA's path reads the checkpoints
+    of all rows and all places of their rings, whatever is in them, so that nothing is won.
+
+    Args:
+      lm: The model.
+      form, chosen: As asked for, and as `choose_form` says.
+      limit, state_dtype, entry_dtype: Of rows that have a checkpoint.
+      capacity: The most tokens of a row.
+    """
+    spec, dtypes = lm.config.spec, {"state_dtype": state_dtype, "entry_dtype": entry_dtype}
+    if spec is None or chosen == "recurrent" or form == "buffered":
+        return None
+    device = forms.device_kind(lm.model.norm[...])
+    entries = min(forms.kv_entries(spec, device, limit=limit, **dtypes), capacity)
+    if form == "auto" and not kernel_serves(spec, target=lm.target, ring=entries, **dtypes):
+        return None
+    return entries if entries > limit else None
 
 
 def choose_state_dtype(state_dtype: str | None) -> str:

@@ -155,8 +155,8 @@ def beam_search(
     A prompt is read once. Beams share the memory of what they have in common: going on from another beam copies what
     is partly filled (a page of each softmax layer, two blocks of entries and the convolution's inputs of each recurrent
     one), no state. Compilation happens once for a shape: the numbers of prompts, beams and stop tokens, the longest
-    prompt and max_new_tokens. Penalty, stop tokens and form are data;
-    on a Hopper GPU the recurrent form is a program of its own.
+    prompt and max_new_tokens. Penalty and stop tokens are data; the
+    recurrent form is a program of its own.
 
     Args:
       lm: From `jaxbuf.load`.
@@ -168,7 +168,8 @@ def beam_search(
       early_stopping: Whether to end when `beams` hypotheses have ended, though a longer one might rank above them.
       stop_token_ids: Tokens that end a hypothesis, beside the model's own.
       ignore_eos: Do not end at the model's own end tokens.
-      limit, form, entry_dtype, state_dtype, progress: As in `generate`.
+      limit, form, entry_dtype, state_dtype, progress: As in `generate`; but beams always have a checkpoint, and "kv" is
+        "buffered" here.
 
     Returns:
       For each prompt, in order, its beams, best ranking score first: `beams` of them, fewer only where the vocabulary

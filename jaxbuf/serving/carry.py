@@ -34,6 +34,7 @@ class CarrySizes:
       rows: Requests at once.
       capacity: Tokens of each row's text, prompt and generation together.
       limit: The largest fold threshold that the rings have room for.
+      kv_limit: The most entries up to which a row that never folded may read no checkpoint; None: none does.
       stop_ids, biases: Stop tokens and entries of logit_bias of a row, at most.
       logprobs: Whether log-probabilities are reported.
       holds, states, blocks, pages: As in `decoder.init_cache`.
@@ -44,6 +45,7 @@ class CarrySizes:
     rows: int
     capacity: int
     limit: int = 16
+    kv_limit: int | None = None
     stop_ids: int = 4
     biases: int = 4
     logprobs: bool = False

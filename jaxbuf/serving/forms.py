@@ -16,8 +16,9 @@ from typing import Any, Literal
 import jax
 
 from jaxbuf.recurrence import RecurrenceSpec
+from jaxbuf.recurrence.traffic import crossover
 
-type Chosen = Literal["recurrent", "buffered"]
+type Chosen = Literal["recurrent", "buffered", "kv"]
 
 TABLE = Path(__file__).with_name("forms.json")
 SIZES = ("heads", "key_heads", "key_dim", "value_dim")
@@ -33,6 +34,8 @@ class Measured:
       limit: Entries from which the buffered form folds.
       batches: Rows of the launches, ascending.
       recurrent_us, buffered_us: Microseconds of a step at each, averaged over whole fold cycles.
+      kv_entries, kv_entries_by_bytes: How many entries of a KV-only slot cost as much as a step of a buffered one, by
+        time and by bytes; None: not measured.
     """
 
     device: str
@@ -44,6 +47,8 @@ class Measured:
     batches: tuple[int, ...]
     recurrent_us: tuple[float, ...]
     buffered_us: tuple[float, ...]
+    kv_entries: float | None = None
+    kv_entries_by_bytes: float | None = None
 
     @property
     def buffered_from(self) -> int | None:
@@ -57,7 +62,9 @@ class Measured:
         return least
 
 
-def choose(spec: RecurrenceSpec, batch: int, device: str, table: Sequence[Measured] | None = None) -> Chosen:
+def choose(
+    spec: RecurrenceSpec, batch: int, device: str, table: Sequence[Measured] | None = None
+) -> Literal["recurrent", "buffered"]:
     """The form that is the faster one for `batch` rows, and the recurrent one between two batches that differ in that.
 
     Of the figures of a device those of the most similar heads count: each head of each row is work of its own, so a
@@ -72,12 +79,43 @@ def choose(spec: RecurrenceSpec, batch: int, device: str, table: Sequence[Measur
     Returns:
       "buffered" or "recurrent"; "buffered" where nothing was measured on the device.
     """
-    rows = [row for row in (read_table() if table is None else table) if row.device == device]
-    if not rows:
+    row = _nearest(spec, device, table)
+    if row is None:
         return "buffered"
-    row = min(rows, key=lambda row: _distance(row, spec))
     least = row.buffered_from
     return "buffered" if least is not None and batch * spec.heads >= least * row.heads else "recurrent"
+
+
+def kv_entries(
+    spec: RecurrenceSpec,
+    device: str,
+    *,
+    limit: int,
+    state_dtype: object,
+    entry_dtype: Any,
+    table: Sequence[Measured] | None = None,
+) -> int:
+    """How many entries a row may have without a checkpoint before one with it is faster, see `traffic.crossover`.
+
+    It is counted in bytes, and becomes less by as much as what was measured on the device, for the most similar heads,
+    was less than its bytes.
+
+    Args:
+      spec, device, table: As in `choose`.
+      limit: Of the buffered form.
+      state_dtype, entry_dtype: Of the checkpoint and of the entries.
+    """
+    by_bytes = crossover(spec, state_dtype, entry_dtype, limit)
+    row = _nearest(spec, device, table)
+    if row is None or row.kv_entries is None or row.kv_entries_by_bytes is None:
+        return by_bytes
+    return round(by_bytes * row.kv_entries / row.kv_entries_by_bytes)
+
+
+def _nearest(spec: RecurrenceSpec, device: str, table: Sequence[Measured] | None) -> Measured | None:
+    """What was measured on the device for the most similar heads."""
+    rows = [row for row in (read_table() if table is None else table) if row.device == device]
+    return min(rows, key=lambda row: _distance(row, spec), default=None)
 
 
 def _distance(row: Measured, spec: RecurrenceSpec) -> float:
@@ -99,7 +137,9 @@ def read_table(path: Path = TABLE) -> tuple[Measured, ...]:
 
 def from_dict(data: dict[str, Any]) -> Measured:
     """A row of the table from its JSON; what else is in it says where it comes from."""
-    fields: dict[str, Any] = {field.name: data[field.name] for field in dataclasses.fields(Measured)}
+    fields: dict[str, Any] = {
+        field.name: data[field.name] for field in dataclasses.fields(Measured) if field.name in data
+    }
     for name in ("batches", "recurrent_us", "buffered_us"):
         fields[name] = tuple(fields[name])
     return Measured(**fields)

@@ -19,7 +19,8 @@ class Stats:
       checkpoint_reads: Steps that read a checkpoint.
       live_entries: Entries read from the ring, summed over the steps.
       drafted, accepted: Draft tokens verified and kept; 0 without a drafter.
-      form: "recurrent" or "buffered": the one that ran, if "auto" was asked for.
+      form: "recurrent", "buffered" or "kv": the one that ran, if "auto" was asked for. "kv" is "buffered" for a row
+        that has a checkpoint: checkpoint_reads says in how many steps it had one.
       bytes: State traffic of all recurrent layers together: layers * (state * (checkpoint_reads + folds) + entry *
         (live_entries + steps + drafted)), where state is a layer's state in bytes (heads * value_dim * key_dim in the
         state dtype) and entry one ring entry's (key_heads * key_dim + heads * value_dim in the entry dtype, and heads

@@ -144,11 +144,14 @@ def test_settings_do_not_compile_again_and_a_second_bucket_does_once(lm):
     some = [rng.integers(0, 256, n).tolist() for n in (3, 20, 63, 64)]
     for sampling in (GREEDY, SamplingParams(temperature=0.7, top_k=5, seed=9), SamplingParams(top_p=0.5, seed=3)):
         generate(lm, some[:2], 12, sampling)
-        generate(lm, some[2:], 9, dataclasses.replace(sampling, stop="e"), form="recurrent")
+        generate(lm, some[2:], 9, dataclasses.replace(sampling, stop="e"))
         list(generate(lm, some[2:], 9, dataclasses.replace(sampling, stop=["a", "o"]), stream=True, segment=3))
     assert (start._cache_size(), generate_tokens._cache_size()) == (1, 1)
     generate(lm, [rng.integers(0, 256, 65).tolist(), some[0]], 12, GREEDY)
     assert (start._cache_size(), generate_tokens._cache_size()) == (2, 2)
+    for limit in (16, 8):  # rings of one entry, whatever the limit is
+        generate(lm, some[:2], 12, GREEDY, form="recurrent", limit=limit)
+    assert (start._cache_size(), generate_tokens._cache_size()) == (3, 3)
 
 
 def test_the_carry_is_reused_in_place(lm):
