@@ -102,12 +102,12 @@ def generate(
       sampling: One for all prompts, or one each; greedy by default.
       limit: Entries from which the buffered form folds its ring into the checkpoint. A limit beyond a prompt's tokens
         and the new ones is never reached.
-      form: "recurrent" writes the state every step; "buffered" every `limit` steps; "kv" reads and writes none as long as
-        a text is short, its entries being all that is read, and goes on as "buffered" behind that. The tokens are the
-        same up to rounding. "auto" is the form that was measured to be the faster one for so many prompts, on this kind
-        of device (`jaxbuf.serving.forms` has the table), and "buffered" where nothing was measured; short texts are
-        "kv" where a kernel serves them. `stats.form` says which ran. A model without recurrent layers takes every form,
-        and none changes anything.
+      form: "recurrent" writes the state every step; "buffered" every `limit` steps; "kv" reads and writes none as long
+        as a text is short, its entries being all that is read, and goes on as "buffered" behind that. The tokens are
+        the same up to rounding. "auto" is the form that was measured to be the faster one for so many prompts, on this
+        kind of device (`jaxbuf.serving.forms` has the table), and "buffered" where nothing was measured; short texts
+        are "kv" where a kernel serves them. `stats.form` says which ran. A model without recurrent layers takes every
+        form, and none changes anything.
       entry_dtype: "bfloat16", "float16" or "float32" for the ring's keys and updates; None: the compute dtype.
       state_dtype: How the recurrent states are kept between folds: "float32", "bfloat16" (which drifts where the decay
         is weak), or "split" or "split8", of which a step reads two bytes a number and which do not drift. Steps see
