@@ -85,11 +85,11 @@ class Arrivals:
       lengths: int32 [n], the real ones.
       start: int32 [n], how many tokens of the prompt earlier chunks had. A row that has not read exactly so many rests.
       last: bool [n], whether the prompt ends with this chunk.
-      kv_limit: int32 [n], the entries up to which the rows that continue a prompt read no checkpoint, at most the
-        carry's. Those who read a longer prompt fold all of it. None: no row does without one.
       begins: The rows that begin to run where a prompt ends; None: no token is drawn, and the rows stay empty. Who
         reads prompts for another loop finds in `Carry.hidden` what scores the next token.
       prompt_top: int32 scalar, how many of the most probable tokens are reported beside each prompt token at most.
+      kv_limit: int32 [n], the entries up to which the rows that continue a prompt read no checkpoint, at most the
+        carry's. Those who read a longer prompt fold all of it. None: no row does without one.
       report_prompt: Whether the log-probabilities of the prompts' tokens are reported (static).
     """
 
@@ -98,9 +98,9 @@ class Arrivals:
     lengths: Array
     start: Array
     last: Array
-    kv_limit: Array | None = None
     begins: Beginning | None = None
     prompt_top: Array | int = 0
+    kv_limit: Array | None = None
     report_prompt: bool = dataclasses.field(default=False, metadata={"static": True})
 
 

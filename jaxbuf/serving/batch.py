@@ -183,7 +183,11 @@ def make_batch(
     forks = len(each) > len(encoded)
     state_dtype = choose_state_dtype(decoding.state_dtype)
     entry_dtype = jnp.dtype(lm.dtype if decoding.entry_dtype is None else decoding.entry_dtype)
-    kv_limit = choose_kv_limit(lm, decoding.form, form, min(limit, capacity), state_dtype, entry_dtype, capacity)
+    lengths = [len(prompts) for prompts in encoded]
+    dtypes = {"state_dtype": state_dtype, "entry_dtype": entry_dtype}
+    kv_limit = choose_kv_limit(
+        lm, decoding.form, form, lengths, limit=min(limit, capacity), capacity=capacity, **dtypes
+    )
     form = "kv" if kv_limit else form
     sizes = CarrySizes(
         rows=rows,
@@ -201,7 +205,7 @@ def make_batch(
     if forks:
         sizes = shared_sizes(sizes, prompts=batch, prompt_tokens=bucket, drafter=drafter)
     else:
-        sizes = kv_sizes(sizes, [len(prompt) for prompt in encoded], max_new_tokens, drafter=drafter)
+        sizes = kv_sizes(sizes, lengths, max_new_tokens, drafter=drafter)
     begins = Beginning(
         rows=data(np.where(row < len(each), row, -1)),
         prompt=data(np.pad(prompt, (0, rows - len(each))).astype(np.int32)),
@@ -355,19 +359,23 @@ def choose_kv_limit(
     lm: LanguageModel,
     form: Form,
     chosen: forms.Chosen,
+    prompts: Sequence[int],
+    *,
     limit: int,
+    capacity: int,
     state_dtype: str,
     entry_dtype: jnp.dtype,
-    capacity: int,
 ) -> int | None:
     """The entries up to which a row that never folded reads no checkpoint; None: no row does without one.
 
-    "auto" does without where a kernel reads the entries that are there and no others. XLA's path reads the checkpoints
-    of all rows and all places of their rings, whatever is in them, so that nothing is won.
+    "auto" does without where a kernel reads the entries that are there and no others: XLA's path reads the checkpoints
+    of all rows and all places of their rings, whatever is in them, so that nothing is won. And it does without only
+    where most prompts are short: long rings cost those a little that have a checkpoint.
 
     Args:
       lm: The model.
       form, chosen: As asked for, and as `choose_form` says.
+      prompts: The tokens of each.
       limit, state_dtype, entry_dtype: Of rows that have a checkpoint.
       capacity: The most tokens of a row.
     """
@@ -376,9 +384,14 @@ def choose_kv_limit(
         return None
     device = forms.device_kind(lm.model.norm[...])
     entries = min(forms.kv_entries(spec, device, limit=limit, **dtypes), capacity)
-    if form == "auto" and not kernel_serves(spec, target=lm.target, ring=entries, **dtypes):
+    short = sum(tokens <= entries for tokens in prompts)
+    if entries <= limit or not short:
         return None
-    return entries if entries > limit else None
+    if form == "auto" and (
+        2 * short < len(prompts) or not kernel_serves(spec, target=lm.target, ring=entries, **dtypes)
+    ):
+        return None
+    return entries
 
 
 def choose_state_dtype(state_dtype: str | None) -> str:

@@ -20,6 +20,7 @@ from tests.recurrence.twin import assert_owned
 from tests.serving.speculating import model_named, random_qwen3_5
 
 CHUNK, NEW, ROWS = 16, 12, 4
+KV_LIMIT, DRAFTS = 32, 3
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
 # Each compiles programs of its own, so the rest has those memories and drafters that the first lacks.
 PAIRS = [
@@ -55,7 +56,7 @@ def test_prompts_in_chunks_are_as_prompts_read_at_once(architecture, name, rng, 
     """Tokens, log-probabilities of both, and what a drafter knows of the prompt: as many of its drafts are kept."""
     lm = model_named(architecture, 3)
     drafter = drafter_named(name, lm)
-    decoding = Decoding(NEW, drafter=drafter, draft_tokens=3)
+    decoding = Decoding(NEW, drafter=drafter, draft_tokens=DRAFTS)
     while True:
         prompts = draw_prompts(rng, LENGTHS)
         (arrivals,) = make_batch(lm, prompts, GREEDY, decoding).arrivals
@@ -93,15 +94,20 @@ def test_samples_of_prompts_in_chunks_share_what_they_read(rng, monkeypatch):
 
 
 class Server:
-    """Requests into rows as they come free, by the compiled programs alone."""
+    """Requests into rows as they come free, by the compiled programs alone.
+
+    Every third request is recurrent, buffered with a limit of its own, and without a checkpoint up to KV_LIMIT tokens.
+    """
 
     def __init__(self, lm, drafter, rng):
         self.lm, self.rng, self.drafter = lm, rng, drafter
         self.batch = make_batch(lm, [[1]] * ROWS, GREEDY, Decoding(NEW, drafter=drafter))
-        sizes = dataclasses.replace(self.batch.sizes, capacity=5 * CHUNK)
+        self.kv_limit = None if lm.config.spec is None else KV_LIMIT
+        sizes = dataclasses.replace(self.batch.sizes, capacity=5 * CHUNK, kv_limit=self.kv_limit)
+        self.limit = sizes.limit
         self.with_drafter = () if self.batch.drafter is None else (self.batch.drafter,)
         self.carry = init_carry(lm.config, sizes, *self.with_drafter)
-        self.request, self.told = [-1] * ROWS, {}
+        self.request, self.told, self.limits, self.counters = [-1] * ROWS, {}, {}, {}
 
     def run(self, prompts):
         """The tokens of every prompt; each waits for a row, and is read chunk by chunk while others are decoded."""
@@ -125,27 +131,41 @@ class Server:
         """A chunk of some of the prompts, in no order."""
         tokens, numbers = np.zeros((ROWS, CHUNK), np.int32), np.zeros((3, ROWS), np.int32)
         rows, last = np.full(ROWS, -1, np.int32), np.zeros(ROWS, bool)
+        limits, kv_limits = np.ones(ROWS, np.int32), np.zeros(ROWS, np.int32)
         for place, row in enumerate(self.rng.permutation(list(reading)).tolist()):
             prompt, start = reading.pop(row)
             piece = prompt[start : start + self.rng.integers(1, CHUNK + 1)]
             tokens[place, : len(piece)], rows[place] = piece, row
             numbers[:, place] = len(piece), start, place
+            limits[place], kv_limits[place] = self._limits(self.request[row])
             last[place] = start + len(piece) == len(prompt)
             if not last[place]:
                 reading[row] = (prompt, start + len(piece))
-        begins = dataclasses.replace(self.batch.begins, rows=rows, prompt=numbers[2])
-        arrivals = Arrivals(rows, tokens, numbers[0], numbers[1], last, begins, np.int32(0))
+        begins = dataclasses.replace(self.batch.begins, rows=rows, prompt=numbers[2], limit=limits)
+        kv_limits = None if self.kv_limit is None else kv_limits
+        arrivals = Arrivals(rows, tokens, numbers[0], numbers[1], last, begins, np.int32(0), kv_limits)
         self.carry = admit(self.lm.model, self.carry, arrivals, *self.with_drafter)
 
+    def _limits(self, request):
+        """The entries from which a request's row folds, and up to which it reads no checkpoint."""
+        if request not in self.limits:
+            buffered = int(self.rng.integers(2, self.limit + 1))
+            self.limits[request] = [(buffered, KV_LIMIT), (1, 0), (buffered, 0)][request % 3]
+        return self.limits[request]
+
     def _tell(self, row):
-        history = jax.device_get(self.carry.history)
+        history, counters = jax.device_get((self.carry.history, self.carry.counters))
         self.told[self.request[row]] = history.tokens[row, history.prompt_length[row] : history.length[row]].tolist()
+        self.counters[self.request[row]] = jax.tree.map(lambda counted: int(counted[row]), counters)
         self.carry, self.request[row] = release(self.carry, np.int32([row, -1])), -1
 
 
 @pytest.mark.parametrize(("architecture", "name"), PAIRS[1:])
 def test_rows_come_and_go_and_none_sees_another(architecture, name, rng):
-    """Random chunks into rows that others left, while the rest decodes: the tokens of each prompt alone."""
+    """Random chunks into rows that others left, while the rest decodes: the tokens of each prompt alone.
+
+    Recurrent, buffered and KV-only rows are in one program; those that stay short read no checkpoint, others always do.
+    """
     lm = model_named(architecture, 3)
     while True:
         prompts = draw_prompts(rng, [*LENGTHS, *rng.integers(1, 4 * CHUNK, 5)])
@@ -154,6 +174,13 @@ def test_rows_come_and_go_and_none_sees_another(architecture, name, rng):
             break
     server = Server(lm, drafter_named(name, lm), rng)
     assert server.run(prompts) == [result.tokens for result in expected]
+    for request, counted in server.counters.items():
+        (limit, kv_limit), length = server.limits[request], len(prompts[request])
+        assert length > kv_limit or counted.checkpoint_reads < counted.steps
+        assert length <= kv_limit or counted.checkpoint_reads == counted.steps
+        if length + NEW + DRAFTS <= kv_limit:
+            assert counted.checkpoint_reads == counted.folds == 0
+        assert limit > 1 or counted.folds >= counted.steps - 1  # behind a prompt the ring is empty
     for row in range(ROWS):
         if server.request[row] >= 0:
             server.carry = release(server.carry, np.int32([row, -1]))
@@ -183,7 +210,7 @@ def test_rows_that_lack_memory_end_with_that_reason_and_the_others_are_right(arc
         expected = generate(lm, prompts, 32, settings)
         if clear(expected):
             break
-    batch = lack(make_batch(lm, prompts, settings, Decoding(32, drafter=drafter, draft_tokens=3)), **pools)
+    batch = lack(make_batch(lm, prompts, settings, Decoding(32, drafter=drafter, draft_tokens=DRAFTS)), **pools)
     found = {event.index: event.result for event in run_batch(batch, 5)}
     reasons = [found[row].finish_reason for row in range(len(prompts))]
     print(reasons)

@@ -98,9 +98,9 @@ def test_rows_take_the_blocks_of_their_rings_from_one_pool_where_few_need_long_o
 
 
 def test_auto_is_kv_only_where_a_kernel_reads_what_is_there_and_nowhere_else(lm):
-    def chosen(lm, form, chosen="buffered", capacity=1000):
-        dtypes = {"state_dtype": "float32", "entry_dtype": np.dtype("float32")}
-        return choose_kv_limit(lm, form, chosen, 16, **dtypes, capacity=capacity)
+    def chosen(lm, form, chosen="buffered", prompts=(3,), capacity=1000):
+        given = {"limit": 16, "state_dtype": "float32", "entry_dtype": np.dtype("float32")}
+        return choose_kv_limit(lm, form, chosen, prompts, **given, capacity=capacity)
 
     spec = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
     wide = WithSpec(lm, spec)
@@ -111,6 +111,9 @@ def test_auto_is_kv_only_where_a_kernel_reads_what_is_there_and_nowhere_else(lm)
     assert chosen(hopper, "auto") == kv
     assert chosen(hopper, "auto", "recurrent") is None and chosen(hopper, "buffered") is None
     assert chosen(hopper, "kv", capacity=12) is None
+    few, half, none = (kv, kv + 1, kv + 1), (kv, kv + 1), (kv + 1,)
+    assert [chosen(hopper, "auto", prompts=prompts) for prompts in (few, half, none)] == [None, kv, None]
+    assert [chosen(hopper, "kv", prompts=prompts) for prompts in (few, half, none)] == [kv, kv, None]
     assert chosen(WithSpec(lm, None), "kv") is None
 
 
