@@ -3,6 +3,8 @@
 Both plans have the same functions, so that a mixer is written once: `angles` and `attend`.
 """
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,12 +19,18 @@ from jaxbuf.target import Target
 
 type Array = jax.Array
 
+MEMO = ["_angles"]  # is made again where a plan is taken apart and put together
+
 
 class _Positions:
-    """The positions of a launch's tokens, int32 [rows or 1, time], and the angles that its layers share."""
+    """Positions of tokens, and the angles that layers share."""
 
-    def __init__(self, positions: Array):
-        self.positions, self._angles = positions, {}
+    _angles: dict[Rotary, tuple[Array, Array]]
+
+    @property
+    def positions(self) -> Array:
+        """int32 [rows or 1, time]."""
+        raise NotImplementedError
 
     def angles(self, rotary: Rotary) -> tuple[Array, Array]:
         """`Rotary.angles` of the positions; computed once for all layers."""
@@ -31,32 +39,54 @@ class _Positions:
         return self._angles[rotary]
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["lengths"], meta_fields=["time", "target"], drop_fields=MEMO)
+@dataclasses.dataclass(frozen=True)
 class WholeAttention(_Positions):
-    """Sequences that start from nothing, without a memory: it is None. Differentiable."""
+    """Sequences that start from nothing, without a memory: it is None. Differentiable.
 
-    def __init__(self, time: int, lengths: Array | None = None, target: Target | None = None):
-        """time: The tokens of a row, of which the first `lengths` (int32 [batch]; None: all) are real; target: what the
-        program is compiled for."""
-        super().__init__(jnp.arange(time, dtype=jnp.int32)[None])
-        self._lengths, self._target = lengths, target
+    Attributes:
+      time: The tokens of a row (static).
+      lengths: int32 [batch], how many of them are real; None: all.
+      target: What the program is compiled for (static); None: what is resolved for each operation.
+    """
+
+    time: int
+    lengths: Array | None = None
+    target: Target | None = None
+    _angles: dict = dataclasses.field(default_factory=dict, init=False)
+
+    @property
+    def positions(self) -> Array:
+        return jnp.arange(self.time, dtype=jnp.int32)[None]
 
     def attend(self, memory: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         """`causal_attention`."""
-        return causal_attention(q, k, v, lengths=self._lengths, target=self._target), None
+        return causal_attention(q, k, v, lengths=self.lengths, target=self.target), None
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["launch", "table", "order"], meta_fields=[], drop_fields=MEMO)
+@dataclasses.dataclass(frozen=True)
 class LaunchedAttention(_Positions):
-    """A launch on a cache: its memory is a PagedKV."""
+    """A launch on a cache: its memory is a PagedKV.
 
-    def __init__(self, launch: Launch, table: Array, order: Array | None = None):
-        """table, order: The pages of each slot, and where its next tokens lie in them, see `jaxbuf.attention.paged`."""
-        super().__init__(launch.start[:, None] + launch.depth)
-        self._launch, self._table, self._order = launch, table, order
+    Attributes:
+      launch: The launch.
+      table, order: The pages of each slot, and where its next tokens lie in them, see `jaxbuf.attention.paged`.
+    """
+
+    launch: Launch
+    table: Array
+    order: Array | None = None
+    _angles: dict = dataclasses.field(default_factory=dict, init=False)
+
+    @property
+    def positions(self) -> Array:
+        return self.launch.start[:, None] + self.launch.depth
 
     def attend(self, memory: PagedKV, q: Array, k: Array, v: Array) -> tuple[Array, PagedKV]:
         """Appends k and v, and attends: `paged.append`, then `paged.attend`."""
-        launch = self._launch
+        launch = self.launch
         where: dict[str, Any] = {"slots": launch.slots, "start": launch.start, "lengths": launch.lengths}
-        where |= {"order": self._order, "target": launch.target}
-        memory = paged.append(memory, self._table, k, v, **where)
-        return paged.attend(q, memory, self._table, **where, ancestors=launch.ancestors), memory
+        where |= {"order": self.order, "target": launch.target}
+        memory = paged.append(memory, self.table, k, v, **where)
+        return paged.attend(q, memory, self.table, **where, ancestors=launch.ancestors), memory

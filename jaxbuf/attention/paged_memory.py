@@ -91,6 +91,9 @@ class PagedMemory:
         names = "slots", "capacity", "page_size", "max_pending", "trees", "pages", "shares"
         return init_pages(**{name: getattr(sizes, name) for name in names})
 
+    def head_axes(self, layer: PagedKV) -> PagedKV:
+        return PagedKV(2, 2)  # pyright: ignore[reportArgumentType]
+
     def claim(self, shared: PageTable, launch: Launch) -> tuple[Claim, ...]:
         return () if shared.owners is None else (claim_pages(shared.owners, shared.table, *_where(shared, launch)),)
 

@@ -54,6 +54,10 @@ class MemoryKind[Shared, Layer](Protocol):
         """What empty layers share, from their mixers and the sizes of the cache."""
         ...
 
+    def head_axes(self, layer: Layer) -> Layer:
+        """A layer's memory with the number of the axis in each array's place that counts heads, or their channels."""
+        ...
+
     def claim(self, shared: Shared, launch: Launch) -> tuple[Claim, ...]:
         """What a launch takes from pools that slots share, a claim for each pool; () where nothing can run out.
 

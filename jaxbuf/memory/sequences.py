@@ -36,6 +36,7 @@ class Sequences:
     trees: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """Which tokens a launch reads.
@@ -44,24 +45,24 @@ class Launch:
       slots: int32 [rows], each of them once but for the null slot 0.
       start: int32 [rows], the tokens that each row's slot committed before.
       lengths: int32 [rows], its tokens in this launch, in [0, time]; 0 for the null slot.
-      time: The most tokens of a row.
+      time: The most tokens of a row (static).
       keep: None: the tokens stay pending. Else they are committed, and the last `keep` of each row (one number or int32
         [rows]) stay entries of a recurrence.
       parents: int32 [rows, time], the token before each new one, -1 for the committed tail; None: each follows the one
         before.
       ancestors: bool [rows, time, time], at (i, j) whether new token j is on i's path, i itself included; None
         likewise.
-      target: What the launch is compiled for; None: what is resolved for each operation.
+      target: What the launch is compiled for (static); None: what is resolved for each operation.
     """
 
     slots: Array
     start: Array
     lengths: Array
-    time: int
+    time: int = dataclasses.field(metadata={"static": True})
     keep: int | Array | None = None
     parents: Array | None = None
     ancestors: Array | None = None
-    target: Target | None = None
+    target: Target | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def commits(self) -> bool:

@@ -4,12 +4,13 @@ Which kinds there are is in one table, `KINDS`. Nothing else here knows them.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_fork, distinct_slots
 from jaxbuf.attention.paged_memory import PagedMemory
@@ -17,7 +18,8 @@ from jaxbuf.memory import sequences
 from jaxbuf.memory.claims import Claim, after, grant, grant_all
 from jaxbuf.memory.kind import MemoryKind, Sizes
 from jaxbuf.memory.sequences import Launch, Sequences
-from jaxbuf.models.config import ATTENTION, RECURRENCE, ModelConfig
+from jaxbuf.models.config import ATTENTION, RECURRENCE, Mixer, ModelConfig
+from jaxbuf.models.tensor_parallel import TENSOR, devices_of, on_devices
 from jaxbuf.recurrence import recurrent_memory
 from jaxbuf.recurrence.cursor import checked_limits
 from jaxbuf.recurrence.recurrent_memory import RecurrentMemory, Work
@@ -149,11 +151,33 @@ def init_cache(
     return Cache(
         sequences=sequences.init_sequences(slots=every, max_pending=max_pending, trees=trees),
         shared=shared,
-        layers=tuple(mixer.memory(shared[mixer.kind], dtypes) for mixer in mixers),
+        layers=init_memories(config.mesh, mixers, shared, dtypes),
         kinds=kinds,
         rows=slots,
         target=resolve_target(target),
     )
+
+
+def init_memories(
+    mesh: Mesh | None, mixers: Sequence[Mixer], shared: Mapping[str, Any], dtypes: Dtypes
+) -> tuple[Any, ...]:
+    """An empty memory for each mixer, spread over a mesh; `shared` is what the layers of each kind share."""
+    each = [mixer if mesh is None else mixer.spread(devices_of(mesh)) for mixer in mixers]
+
+    def make():
+        return tuple(mixer.memory(shared[mixer.kind], dtypes) for mixer in each)
+
+    if mesh is None:
+        return make()
+    shapes = jax.eval_shape(make)
+    partitions = memory_partitions([mixer.kind for mixer in mixers], shapes)
+    return on_devices(mesh, make, (), (), jax.tree.unflatten(jax.tree.structure(shapes), partitions))
+
+
+def memory_partitions(kinds: Sequence[str], memories: Sequence[Any]) -> list[PartitionSpec]:
+    """How each leaf of the memories of these kinds lies on a mesh; a memory that is None has no leaves."""
+    axes = [KINDS[kind].head_axes(memory) for kind, memory in zip(kinds, memories, strict=True) if memory is not None]
+    return [PartitionSpec(*[None] * axis, TENSOR) for axis in jax.tree.leaves(axes)]
 
 
 def forked_sizes(

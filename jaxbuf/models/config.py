@@ -4,15 +4,16 @@ A family's config reader makes them (`jaxbuf.models.families`). They are static:
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxbuf.models.layers import Initializer, Norm
+from jaxbuf.models.tensor_parallel import devices_of
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
 type Array = jax.Array
@@ -44,13 +45,16 @@ class Mixer(Protocol):
         ...
 
     @property
-    def axes(self) -> dict[str, int]:
-        """The sizes of its parameters' logical axes: how many heads, key heads and so on there are to spread."""
-        ...
-
-    @property
     def kv_numbers(self) -> int:
         """Numbers that its memory keeps for each token; 0 for a recurrence, whose memory does not grow."""
+        ...
+
+    def spread(self, devices: int) -> "Mixer":
+        """What each of so many devices has of it, see `jaxbuf.models.tensor_parallel`.
+
+        Raises:
+          ValueError: Its heads can't be shared by so many.
+        """
         ...
 
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype) -> nnx.Module:
@@ -74,10 +78,18 @@ class MLP:
     Attributes:
       size: Numbers between the projections.
       bias: Whether each of the three adds one.
+      devices: Who share its numbers; the size is then that of one.
     """
 
     size: int
     bias: bool = False
+    devices: int = 1
+
+    def spread(self, devices: int) -> "MLP":
+        """What each of so many devices has of it: all, if they do not divide it."""
+        if self.size % devices:
+            return self
+        return dataclasses.replace(self, size=self.size // devices, devices=devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +109,13 @@ class LayerConfig:
     after: Norm | None = None
     residual_scale: float = 1.0
 
+    def spread(self, devices: int) -> "LayerConfig":
+        """What each of so many devices has of it; errors as in `Mixer.spread`."""
+        if devices == 1:
+            return self
+        mixers, mlp = tuple(mixer.spread(devices) for mixer in self.mixers), self.feed_forward
+        return dataclasses.replace(self, mixers=mixers, feed_forward=None if mlp is None else mlp.spread(devices))
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -114,6 +133,8 @@ class ModelConfig:
       eos_token_ids: Tokens that end a text.
       embedding_scale, logits_scale: Embeddings and logits are multiplied with them.
       initializer_range: Standard deviation of new weights.
+      mesh: Over whose axis "tensor" the layers' heads are spread; None: over none. `load` sets it, for it decides in
+        which order the parameters' rows lie.
     """
 
     family: str
@@ -129,6 +150,18 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     initializer_range: float = 0.02
+    mesh: Mesh | None = None
+
+    @property
+    def on_device(self) -> "ModelConfig":
+        """What each device of the mesh has; without one it is the same.
+
+        Raises:
+          ValueError: The heads can't be shared by so many.
+        """
+        devices = devices_of(self.mesh)
+        layers = tuple(layer.spread(devices) for layer in self.layers)
+        return dataclasses.replace(self, layers=layers, mtp=self.mtp and self.mtp.spread(devices), mesh=None)
 
     @property
     def mixers(self) -> Iterator[Mixer]:
@@ -149,14 +182,3 @@ class ModelConfig:
     def kv_numbers(self) -> int:
         """Numbers that all softmax layers together keep for each token."""
         return sum(mixer.kv_numbers for mixer in self.mixers)
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """The sizes of the parameters' logical axes: where layers differ, what divides all of them."""
-        found = {"vocab": self.vocab_size}
-        layers = (*self.layers, *([self.mtp] if self.mtp else []))
-        each = [mixer.axes for layer in layers for mixer in layer.mixers]
-        each += [{"ffn": layer.feed_forward.size} for layer in layers if layer.feed_forward]
-        for axes in each:
-            found |= {name: math.gcd(size, found.get(name, 0)) for name, size in axes.items()}
-        return found

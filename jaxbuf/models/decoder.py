@@ -5,16 +5,17 @@ Letters in shapes: b batch, t time, D hidden size, V vocabulary.
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxbuf.memory.sequences import Launch
 from jaxbuf.models.cache import Cache as Cache
-from jaxbuf.models.cache import Plans, all_slots, begin, make_launch, whole_plans
+from jaxbuf.models.cache import Plans, all_slots, begin, make_launch, memory_partitions, whole_plans
 from jaxbuf.models.cache import commit as commit
 from jaxbuf.models.cache import fork as fork
 from jaxbuf.models.cache import init_cache as init_cache
@@ -32,6 +33,7 @@ from jaxbuf.models.layers import (
     parameter,
     rms_norm,
 )
+from jaxbuf.models.tensor_parallel import Part, devices_of, on_devices, partition
 from jaxbuf.target import Target, resolve_target
 
 type Array = jax.Array
@@ -88,7 +90,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
         self.config = config
-        table, axes = (config.vocab_size, config.hidden_size), ("vocab", None)
+        table, axes = (config.vocab_size, config.hidden_size), ((Part("channels", config.vocab_size),), None)
         initializer = normal(config.initializer_range)
         given = {"initializer": initializer, "rngs": rngs, "dtype": dtype}
         self.embed_tokens = parameter(rngs, table, axes, initializer, dtype=dtype)
@@ -105,9 +107,45 @@ def embed(model: Decoder, tokens: Array) -> Array:
         return _scaled(model.embed_tokens[...][tokens], model.config.embedding_scale)
 
 
-def apply_layer(layer: DecoderLayer, x: Array, memories: Iterable[Any], plans: Plans) -> tuple[Array, list]:
-    """One layer on x [b, t, D], with a memory for each of its mixers; returns them with what was read."""
-    config, after = layer.config, []
+def apply_layers(
+    mesh: Mesh | None, layers: Sequence[DecoderLayer], x: Array, memories: Iterable[Any], plans: Plans
+) -> tuple[Array, tuple]:
+    """Layers in order on x [b, t, D], with a memory for each of their mixers; returns them with what was read.
+
+    On a mesh every device has its heads' part of the parameters and of the memories, and all of x.
+    """
+    held = tuple(memories)
+    if mesh is None:
+        return _apply_layers(layers, x, held, plans, 1)
+    devices, kinds = devices_of(mesh), [mixer.kind for layer in layers for mixer in layer.config.mixers]
+    parameters = jax.tree.leaves(list(layers), is_leaf=lambda node: isinstance(node, nnx.Param))
+    spread = memory_partitions(kinds, held)
+    partitions = [[partition(p.axes, devices) for p in parameters], spread, PartitionSpec()]
+
+    def run(layers, memories, same):
+        x, plans = same
+        return _apply_layers(layers, x, memories, plans, devices)
+
+    out = PartitionSpec(), jax.tree.unflatten(jax.tree.structure(held), spread)
+    return on_devices(mesh, run, (list(layers), held, (x, plans)), partitions, out)
+
+
+def _apply_layers(
+    layers: Sequence[DecoderLayer], x: Array, memories: Sequence[Any], plans: Plans, devices: int
+) -> tuple[Array, tuple]:
+    left, after = iter(memories), []
+    for number, layer in enumerate(layers):
+        config = layer.config.spread(devices)
+        with jax.named_scope(f"layer_{number}"):
+            x, found = _apply_layer(config, layer, x, [next(left) for _ in config.mixers], plans)
+        after += found
+    return x, tuple(after)
+
+
+def _apply_layer(
+    config: LayerConfig, layer: DecoderLayer, x: Array, memories: Sequence[Any], plans: Plans
+) -> tuple[Array, list]:
+    after = []
 
     def norm(y, weight, which):
         return y if weight is None else rms_norm(y, weight, which)
@@ -122,7 +160,8 @@ def apply_layer(layer: DecoderLayer, x: Array, memories: Iterable[Any], plans: P
         x = x + _scaled(norm(mixed, layer.after_mixers, config.after), config.residual_scale)
     if layer.mlp is not None:
         with jax.named_scope("mlp"):
-            y = gated_mlp(layer.mlp, norm(x, layer.before_mlp, config.before))
+            devices = 1 if config.feed_forward is None else config.feed_forward.devices
+            y = gated_mlp(layer.mlp, norm(x, layer.before_mlp, config.before), devices)
             x = x + _scaled(norm(y, layer.after_mlp, config.after), config.residual_scale)
     return x, after
 
@@ -133,12 +172,8 @@ def _scaled(x: Array, scale: float) -> Array:
 
 def _run(model: Decoder, tokens: Array, memories: Iterable[Any], plans: Plans) -> tuple[Array, tuple]:
     """All layers: hidden states [b, t, D] after the final norm, and the memories, one a mixer."""
-    x, left, after = embed(model, tokens), iter(memories), []
-    for number, layer in enumerate(model.layers):
-        with jax.named_scope(f"layer_{number}"):
-            x, found = apply_layer(layer, x, [next(left) for _ in layer.config.mixers], plans)
-        after += found
-    return rms_norm(x, model.norm, model.config.norm), tuple(after)
+    x, after = apply_layers(model.config.mesh, model.layers, embed(model, tokens), memories, plans)
+    return rms_norm(x, model.norm, model.config.norm), after
 
 
 def forward(

@@ -1,7 +1,7 @@
 """What the architectures share: parameters with named axes, norms, projections, the gated MLP.
 
-Weights have the layout of Hugging Face checkpoints: a projection is [out, in]. Every parameter carries the names of its
-axes (`Param.axes`, one name or None a dimension); `sharding.py` maps names to a mesh.
+Weights have the layout of Hugging Face checkpoints: a projection is [out, in]. Every parameter says how tensor
+parallelism spreads it (`Param.axes`: for each dimension None, or the `Part`s that it is made of).
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.attention.contraction import contract
+from jaxbuf.models.tensor_parallel import Axis, Part, add_devices
 
 type Array = jax.Array
 type Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
@@ -21,17 +22,17 @@ type Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 def parameter(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
-    axes: tuple[str | None, ...],
+    axes: tuple[Axis, ...],
     initializer: Initializer,
     *,
     dtype: jnp.dtype,
     keep_float32: bool = False,
 ) -> nnx.Param:
-    """Makes a parameter whose axes have names.
+    """Makes a parameter that says what its axes are made of.
 
     Args:
       rngs: Where the initial value's randomness comes from.
-      shape, axes: One size and one logical name (or None: never split) a dimension.
+      shape, axes: For each dimension its size, and the parts that it is made of (None: every device has all of it).
       initializer: (key, shape, dtype) -> value.
       dtype: The value's dtype, unless keep_float32.
       keep_float32: The parameter stays float32 whatever the compute dtype (the gates' A_log and dt_bias).
@@ -62,6 +63,12 @@ def linear(x: Array, weight: nnx.Param | Array, bias: nnx.Param | Array | None =
     """x [..., in] times weight [out, in], plus bias [out] if there is one: [..., out] in x's dtype."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = jnp.einsum("...i,oi->...o", x, weight[...], precision=precision)
+    return y if bias is None else y + bias[...].reshape((1,) * (y.ndim - 1) + bias[...].shape)
+
+
+def output(x: Array, weight: nnx.Param, bias: nnx.Param | None, devices: int) -> Array:
+    """`linear` of what each of so many devices has of x's last axis, summed over them."""
+    y = add_devices(linear(x, weight), devices)
     return y if bias is None else y + bias[...].reshape((1,) * (y.ndim - 1) + bias[...].shape)
 
 
@@ -105,18 +112,19 @@ class GatedMLP(nnx.Module):
     def __init__(
         self, hidden: int, ffn: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype, bias: bool = False
     ):
-        self.gate_proj = parameter(rngs, (ffn, hidden), ("ffn", None), initializer, dtype=dtype)
-        self.up_proj = parameter(rngs, (ffn, hidden), ("ffn", None), initializer, dtype=dtype)
-        self.down_proj = parameter(rngs, (hidden, ffn), (None, "ffn"), initializer, dtype=dtype)
-        self.gate_bias = parameter(rngs, (ffn,), ("ffn",), zeros, dtype=dtype) if bias else None
-        self.up_bias = parameter(rngs, (ffn,), ("ffn",), zeros, dtype=dtype) if bias else None
+        channels = (Part("channels", ffn),)
+        self.gate_proj = parameter(rngs, (ffn, hidden), (channels, None), initializer, dtype=dtype)
+        self.up_proj = parameter(rngs, (ffn, hidden), (channels, None), initializer, dtype=dtype)
+        self.down_proj = parameter(rngs, (hidden, ffn), (None, channels), initializer, dtype=dtype)
+        self.gate_bias = parameter(rngs, (ffn,), (channels,), zeros, dtype=dtype) if bias else None
+        self.up_bias = parameter(rngs, (ffn,), (channels,), zeros, dtype=dtype) if bias else None
         self.down_bias = parameter(rngs, (hidden,), (None,), zeros, dtype=dtype) if bias else None
 
 
-def gated_mlp(layer: GatedMLP, x: Array) -> Array:
-    """x [..., hidden] -> [..., hidden]."""
+def gated_mlp(layer: GatedMLP, x: Array, devices: int = 1) -> Array:
+    """x [b, t, hidden] -> [b, t, hidden]; `devices` share the channels."""
     gate, up = linear(x, layer.gate_proj, layer.gate_bias), linear(x, layer.up_proj, layer.up_bias)
-    return linear(jax.nn.silu(gate) * up, layer.down_proj, layer.down_bias)
+    return output(jax.nn.silu(gate) * up, layer.down_proj, layer.down_bias, devices)
 
 
 def zeros(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

@@ -17,9 +17,9 @@ from jaxbuf.attention.attention_plan import LaunchedAttention
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_memory import init_pages
 from jaxbuf.memory.sequences import Launch
-from jaxbuf.models.cache import Dtypes, Plans, whole_plans
+from jaxbuf.models.cache import Dtypes, Plans, init_memories, whole_plans
 from jaxbuf.models.config import ATTENTION, ModelConfig
-from jaxbuf.models.decoder import Decoder, apply_layer, embed, last_hidden, logits
+from jaxbuf.models.decoder import Decoder, apply_layers, embed, last_hidden, logits
 from jaxbuf.models.layers import linear, rms_norm
 from jaxbuf.target import Target, resolve_target
 
@@ -73,8 +73,8 @@ def init_mtp(
     if config.mtp is None:
         raise ValueError("the model has no MTP layer (mtp_num_hidden_layers is 0)")
     pages = init_pages(slots=slots, capacity=capacity + max_pending, page_size=page_size)
-    (mixer,) = config.mtp.mixers
-    return MTPCache(mixer.memory(pages, Dtypes(dtype, dtype, dtype)), pages.table, resolve_target(target))
+    kv, *_ = init_memories(config.mesh, config.mtp.mixers, {ATTENTION: pages}, Dtypes(dtype, dtype, dtype))
+    return MTPCache(kv, pages.table, resolve_target(target))
 
 
 def fork_mtp(memory: MTPCache, source: Array, target: Array) -> MTPCache:
@@ -132,7 +132,7 @@ def _mtp_layer(model: Decoder, hidden: Array, next_tokens: Array, memory: Any, p
         embedding = rms_norm(embed(model, next_tokens), mtp.pre_fc_norm_embedding, norm)
         hidden = rms_norm(hidden, mtp.pre_fc_norm_hidden, norm)
         x = linear(jnp.concatenate([embedding, hidden], axis=-1), mtp.fc)
-        x, (memory,) = apply_layer(mtp.layers[0], x, [memory], plans)
+        x, (memory,) = apply_layers(model.config.mesh, mtp.layers, x, [memory], plans)
         return rms_norm(x, mtp.norm, norm), memory
 
 

@@ -126,6 +126,11 @@ class RecurrentMemory:
             return RecurrentShared(cursor, ring_order=init_ring_order(width=widths.pop(), **lists))
         return RecurrentShared(cursor, reach=jnp.zeros(sizes.slots + 1, jnp.int32))
 
+    def head_axes(self, layer: RecurrentCache) -> RecurrentCache:
+        axes = {"checkpoints": 1, "keys": 2, "updates": 2, "gates": 2, "low": 1, "low_scales": 1}
+        there = {name: None if getattr(layer.pool, name) is None else axis for name, axis in axes.items()}
+        return RecurrentCache(Pool(**there), None if layer.ring is None else 2)  # pyright: ignore[reportArgumentType]
+
     def claim(self, shared: RecurrentShared, launch: Launch) -> tuple[Claim, ...]:
         return claim(shared.cursor, launch)
 

@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 type Array = jax.Array
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WholeRecurrence:
     """Sequences that start from nothing, without a memory: it is None. Differentiable.
 
     Attributes:
       lengths: int32 [batch], real tokens of each row; None: all.
-      chunk_size: Of the chunk-parallel recurrence.
-      target: What the program is compiled for; None: what is resolved for each operation.
+      chunk_size: Of the chunk-parallel recurrence (static).
+      target: What the program is compiled for (static); None: what is resolved for each operation.
     """
 
     lengths: Array | None = None
-    chunk_size: int = 64
-    target: Target | None = None
+    chunk_size: int = dataclasses.field(default=64, metadata={"static": True})
+    target: Target | None = dataclasses.field(default=None, metadata={"static": True})
 
     def prepare(self, memory: None, spec: RecurrenceSpec, weights: Weights, *inputs: Array) -> tuple[Inputs, None]:
         """Gated DeltaNet's inputs from its projections, see `prepare_sequence`."""
@@ -52,6 +53,7 @@ class WholeRecurrence:
         return out, None
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LaunchedRecurrence:
     """A launch on a cache: its memory is a RecurrentCache.
@@ -64,7 +66,7 @@ class LaunchedRecurrence:
 
     step: Step | PrefillStep
     ring_order: Array | None = None
-    target: Target | None = None
+    target: Target | None = dataclasses.field(default=None, metadata={"static": True})
 
     def prepare(
         self, memory: "RecurrentCache", spec: RecurrenceSpec, weights: Weights, *inputs: Array

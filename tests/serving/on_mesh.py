@@ -1,8 +1,9 @@
-"""Generates on one device and on a mesh of simulated ones, and prints as JSON which results differ.
+"""Generates on one device and on a mesh of simulated ones, and prints as JSON which results differ, and bytes.
 
 A program of its own, because XLA makes the devices when it starts."""
 
 import json
+import re
 import sys
 import tempfile
 import warnings
@@ -11,9 +12,19 @@ import jax
 import numpy as np
 
 import jaxbuf
-from jaxbuf.serving import batch
+from jaxbuf.models.layers import named_parameters
+from jaxbuf.serving import batch, generate_tokens
+from jaxbuf.serving.batch import Decoding, make_batch
+from jaxbuf.serving.generation import read_prompts
 from tests.serving.speculating import MODELS, near_tie
 
+# Eight heads, and two of keys, fewer than four devices.
+SIZES = {
+    "qwen3_5": {"linear_num_value_heads": 8, "num_attention_heads": 8, "head_dim": 8},
+    "llama": {"num_attention_heads": 8, "head_dim": 8},
+    "qwen3": {"num_attention_heads": 8, "head_dim": 8},
+    "mamba2": {"head_dim": 12},
+}
 NEW = 12
 GREEDY = jaxbuf.SamplingParams(temperature=0.0, ignore_eos=True, logprobs=5)
 CASES = {
@@ -35,9 +46,63 @@ def run(lm, name, prompts):
     return [[x.tokens for x in one.samples] for one in jaxbuf.generate(lm, prompts, NEW, **given)]
 
 
+def held(arrays, devices):
+    """The bytes of arrays on each device."""
+    each = dict.fromkeys(jax.devices()[:devices], 0)
+    for array in jax.tree.leaves(arrays):
+        for shard in array.addressable_shards:
+            each[shard.device] += shard.data.nbytes
+    return list(each.values())
+
+
+def memory(lm):
+    """What the layers hold after some steps of the compiled loop."""
+    batch = make_batch(lm, [[1, 2, 3]] * 4, GREEDY, Decoding(NEW))
+    carry = read_prompts(lm, batch.sizes, batch.arrivals)
+    return generate_tokens(lm.model, carry, np.int32(3)).cache.layers
+
+
+REPEATED = re.compile(r"norm(_\w+)?|before_\w+|\w*\.fc|o_bias|out_bias|down_bias")
+
+
+def repeated(lm, devices):
+    """How many bytes of parameters and of memory are on more devices than one, counted by hand: all but one of each."""
+    spec, found = lm.config.spec, [0, 0]
+    for name, param in named_parameters(lm.model).items():
+        array, last = param[...], name.split(".")[-1]
+        odd = last in ("embed_tokens", "lm_head") and lm.vocab_size % devices
+        inner = last == "norm" and "mamba2" in lm.config.family and "mixers" in name
+        if odd or ((REPEATED.fullmatch(last) or last == "fc" or last.endswith("_norm")) and not inner):
+            found[0] += (devices - 1) * array.nbytes
+        elif last in ("k_proj", "v_proj", "k_bias", "v_bias"):
+            found[0] += (max(1, devices // 2) - 1) * array.nbytes
+        elif last in ("in_proj_qkv", "in_proj", "in_bias", "conv1d", "conv1d_bias"):
+            keys = 2 * spec.key_heads * spec.key_dim
+            found[0] += (max(1, devices // 2) - 1) * keys * array.nbytes // array.shape[0]
+    for layer in memory(lm):
+        if hasattr(layer, "pool"):
+            keys = 2 * spec.key_heads * spec.key_dim
+            found[1] += (max(1, devices // 2) - 1) * layer.pool.keys.nbytes
+            found[1] += (max(1, devices // 2) - 1) * layer.ring.nbytes * keys // layer.ring.shape[-1]
+        else:
+            found[1] += (max(1, devices // 2) - 1) * (layer.keys.nbytes + layer.values.nbytes)
+    return found
+
+
+def unlike(lm, spread, devices):
+    """What of parameters and memory is not where it should be, 3 % aside."""
+    found = []
+    kinds = {"parameters": (lm.model, spread.model), "memory": (memory(lm), memory(spread))}
+    for (kind, (alone, on_mesh)), copies in zip(kinds.items(), repeated(lm, devices), strict=True):
+        each, expected = held(on_mesh, devices), (sum(held(alone, 1)) + copies) / devices
+        if not np.allclose(each, expected, rtol=0.03):
+            found.append(f"{kind}: {each}, expected {expected} each, of which {copies / devices} repeated")
+    return found
+
+
 def main(architecture: str, devices: int, names: list[str]) -> None:
     warnings.simplefilter("error")
-    rng, lm = np.random.default_rng(), MODELS[architecture](3)
+    rng, lm = np.random.default_rng(), MODELS[architecture](3, **SIZES[architecture])
     while True:
         prompts = [rng.integers(0, 256, n).tolist() for n in (3, 20, 60, 40)]
         if not any(near_tie(lm, result) for result in jaxbuf.generate(lm, prompts, NEW, GREEDY)):
@@ -45,13 +110,19 @@ def main(architecture: str, devices: int, names: list[str]) -> None:
     alone = {name: run(lm, name, prompts) for name in names}
     differ = []
     with tempfile.TemporaryDirectory() as directory:
-        lm.save(directory)
+        lm.save(directory, dtype=lm.dtype)
         for mesh in (
             jax.make_mesh((devices,), ("tensor",)),  # explicit axes
             jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("tensor",)),  # automatic ones
         ):
             spread = jaxbuf.load(directory, mesh=mesh)
             assert len(spread.model.embed_tokens[...].sharding.device_set) == devices
+            differ += unlike(lm, spread, devices)
+            with tempfile.TemporaryDirectory() as again:
+                spread.save(again, dtype=lm.dtype)
+                read = named_parameters(jaxbuf.load(again, dtype=lm.dtype).model)
+            same = [np.array_equal(p[...], read[name][...]) for name, p in named_parameters(lm.model).items()]
+            differ += [] if all(same) else ["saved"]
             for name in names:
                 found = run(spread, name, prompts)
                 equal = np.allclose(found, alone[name], atol=1e-3) if name == "score" else found == alone[name]

@@ -1,4 +1,7 @@
-"""Generation on meshes of simulated devices gives the tokens of one device: with drafters, samples, beams, scores."""
+"""Generation on meshes of simulated devices gives the tokens of one device: with drafters, samples, beams, scores.
+
+Each device holds its part of the parameters and of the memory, and what was saved from a mesh is what was loaded.
+"""
 
 import json
 import os
@@ -8,12 +11,13 @@ import sys
 import pytest
 
 ALL = "plain,n-grams,samples,chunks,beams,score"
-MORE = [(name, devices, ALL) for name in ("qwen3_5", "llama", "mamba2") for devices in (2, 4)]
+MORE = [(name, devices, ALL) for name in ("qwen3_5", "llama", "mamba2", "qwen3") for devices in (2, 4)]
 
 
 @pytest.mark.parametrize(
     ("architecture", "devices", "names"),
-    [pytest.param("qwen3_5", 2, "mtp,chunks", marks=pytest.mark.slow)]
+    [pytest.param("qwen3_5", 4, "mtp,chunks", marks=pytest.mark.slow)]
+    + [pytest.param("mamba2", 4, "plain,score", marks=pytest.mark.slow)]
     + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE],
 )
 def test_tokens_on_a_mesh_are_those_of_one_device(architecture, devices, names):

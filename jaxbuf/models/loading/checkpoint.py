@@ -1,5 +1,6 @@
 """Checkpoints in Hugging Face's format, read and written without torch: config.json and safetensors."""
 
+import dataclasses
 import functools
 import json
 import logging
@@ -27,7 +28,8 @@ from jaxbuf.models.loading.fields import CheckpointError as CheckpointError
 from jaxbuf.models.loading.fields import Fields, is_there, read_fields
 from jaxbuf.models.loading.hub import COMPANIONS, WEIGHTS
 from jaxbuf.models.loading.replacing import replacing
-from jaxbuf.models.loading.sharding import check_mesh, parameter_sharding
+from jaxbuf.models.loading.sharding import check_mesh, held_ranges, parameter_sharding, spread_shape, stored_order
+from jaxbuf.models.tensor_parallel import automatic, devices_of
 from jaxbuf.shown import shown
 
 logger = logging.getLogger("jaxbuf")
@@ -90,7 +92,7 @@ def load_model(
       directory: Holds *.safetensors, or the shards that a model.safetensors.index.json names.
       config: From the directory's config.json.
       dtype: The parameters' dtype. None: float32 on a CPU (bf16 is slower there), else the checkpoint's own.
-      mesh: With an axis "tensor", see `parameter_sharding`; None: the default device.
+      mesh: With an axis "tensor", see `jaxbuf.models.tensor_parallel`; None: the default device.
       progress: Called with the bytes of the checkpoint that are done and how many there are, before the first tensor
         and after each one.
 
@@ -111,6 +113,9 @@ def load_model(
         if len(config.layers) > len(tensors):  # before a program is traced for so many
             layers, count = len(config.layers), len(tensors)
             raise CheckpointError(f"{directory / CONFIG} has {layers} layers, and the files there have {count} tensors")
+        if mesh is not None:
+            config = dataclasses.replace(config, mesh=automatic(mesh))
+            _ = config.on_device  # raises an error if its heads can't be shared
         abstract, sources = _abstract(config), family.tensors(config, tensors.keys())
         parameters = {sources[path]: param for path, param in named_parameters(abstract).items()}
         shapes = {source.name: source.stored_shape(p.get_raw_value().shape) for source, p in parameters.items()}
@@ -127,8 +132,7 @@ def load_model(
         for source, param in parameters.items():
             name = source.name
             wanted = jnp.dtype(jnp.float32) if param.keep_float32 else dtype
-            sharding = parameter_sharding(param, config, mesh)
-            values.append(_read(tensors[name].get_slice(name), source, param.get_raw_value().shape, wanted, sharding))
+            values.append(_read(tensors[name].get_slice(name), source, param, wanted, config.mesh))
             done += sizes[name]
             if progress is not None:
                 progress(done, sum(sizes.values()))
@@ -185,7 +189,8 @@ def save(
             raise FileExistsError(f"{directory} holds files, but none of a checkpoint ({found[0]}, ...); expected one")
     dropped = WEIGHTS if companions is None else (*WEIGHTS, *COMPANIONS)
     with replacing(directory, dropped=dropped) as new:
-        _write_shards(new, named_parameters(model), family_of(config).tensors(config), chosen, shard_bytes)
+        sources = family_of(config).tensors(config)
+        _write_shards(new, named_parameters(model), sources, chosen, shard_bytes, config.mesh)
         for name, content in (companions or {}).items():
             (new / name).write_bytes(content)
         data = config_json(config) | {"dtype": chosen.name}
@@ -283,23 +288,30 @@ def _stored_bytes(stored: Any) -> int:
     return math.prod(stored.get_shape()) * jnp.dtype(STORED_DTYPES[stored.get_dtype()]).itemsize
 
 
-def _read(
-    stored: Any, source: Source, shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding | None
-) -> jax.Array:
+def _read(stored: Any, source: Source, param: nnx.Param, dtype: jnp.dtype, mesh: jax.sharding.Mesh | None) -> jax.Array:
     """A tensor of an open file on its devices. Each device's part is read and converted on its own."""
+    shape, sharding = spread_shape(param, mesh), parameter_sharding(param, mesh)
+
+    def ranges(index: slice, size: int, parts: Any) -> list[tuple[int, int]]:
+        """What of a stored axis lies on a device that has `index` of the parameter's."""
+        start, stop, _ = index.indices(size)
+        whole = stop - start == size
+        return [(0, size)] if whole else held_ranges(parts, start // (stop - start), devices_of(mesh))
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        whole = (slice(None),) * len(shape)
-        bounds = [slice(*i.indices(size)[:2]) for i, size in zip(index or whole, shape, strict=True)]
-        target = _aligned(tuple(bound.stop - bound.start for bound in bounds), dtype)
+        first, *others = map(ranges, index or (slice(None),) * len(shape), shape, param.axes)
+        rest = [slice(start, stop) for ((start, stop),) in others]  # what is fused is so along its first axis
+        lengths = [stop - start for start, stop in first]
+        target = _aligned((sum(lengths), *(bound.stop - bound.start for bound in rest)), dtype)
         if source.depthwise:
-            bounds.insert(1, slice(0, 1))
-        first, *rest = bounds
-        rows = max(1, PIECE * target.shape[0] // max(1, target.nbytes))
-        for start in range(0, target.shape[0], rows):
-            stop = min(start + rows, target.shape[0])
-            piece = stored[(slice(first.start + start, first.start + stop), *rest)]
-            target[start:stop] = piece.reshape(target[start:stop].shape)
+            rest.insert(0, slice(0, 1))
+        rows, place = max(1, PIECE * target.shape[0] // max(1, target.nbytes)), 0
+        for start, stop in first:
+            for begin in range(start, stop, rows):
+                end = min(begin + rows, stop)
+                piece, here = stored[(slice(begin, end), *rest)], target[place : place + end - begin]
+                here[...] = piece.reshape(here.shape)
+                place += end - begin
         return target
 
     array = jax.device_put(part(None)) if sharding is None else jax.make_array_from_callback(shape, sharding, part)
@@ -319,6 +331,7 @@ def _write_shards(
     sources: Mapping[str, Source],
     dtype: jnp.dtype,
     shard_bytes: int,
+    mesh: jax.sharding.Mesh | None,
 ) -> None:
     dtypes = {path: jnp.dtype(jnp.float32) if p.keep_float32 else dtype for path, p in parameters.items()}
     shards: list[list[str]] = [[]]
@@ -335,7 +348,8 @@ def _write_shards(
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
         for path in paths:
-            source, array = sources[path], np.asarray(parameters[path][...].astype(dtypes[path]))
+            source, param = sources[path], parameters[path]
+            array = stored_order(np.asarray(param[...].astype(dtypes[path])), param, mesh)
             tensors[source.name] = np.ascontiguousarray(array.reshape(source.stored_shape(array.shape)))
         # transformers refuses files that do not say how they were laid out
         save_file(tensors, directory / file, metadata={"format": "pt"})

@@ -1,12 +1,11 @@
-"""Tensor parallelism: where on a mesh each parameter lies, from the logical names of its axes."""
+"""Where on a mesh each parameter lies, and the way between its order there and a checkpoint's."""
 
 import jax
+import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from jaxbuf.models.config import ModelConfig
-
-TENSOR = "tensor"
+from jaxbuf.models.tensor_parallel import TENSOR, Parts, automatic, devices_of, partition
 
 
 def check_mesh(mesh: Mesh | None) -> None:
@@ -15,40 +14,52 @@ def check_mesh(mesh: Mesh | None) -> None:
         return
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {type(mesh).__name__}")
-    _check_axis(mesh)
-
-
-def parameter_sharding(param: nnx.Param, config: ModelConfig, mesh: Mesh | None) -> jax.sharding.Sharding | None:
-    """Where a parameter goes: its heads, MLP channels or vocabulary spread over the mesh's axis "tensor".
-
-    What the axis does not divide (few key or KV heads, an odd vocabulary) is replicated. Without a mesh the answer is
-    None: the default device.
-
-    Raises:
-      ValueError: The mesh has no axis "tensor", or its size does not divide the value heads of the linear layers.
-    """
-    if mesh is None:
-        return None
-    _check_axis(mesh)
-    size, counts = mesh.shape[TENSOR], config.axes
-    if counts.get("heads", 0) % size:
-        raise ValueError(
-            f'the value heads of the linear layers ({counts["heads"]}) must be a multiple of the mesh axis "{TENSOR}" '
-            f"({size})"
-        )
-    split = [TENSOR if axis is not None and counts[axis] % size == 0 else None for axis in param.axes]
-    return NamedSharding(_automatic(mesh), PartitionSpec(*split))
-
-
-def _automatic(mesh: Mesh) -> Mesh:
-    """The same devices with axes over which the compiler spreads what programs compute.
-
-    `jax.make_mesh` makes explicit axes unless told otherwise: with those every operation of a program would have to say
-    where its result lies.
-    """
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-
-
-def _check_axis(mesh: Mesh) -> None:
     if TENSOR not in mesh.shape:
         raise ValueError(f'mesh must have an axis "{TENSOR}", got {tuple(mesh.axis_names)}')
+
+
+def parameter_sharding(param: nnx.Param, mesh: Mesh | None) -> jax.sharding.Sharding | None:
+    """Where a parameter goes: its heads, MLP channels or vocabulary spread over the mesh's axis "tensor".
+
+    Key heads that are fewer than the devices are repeated, and channels that the devices do not divide are on all of
+    them. Without a mesh the answer is None: the default device.
+    """
+    return None if mesh is None else NamedSharding(automatic(mesh), partition(param.axes, devices_of(mesh)))
+
+
+def spread_shape(param: nnx.Param, mesh: Mesh | None) -> tuple[int, ...]:
+    """The shape of a parameter on a mesh: where heads are repeated it is larger than the checkpoint's."""
+    shape, devices = param.get_raw_value().shape, devices_of(mesh)
+    return tuple(
+        devices * sum(stop - start for start, stop in held_ranges(parts, 0, devices))
+        if parts and parts[0].is_spread(devices)
+        else size
+        for size, parts in zip(shape, param.axes, strict=True)
+    )
+
+
+def held_ranges(parts: Parts, device: int, devices: int) -> list[tuple[int, int]]:
+    """The rows (or columns) of a checkpoint's tensor that a device has, from and to, in its order."""
+    found, start = [], 0
+    for part in parts:
+        blocks = part.blocks(device, devices)
+        found.append((start + part.size * blocks.start, start + part.size * blocks.stop))
+        start += part.length
+    return found
+
+
+def stored_order(array: np.ndarray, param: nnx.Param, mesh: Mesh | None) -> np.ndarray:
+    """A parameter's value on a mesh as a checkpoint has it; where a head is there several times, one of them."""
+    devices = devices_of(mesh)
+    for axis, parts in enumerate(param.axes):
+        if not parts or not parts[0].is_spread(devices):
+            continue
+        rows, each = np.moveaxis(array, axis, 0), array.shape[axis] // devices
+        stored = np.empty((sum(part.length for part in parts), *rows.shape[1:]), rows.dtype)
+        for device in range(devices):
+            place = device * each
+            for start, stop in held_ranges(parts, device, devices):
+                stored[start:stop] = rows[place : place + stop - start]
+                place += stop - start
+        array = np.moveaxis(stored, 0, axis)
+    return array

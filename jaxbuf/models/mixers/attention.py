@@ -12,7 +12,8 @@ from jaxbuf.attention.paged import init_kv
 from jaxbuf.attention.paged_memory import PageTable
 from jaxbuf.attention.rotary import Rotary, rotate
 from jaxbuf.models.config import ATTENTION
-from jaxbuf.models.layers import Initializer, Norm, linear, norm_weight, parameter, rms_norm, zeros
+from jaxbuf.models.layers import Initializer, Norm, linear, norm_weight, output, parameter, rms_norm, zeros
+from jaxbuf.models.tensor_parallel import Part, share
 
 type Array = jax.Array
 
@@ -28,6 +29,7 @@ class Attention:
       norm: Of each head's queries and keys, before they are turned; None: there is none.
       gate: Whether the outputs are multiplied with the sigmoid of a projection of the input.
       bias: Whether the four projections add one.
+      devices: Who share the heads; the numbers of heads are then one device's.
     """
 
     heads: int
@@ -37,6 +39,7 @@ class Attention:
     norm: Norm | None = None
     gate: bool = False
     bias: bool = False
+    devices: int = 1
 
     kind: ClassVar = ATTENTION
 
@@ -49,12 +52,14 @@ class Attention:
         return 0
 
     @property
-    def axes(self) -> dict[str, int]:
-        return {"query_heads": self.heads, "kv_heads": self.kv_heads}
-
-    @property
     def kv_numbers(self) -> int:
         return 2 * self.kv_heads * self.head_dim
+
+    def spread(self, devices: int) -> "Attention":
+        """What each of so many devices has of it; errors as in `Mixer.spread`."""
+        heads = share("query heads", self.heads, devices)
+        kv_heads = share("key and value heads", self.kv_heads, devices, repeated=True)
+        return dataclasses.replace(self, heads=heads, kv_heads=kv_heads, devices=devices)
 
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
         return AttentionParameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
@@ -84,7 +89,8 @@ class Attention:
         with jax.named_scope("output"):
             if gate is not None:
                 out = out * jax.nn.sigmoid(gate)
-            return linear(out.reshape(batch, time, self.heads * self.head_dim), p.o_proj, p.o_bias), memory
+            out = out.reshape(batch, time, self.heads * self.head_dim)
+            return output(out, p.o_proj, p.o_bias, self.devices), memory
 
 
 class AttentionParameters(nnx.Module):
@@ -108,11 +114,15 @@ class AttentionParameters(nnx.Module):
             return parameter(rngs, (rows,), (axis,), zeros, dtype=dtype) if mixer.bias else None
 
         read = 2 * queries if mixer.gate else queries
-        self.q_proj = matrix(read, hidden, ("query_heads", None))
-        self.k_proj = matrix(keys, hidden, ("kv_heads", None))
-        self.v_proj = matrix(keys, hidden, ("kv_heads", None))
-        self.o_proj = matrix(hidden, queries, (None, "query_heads"))
+        heads, kv_heads = (
+            (Part("heads", mixer.heads, read // mixer.heads),),
+            (Part("key_heads", mixer.kv_heads, mixer.head_dim),),
+        )
+        self.q_proj = matrix(read, hidden, (heads, None))
+        self.k_proj = matrix(keys, hidden, (kv_heads, None))
+        self.v_proj = matrix(keys, hidden, (kv_heads, None))
+        self.o_proj = matrix(hidden, queries, (None, (Part("heads", mixer.heads, mixer.head_dim),)))
         self.q_norm = None if norm is None else norm_weight(rngs, mixer.head_dim, norm, dtype=dtype)
         self.k_norm = None if norm is None else norm_weight(rngs, mixer.head_dim, norm, dtype=dtype)
-        self.q_bias, self.o_bias = bias(read, "query_heads"), bias(hidden, None)
-        self.k_bias, self.v_bias = bias(keys, "kv_heads"), bias(keys, "kv_heads")
+        self.q_bias, self.o_bias = bias(read, heads), bias(hidden, None)
+        self.k_bias, self.v_bias = bias(keys, kv_heads), bias(keys, kv_heads)

@@ -7,8 +7,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbuf.models.layers import Initializer, linear, linear_float32, log_rate, ones, parameter, step_bias, uniform
+from jaxbuf.models.layers import (
+    Initializer,
+    linear,
+    linear_float32,
+    log_rate,
+    ones,
+    output,
+    parameter,
+    step_bias,
+    uniform,
+)
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
+from jaxbuf.models.tensor_parallel import Part
 from jaxbuf.recurrence.gated_norm import gated_norm
 from jaxbuf.recurrence.prepare import Weights
 
@@ -36,7 +47,7 @@ class GatedDeltaNet(RecurrentMixer):
         out, memory = plan.recur(memory, self.spec, *inputs)
         out = gated_norm(out, z, p.norm[...], eps=self.eps, target=plan.target)
         with jax.named_scope("output"):
-            return linear(out, p.out_proj), memory
+            return output(out, p.out_proj, None, self.devices), memory
 
 
 class GatedDeltaNetParameters(nnx.Module):
@@ -57,12 +68,17 @@ class GatedDeltaNetParameters(nnx.Module):
     ):
         spec, channels, width = mixer.spec, mixer.channels, mixer.width
         values = spec.heads * spec.value_dim
-        self.in_proj_qkv = parameter(rngs, (channels, hidden), ("key_heads", None), initializer, dtype=dtype)
-        self.in_proj_z = parameter(rngs, (values, hidden), ("heads", None), initializer, dtype=dtype)
-        self.in_proj_b = parameter(rngs, (spec.heads, hidden), ("heads", None), initializer, dtype=dtype)
-        self.in_proj_a = parameter(rngs, (spec.heads, hidden), ("heads", None), initializer, dtype=dtype)
-        self.conv1d = parameter(rngs, (channels, width), ("key_heads", None), uniform(width**-0.5), dtype=dtype)
-        self.A_log = parameter(rngs, (spec.heads,), ("heads",), log_rate, dtype=dtype, keep_float32=True)
-        self.dt_bias = parameter(rngs, (spec.heads,), ("heads",), step_bias, dtype=dtype, keep_float32=True)
+        of_keys, of_values = (
+            Part("key_heads", spec.key_heads, spec.key_dim),
+            Part("heads", spec.heads, spec.value_dim),
+        )
+        each, every = (Part("heads", spec.heads),), (of_keys, of_keys, of_values)
+        self.in_proj_qkv = parameter(rngs, (channels, hidden), (every, None), initializer, dtype=dtype)
+        self.in_proj_z = parameter(rngs, (values, hidden), ((of_values,), None), initializer, dtype=dtype)
+        self.in_proj_b = parameter(rngs, (spec.heads, hidden), (each, None), initializer, dtype=dtype)
+        self.in_proj_a = parameter(rngs, (spec.heads, hidden), (each, None), initializer, dtype=dtype)
+        self.conv1d = parameter(rngs, (channels, width), (every, None), uniform(width**-0.5), dtype=dtype)
+        self.A_log = parameter(rngs, (spec.heads,), (each,), log_rate, dtype=dtype, keep_float32=True)
+        self.dt_bias = parameter(rngs, (spec.heads,), (each,), step_bias, dtype=dtype, keep_float32=True)
         self.norm = parameter(rngs, (spec.value_dim,), (None,), ones, dtype=dtype)
-        self.out_proj = parameter(rngs, (hidden, values), (None, "heads"), initializer, dtype=dtype)
+        self.out_proj = parameter(rngs, (hidden, values), (None, (of_values,)), initializer, dtype=dtype)

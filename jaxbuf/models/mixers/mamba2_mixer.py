@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.attention.contraction import contract
-from jaxbuf.models.layers import Initializer, linear, log_rate, ones, parameter, step_bias, uniform, zeros
+from jaxbuf.models.layers import Initializer, linear, log_rate, ones, output, parameter, step_bias, uniform, zeros
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
+from jaxbuf.models.tensor_parallel import Part, add_devices
 
 type Array = jax.Array
 
@@ -22,7 +23,7 @@ class Mamba2(RecurrentMixer):
     Of the recurrence keys are B, queries C, and values x; a key head is a group, and has a norm of its own.
 
     Attributes:
-      spec, width, eps: As in `RecurrentMixer`.
+      spec, width, eps, devices, same_key_head: As in `RecurrentMixer`.
       least_step, most_step: Step sizes are clamped to these.
       bias: Whether the two projections add one.
       convolution_bias: Whether the convolution does.
@@ -62,7 +63,7 @@ class Mamba2(RecurrentMixer):
         out = out + (p.D[...][None, None, :, None] * values.astype(jnp.float32)).astype(out.dtype)
         with jax.named_scope("output"):
             out = self._norm(out.reshape(batch, time, self.inner), z, p.norm)
-            return linear(out, p.out_proj, p.out_bias), memory
+            return output(out, p.out_proj, p.out_bias, self.devices), memory
 
     def _project(self, p: "Mamba2Parameters", x: Array) -> tuple[Array, Array, Array]:
         """z [batch, time, inner], x | B | C [batch, time, channels], and f32 [batch, time, heads] behind the steps."""
@@ -77,7 +78,9 @@ class Mamba2(RecurrentMixer):
         """The norm of out · silu(z), of each group by itself, in float32; returns out's dtype."""
         wide = out.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
         grouped = wide.reshape(*out.shape[:2], self.spec.key_heads, -1)
-        scale = jax.lax.rsqrt(jnp.mean(grouped * grouped, axis=-1, keepdims=True) + self.eps)
+        squares = jnp.mean(grouped * grouped, axis=-1, keepdims=True)
+        squares = add_devices(squares, self.devices, among=self.same_key_head) / self.same_key_head
+        scale = jax.lax.rsqrt(squares + self.eps)
         wide = (grouped * scale).reshape(out.shape)
         return (wide * weight[...].astype(jnp.float32)[None, None]).astype(out.dtype)
 
@@ -95,20 +98,23 @@ class Mamba2Parameters(nnx.Module):
     """
 
     def __init__(self, mixer: Mamba2, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
-        heads, rows = (mixer.spec.heads,), mixer.inner + mixer.channels + mixer.spec.heads
+        spec, rows = mixer.spec, mixer.inner + mixer.channels + mixer.spec.heads
+        values, keys = Part("heads", spec.heads, spec.value_dim), Part("key_heads", spec.key_heads, spec.key_dim)
+        each, mixed = Part("heads", spec.heads), (values, keys, keys)
+        every = (values, *mixed, each)
 
         def of_heads(initialize):
-            return parameter(rngs, heads, ("heads",), initialize, dtype=dtype, keep_float32=True)
+            return parameter(rngs, (spec.heads,), ((each,),), initialize, dtype=dtype, keep_float32=True)
 
-        def bias(size, there):
-            return parameter(rngs, (size,), (None,), zeros, dtype=dtype) if there else None
+        def bias(size, parts, there):
+            return parameter(rngs, (size,), (parts,), zeros, dtype=dtype) if there else None
 
-        self.in_proj = parameter(rngs, (rows, hidden), (None, None), initializer, dtype=dtype)
-        self.in_bias = bias(rows, mixer.bias)
+        self.in_proj = parameter(rngs, (rows, hidden), (every, None), initializer, dtype=dtype)
+        self.in_bias = bias(rows, every, mixer.bias)
         taps = mixer.channels, mixer.width
-        self.conv1d = parameter(rngs, taps, (None, None), uniform(mixer.width**-0.5), dtype=dtype)
-        self.conv1d_bias = bias(mixer.channels, mixer.convolution_bias)
+        self.conv1d = parameter(rngs, taps, (mixed, None), uniform(mixer.width**-0.5), dtype=dtype)
+        self.conv1d_bias = bias(mixer.channels, mixed, mixer.convolution_bias)
         self.A_log, self.D, self.dt_bias = of_heads(log_rate), of_heads(ones), of_heads(step_bias)
-        self.norm = parameter(rngs, (mixer.inner,), (None,), ones, dtype=dtype)
-        self.out_proj = parameter(rngs, (hidden, mixer.inner), (None, None), initializer, dtype=dtype)
-        self.out_bias = bias(hidden, mixer.bias)
+        self.norm = parameter(rngs, (mixer.inner,), ((values,),), ones, dtype=dtype)
+        self.out_proj = parameter(rngs, (hidden, mixer.inner), (None, (values,)), initializer, dtype=dtype)
+        self.out_bias = bias(hidden, None, mixer.bias)

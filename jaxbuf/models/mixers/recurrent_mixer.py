@@ -1,9 +1,10 @@
 """What all recurrent mixers have in common: their sizes, and their memory."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from jaxbuf.models.config import RECURRENCE
+from jaxbuf.models.tensor_parallel import share
 from jaxbuf.recurrence.recurrent_memory import RecurrentCache, RecurrentShared, init_recurrent
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
@@ -16,11 +17,15 @@ class RecurrentMixer:
       spec: The recurrence.
       width: Taps of the convolution.
       eps: Of the norm behind the recurrence.
+      devices: Who share the heads; those of `spec` are then one device's.
+      same_key_head: How many neighbours among these have the same key heads.
     """
 
     spec: RecurrenceSpec
     width: int
     eps: float
+    devices: int = dataclasses.field(default=1, kw_only=True)
+    same_key_head: int = dataclasses.field(default=1, kw_only=True)
 
     kind: ClassVar = RECURRENCE
 
@@ -29,12 +34,20 @@ class RecurrentMixer:
         return 0
 
     @property
-    def axes(self) -> dict[str, int]:
-        return {"heads": self.spec.heads, "key_heads": self.spec.key_heads}
-
-    @property
     def channels(self) -> int:
         return self.spec.channels
+
+    def spread(self, devices: int) -> Self:
+        """What each of so many devices has of it; errors as in `Mixer.spread`."""
+        spec = self.spec
+        heads = share("value heads of the linear layers", spec.heads, devices)
+        key_heads = share("key heads of the linear layers", spec.key_heads, devices, repeated=True)
+        return dataclasses.replace(
+            self,
+            spec=dataclasses.replace(spec, heads=heads, key_heads=key_heads),
+            devices=devices,
+            same_key_head=max(1, devices // spec.key_heads),
+        )
 
     def memory(self, shared: RecurrentShared, dtypes) -> RecurrentCache:
         given = {name: getattr(dtypes, name) for name in ("dtype", "entry_dtype", "state_dtype")}
