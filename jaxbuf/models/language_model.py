@@ -380,7 +380,8 @@ def load(
     Args:
       source: "demo", a directory or a Hugging Face id.
       dtype: "float32", "bfloat16" or "float16"; None: float32 on a CPU, else the checkpoint's own.
-      mesh: Spreads the parameters over its axis "tensor"; None: everything on the default device.
+      mesh: Spreads the layers' heads over its axis "tensor", with their parameters and their memory, see
+        `jaxbuf.models.tensor_parallel`; None: everything on the default device.
       progress: Whether to show a bar on standard error; None: on a terminal and in a notebook. Or a function, called
         with the bytes of the checkpoint that were read and how many there are, before the first tensor and after each
         one. (Downloads show huggingface-hub's own progress bar.)

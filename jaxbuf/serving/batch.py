@@ -351,7 +351,7 @@ def choose_form(lm: LanguageModel, form: Form, rows: int) -> Literal["recurrent"
     """What rows are that have a checkpoint, for so many rows."""
     if form != "auto":
         return "recurrent" if form == "recurrent" else "buffered"
-    spec = lm.config.spec  # without one every form is the same
+    spec = lm.config.on_device.spec  # without one every form is the same
     return "buffered" if spec is None else forms.choose(spec, rows, forms.device_kind(lm.model.norm[...]))
 
 
@@ -379,7 +379,7 @@ def choose_kv_limit(
       limit, state_dtype, entry_dtype: Of rows that have a checkpoint.
       capacity: The most tokens of a row.
     """
-    spec, dtypes = lm.config.spec, {"state_dtype": state_dtype, "entry_dtype": entry_dtype}
+    spec, dtypes = lm.config.on_device.spec, {"state_dtype": state_dtype, "entry_dtype": entry_dtype}
     if spec is None or chosen == "recurrent" or form == "buffered":
         return None
     device = forms.device_kind(lm.model.norm[...])

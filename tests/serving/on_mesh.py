@@ -2,6 +2,7 @@
 
 A program of its own, because XLA makes the devices when it starts."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -16,6 +17,8 @@ from jaxbuf.models.layers import named_parameters
 from jaxbuf.serving import batch, generate_tokens
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.generation import read_prompts
+from jaxbuf.target import Target
+from tests.serving.program import carry_shape
 from tests.serving.speculating import MODELS, near_tie
 
 # Eight heads, and two of keys, fewer than four devices.
@@ -100,6 +103,16 @@ def unlike(lm, spread, devices):
     return found
 
 
+def lowered_kernels(devices):
+    """The shapes of the arrays that the kernel of the demo's decode loop takes, as lowered for an H100."""
+    lm = jaxbuf.load("demo", mesh=jax.make_mesh((devices,), ("tensor",)))
+    lm = dataclasses.replace(lm, compiled_for=Target("gpu", "Hopper"))
+    carry = carry_shape(make_batch(lm, [[1] * 30] * 8, decoding=Decoding(200)))
+    text = generate_tokens.trace(lm.model, carry, np.int32(9)).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
+    return [re.findall(r"tensor<([\dx]+)xf32>", call.split(" : (")[-1].split(") ->")[0]) for call in calls]
+
+
 def main(architecture: str, devices: int, names: list[str]) -> None:
     warnings.simplefilter("error")
     rng, lm = np.random.default_rng(), MODELS[architecture](3, **SIZES[architecture])
@@ -132,4 +145,7 @@ def main(architecture: str, devices: int, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","))
+    if sys.argv[1] == "demo":
+        print(json.dumps(lowered_kernels(int(sys.argv[2]))))
+    else:
+        main(sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","))

@@ -133,6 +133,10 @@ class WithSpec:
     def config(self):
         return self
 
+    @property
+    def on_device(self):
+        return self
+
 
 def test_the_threshold_is_what_was_measured_on_the_device_in_proportion_to_the_bytes():
     spec = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
