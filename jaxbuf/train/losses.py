@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxbuf.models.decoder import Decoder, forward, logits
 from jaxbuf.models.mtp import mtp_forward
@@ -40,7 +41,7 @@ def _cross_entropy(scores: Array, targets: Array, mask: Array) -> tuple[Array, A
     """Mean nats, mean agreement of the best token, and the count, over the targets under the mask."""
     weight = mask.astype(jnp.float32)
     count = jnp.sum(weight)
-    nats = jax.nn.logsumexp(scores, axis=-1) - jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    nats = optax.losses.softmax_cross_entropy_with_integer_labels(scores, targets)
     agree = (jnp.argmax(scores, axis=-1) == targets).astype(jnp.float32)
     share = 1.0 / jnp.maximum(count, 1.0)
     return jnp.sum(nats * weight) * share, jnp.sum(agree * weight) * share, count

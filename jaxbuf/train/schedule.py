@@ -13,6 +13,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
+
+COUNTS = 2**20  # of a whole run, where optax would count steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +34,9 @@ class Rate:
 
     def __call__(self, progress: jax.Array) -> jax.Array:
         """The learning rate at `progress` (f32, any shape)."""
-        rising = progress / self.warmup
-        done = jnp.clip((progress - self.warmup) / (1.0 - self.warmup), 0.0, 1.0)
-        falling = self.final + (1.0 - self.final) * 0.5 * (1.0 + jnp.cos(math.pi * done))
-        return self.peak * jnp.minimum(rising, falling)
+        warmup, end = round(self.warmup * COUNTS), self.peak * self.final
+        schedule = optax.schedules.warmup_cosine_decay_schedule(0.0, self.peak, warmup, COUNTS, end)
+        return jnp.asarray(schedule(progress * COUNTS))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,8 @@ def test_without_a_name_it_lists_the_programs_and_their_figures(pytestconfig):
         if program.figures:
             assert f"benchmarks/{program.figures}" in done.stdout
             assert (pytestconfig.rootpath / "benchmarks" / program.figures).is_file()
-        assert (pytestconfig.rootpath / "scripts" / f"bench_{program.name}").is_file()
+        launcher = pytestconfig.rootpath / "scripts" / f"bench_{program.name}"
+        assert launcher.resolve() == pytestconfig.rootpath / "scripts" / "bench" and launcher.exists()
 
 
 @pytest.mark.parametrize("program", [program.name for program in PROGRAMS])
