@@ -13,9 +13,10 @@ from jaxbuf.models import decoder
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.mtp import mtp_forward
 from jaxbuf.models.scoring import windows
-from jaxbuf.train.data import END_OF_TEXT
 
 type Array = jax.Array
+
+END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclasses.dataclass(frozen=True)

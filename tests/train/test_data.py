@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-
-from jaxbuf.train import data, prose, sources
+from demo_text import data, prose, sources
 
 PAGE = """<html><head><title>x</title><style>p {}</style></head><body>
 <div class="related"><p>This is navigation that no reader of the page would ever miss.</p></div>

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from demo_text import data, sources
 from safetensors import safe_open
 
 from jaxbuf.models.families import config_from_dict
-from jaxbuf.train import data, sources
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "jaxbuf/models/demo"

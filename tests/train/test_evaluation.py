@@ -2,11 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from demo_text import data
 from flax import nnx
 
 from jaxbuf.models import decoder, mtp
 from jaxbuf.models import language_model as models
-from jaxbuf.train import data, evaluation
+from jaxbuf.train import evaluation
 from tests.tiny import changed
 from tests.train.test_demo import CONFIG
 

@@ -2,8 +2,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-
-from jaxbuf.train import ngram
+from demo_text import ngram
 
 
 def brute_force(documents, order):

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from jaxbuf.train import prose, sources
+from demo_text import prose, sources
+from jaxbuf.train.evaluation import END_OF_TEXT
 
-END_OF_TEXT = "<|endoftext|>"
 DOCUMENT_BREAK = "\f\n"
 SPLITS = ("train", "heldout", "package")
 
