@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.memory.sequences import Sequences, init_sequences
+from jaxbuf.memory.kind import Sizes
+from jaxbuf.memory.sequences import init_sequences
+from jaxbuf.models.cache import Dtypes
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.loading.checkpoint import compute_dtype
+from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.planning.model_sizes import ModelSizes, find_sizes, from_config
 from jaxbuf.recurrence import traffic
-from jaxbuf.recurrence.cursor import init_cursor
-from jaxbuf.recurrence.recurrent_memory import RecurrentShared
+from jaxbuf.recurrence.recurrent_memory import RecurrentMemory
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.recurrence.state_format import SPLIT, StateFormat, state_format
 from jaxbuf.recurrence.traffic import BLOCK_SIZE
@@ -268,65 +270,56 @@ class _Counter:
 
     def ring_form(self, form: FormName, context: int, limit: int) -> FormCost:
         """A form of our own; "kv-only" without a checkpoint, and with all of its context in the ring."""
-        layers = self.shape.recurrent_layers
-        state, entry = self.state.stored_bytes(self.spec), self._entry
-        longest = min(limit, context + self.tokens)  # as `init_cache` takes a limit that is never reached
-        ring = traffic.ring_entries(longest, self.tokens, self.block_size)
         if form == "kv-only":
             step = traffic.kv_only_step_bytes(self.spec, context, tokens=self.tokens, entry_dtype=self.entry_dtype)
         else:
             dtypes = {"state_dtype": self.state, "entry_dtype": self.entry_dtype}
             step = traffic.buffered_step_bytes(self.spec, limit, tokens=self.tokens, accepted=self.accepted, **dtypes)
-        sizes = {
-            "max_pending": self.tokens,
-            "block_size": self.block_size,
-            "convolution": self.shape.convolution_width > 0,
-        }
-        two, one = (_integer_bytes(slots, longest, **sizes) for slots in (2, 1))
-        table = INDEX * self._pages(context)
-        null = layers * (state + entry * self.block_size + self._convolution) + self._kv(1) + table
+        held = self._held(context, limit)
         return self._cost(
             form,
             context,
-            layers * step,
+            step,
+            held,
             limit=limit,
-            ring=ring,
-            checkpoints=0 if form == "kv-only" else layers,
-            entry_bytes=layers * ring * entry,
-            index_bytes=two - one + table,
-            fixed_bytes=null + one - (two - one),
+            ring=held.ring,
+            checkpoints=0 if form == "kv-only" else self.shape.recurrent_layers,
+            entry_bytes=held.each["entries"],
+            index_bytes=held.each["integers"] + held.each["table"],
+            fixed_bytes=held.fixed,
         )
 
     def snapshots(self, context: int) -> FormCost:
         """A state for the request and one for every draft position; of a ring, only the convolution's."""
-        step = traffic.snapshot_step_bytes(self.spec, self.tokens, state_dtype=self.state)
-        checkpoints, index = self.tokens * self.shape.recurrent_layers, INDEX * (self._pages(context) + self.tokens)
+        held = self._held(context, 1)
         return self._cost(
             "snapshots",
             context,
-            self.shape.recurrent_layers * step,
+            traffic.snapshot_step_bytes(self.spec, self.tokens, state_dtype=self.state),
+            held,
             limit=None,
             ring=0,
-            checkpoints=checkpoints,
+            checkpoints=self.tokens * self.shape.recurrent_layers,
             entry_bytes=0,
-            index_bytes=index,
+            index_bytes=held.each["table"] + INDEX * self.tokens,
             fixed_bytes=0,
         )
 
-    def _cost(self, form: FormName, context: int, state_step: float, *, checkpoints: int, **given: Any) -> FormCost:
+    def _cost(
+        self, form: FormName, context: int, layer_step: float, held: "_Held", *, checkpoints: int, **given: Any
+    ) -> FormCost:
         """Adds what is the same in every form: the keys and values, and the convolutions' inputs."""
-        shape = self.shape
-        size, layers = self.dtype.itemsize, shape.recurrent_layers
-        inputs = layers * (shape.convolution_width - 1 + self.tokens) * shape.convolution_channels * size
+        shape, size = self.shape, self.dtype.itemsize
         keys_and_values = shape.attention_layers * shape.kv_numbers * size * (context + self.tokens)
-        step = state_step + inputs + keys_and_values
+        state_step = shape.recurrent_layers * layer_step
+        step = state_step + held.each["convolution"] + keys_and_values
         return FormCost(
             form=form,
             context=context,
             checkpoints=checkpoints,
-            checkpoint_bytes=checkpoints * self.state.stored_bytes(self.spec),
-            convolution_bytes=layers * self._convolution,
-            kv_bytes=self._kv(self._pages(context)),
+            checkpoint_bytes=checkpoints * held.each["checkpoints"] // shape.recurrent_layers,
+            convolution_bytes=held.each["convolution"],
+            kv_bytes=held.each["kv"],
             requests=0,
             state_step_bytes=state_step,
             step_bytes=step,
@@ -334,37 +327,60 @@ class _Counter:
             **given,
         )
 
-    @property
-    def _entry(self) -> int:
-        return traffic.entry_bytes(self.spec, self.entry_dtype)
+    def _held(self, context: int, limit: int) -> "_Held":
+        """What a slot takes of a cache: of the memories' own arrays, for one slot and for two, which are never made."""
+        shape, mixer = self.shape, RecurrentMixer(self.spec, self.shape.convolution_width, 0.0)
+        dtypes, pages = Dtypes(self.dtype, self.entry_dtype, self.state), -(-context // self.page_size)
+        given: dict[str, Any] = {"capacity": context, "max_pending": self.tokens, "block_size": self.block_size}
+        given |= {"page_size": self.page_size, "limit": limit, "kv_limit": None, "trees": False}
+        given |= dict.fromkeys(("states", "blocks", "pages"))
 
-    @property
-    def _convolution(self) -> int:
-        """One layer's ring of a slot, see `init_ring`."""
-        rows = self.shape.convolution_width - 1 + self.tokens
-        return rows * self.shape.convolution_channels * self.dtype.itemsize
+        def count(slots: int) -> tuple[dict[str, int], int]:
+            def make():
+                shared = RecurrentMemory().init([mixer], Sizes(slots=slots, **given))
+                sequences = init_sequences(slots=slots, max_pending=self.tokens)
+                return shared, sequences, mixer.memory(shared, dtypes)
 
-    def _pages(self, context: int) -> int:
-        return -(-context // self.page_size)
+            shared, sequences, layer = jax.eval_shape(make)
+            pool, layers = layer.pool, shape.recurrent_layers
+            places = 1 + slots * pages
+            bytes_of = {
+                "checkpoints": layers * _bytes((pool.checkpoints, pool.low, pool.low_scales)),
+                "entries": layers * _bytes((pool.keys, pool.updates, pool.gates)),
+                "convolution": layers * _bytes(layer.ring),
+                "integers": _bytes((shared, sequences)),
+                # The table of long contexts is an array of numpy's even there, and too long to be made.
+                "table": INDEX * (slots + 1) * pages if shape.attention_layers else 0,
+                "kv": shape.attention_layers * places * self.page_size * shape.kv_numbers * self.dtype.itemsize,
+            }
+            return bytes_of, shared.cursor.ring
 
-    def _kv(self, pages: int) -> int:
-        """So many pages in every softmax layer, see `init_kv`."""
-        return self.shape.attention_layers * pages * self.page_size * self.shape.kv_numbers * self.dtype.itemsize
+        (one, ring), (two, _) = count(1), count(2)
+        each = {name: two[name] - one[name] for name in one}
+        return _Held(each, sum(one.values()) - sum(each.values()), ring)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """What a cache is made of, over all layers.
+
+    Attributes:
+      each: Bytes that one more slot takes, by what they are for.
+      fixed: Bytes that are there without a slot.
+      ring: Entries of a slot's ring.
+    """
+
+    each: dict[str, int]
+    fixed: int
+    ring: int
+
+
+def _bytes(arrays: object) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
 def _fit(cost: FormCost, room: int) -> FormCost:
     return dataclasses.replace(cost, requests=max(0, (room - cost.fixed_bytes) // cost.request_bytes))
-
-
-def _integer_bytes(slots: int, limit: int, max_pending: int, block_size: int, convolution: bool) -> int:
-    """Of the real cursor and the sequences' counts, so that nothing is forgotten; they are never made."""
-
-    def integers() -> tuple[RecurrentShared, Sequences]:
-        cursor = init_cursor(slots=slots, limit=limit, max_pending=max_pending, block_size=block_size)
-        reach = jnp.zeros(slots + 1, jnp.int32) if convolution else None
-        return RecurrentShared(cursor, reach=reach), init_sequences(slots=slots, max_pending=max_pending)
-
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(integers)))
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:
