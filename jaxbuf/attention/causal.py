@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.attention.contraction import contract
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.target import Target
 
@@ -40,22 +39,24 @@ def causal_attention(
       ValueError: heads is not a multiple of kv_heads, or no such implementation or target.
     """
     ask("causal_attention", implementation, target, (q,))
-    head_dim = q.shape[3]
-    position = jnp.arange(q.shape[1], dtype=jnp.int32)
-    visible = (position[None] <= position[:, None])[None]
+    check_heads(q, k.shape[2])
     if lengths is not None:
-        live = position[None] < lengths[:, None]
-        visible = visible & live[:, None]
+        live = jnp.arange(v.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
         v = jnp.where(live[:, :, None, None], v, jnp.zeros((), v.dtype))
-    scores = contract("btkgd,bskd->bkgts", split_heads(q, k.shape[2]), k.astype(q.dtype))
-    scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return contract("bkgts,bskd->btkgd", weights, v.astype(q.dtype)).reshape(q.shape).astype(q.dtype)
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
+    precision = jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default")
+    with precision, jax.numpy_dtype_promotion("standard"):  # it relies on implicit promotion
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths)
+
+
+def check_heads(q: Array, kv_heads: int) -> None:
+    """Raises a ValueError unless the heads of q [..., heads, head_dim] are a multiple of kv_heads."""
+    if q.shape[-2] % kv_heads:
+        raise ValueError(f"heads ({q.shape[-2]}) must be a multiple of kv_heads ({kv_heads})")
 
 
 def split_heads(q: Array, kv_heads: int) -> Array:
     """q [batch, time, heads, head_dim] as [batch, time, kv_heads, group, head_dim]."""
     batch, time, heads, head_dim = q.shape
-    if heads % kv_heads:
-        raise ValueError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+    check_heads(q, kv_heads)
     return q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)
