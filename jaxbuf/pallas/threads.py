@@ -31,6 +31,14 @@ def load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+def store(ref, x: Array) -> None:
+    """Writes registers to a reference in global or shared memory."""
+    if hasattr(plgpu, "store"):  # since jax 0.12, where an assignment refuses what is not written in whole sectors
+        plgpu.store(ref, x, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        ref[...] = x
+
+
 def load_per_thread(ref, i: int, n: int, interpret: bool) -> Array:
     """Loads one number for each thread from the first THREADS · n of a reference, of which each thread has n in a row.
 
@@ -48,7 +56,7 @@ def store_per_thread(x: Array, ref, i: int, n: int, interpret: bool) -> None:
     if interpret:
         ref[numbers] = ref[numbers].reshape(THREADS, n).at[:, i].set(x).reshape(-1)
     else:
-        ref.at[numbers].reshape(THREADS, n)[:, i] = x
+        store(ref.at[numbers].reshape(THREADS, n).at[:, i], x)
 
 
 def vectors_layout(length: int, dtype):

@@ -47,7 +47,7 @@ from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, SPACING, Schedule, ar
 from jaxbuf.pallas.extend.gpu_step import extend_step, serves
 from jaxbuf.pallas.extend.gpu_sums import factor, parts, sum_decays
 from jaxbuf.pallas.instructions import count_up, publish, round_now, synchronize
-from jaxbuf.pallas.threads import COMPILER, load, store_rows
+from jaxbuf.pallas.threads import COMPILER, load, store, store_rows
 
 type Array = jax.Array
 
@@ -254,13 +254,13 @@ def _append_keys(lane: Lane, item: Item, append: list[Array], gates: list[Array]
 
         @pl.when(to >= 0)
         def _(t=t, to=to, gate=gate):
-            lane.arrays.gates[to, item.head] = gate
+            store(lane.arrays.gates.at[to, item.head], gate)
 
             @pl.when(lax.rem(item.head, call.heads_per_key) == 0)
             def _():
                 probe = lane.vectors.at[0, CHUNK + t, pl.ds(0, call.key_dim)]
                 key = new_keys[t] if new_keys else load(probe, VECTORS[call.key_dim])
-                lane.arrays.keys[to, item.head // call.heads_per_key] = key.astype(call.entry)
+                store(lane.arrays.keys.at[to, item.head // call.heads_per_key], key.astype(call.entry))
 
 
 def _multiply_band(lane: Lane, state, band, probes: list[list[Array]] | None, reads) -> None:
@@ -276,7 +276,7 @@ def _multiply_band(lane: Lane, state, band, probes: list[list[Array]] | None, re
     if schedule.one_token:
         store_rows(read, STATE, 1, reads.at[:, band], lane.interpret)
     else:
-        reads[band, pl.ds(0, schedule.probe_columns)] = read
+        store(reads.at[band, pl.ds(0, schedule.probe_columns)], read)
 
 
 def _read_folded(lane: Lane, i: Array) -> None:
@@ -358,8 +358,8 @@ def _substitute(lane: Lane, item: Item, out, added, total, gates, betas, append,
                 recalls[i] = recalls[i] + lane.products[i, schedule.entry_columns + t] * update
             outs[i] = outs[i] + lane.products[time + i, schedule.entry_columns + t] * update
         result = outs[t] + decays[t] * read(time + t)
-        out[item.row, t, item.head] = where(t < item.length, result).astype(call.out)
+        store(out.at[item.row, t, item.head], where(t < item.length, result).astype(call.out))
 
         @pl.when(to >= 0)
         def _(to=to, stored=stored):
-            lane.arrays.updates[to, item.head] = stored
+            store(lane.arrays.updates.at[to, item.head], stored)

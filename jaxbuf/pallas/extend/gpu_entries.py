@@ -37,7 +37,7 @@ from jaxbuf.pallas.extend.gpu_products import (
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, MAX_LATER_CHUNK, SKIPPED_TOGETHER
 from jaxbuf.pallas.extend.gpu_sums import factor, load_decays, load_factors
 from jaxbuf.pallas.instructions import end_copies, synchronize, wait_for_copies
-from jaxbuf.pallas.threads import load, store_rows
+from jaxbuf.pallas.threads import load, store, store_rows
 
 type Array = jax.Array
 
@@ -172,7 +172,7 @@ def _add_chunk(
         if schedule.one_token:
             store_rows(weights, PRODUCT, 0, lane.products.at[:, columns], lane.interpret)
         else:
-            lane.products[pl.ds(first_probe, CHUNK), columns] = weights
+            store(lane.products.at[pl.ds(first_probe, CHUNK), columns], weights)
     synchronize(lane.interpret)
 
     def add_group(group, added):

@@ -28,7 +28,7 @@ from jaxbuf.pallas.extend.gpu_products import (
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK
 from jaxbuf.pallas.extend.gpu_sums import factor, load_factors
 from jaxbuf.pallas.instructions import end_copies, synchronize, synchronize_warp, wait_for_copies
-from jaxbuf.pallas.threads import load
+from jaxbuf.pallas.threads import load, store
 
 type Array = jax.Array
 
@@ -84,7 +84,9 @@ def fold(lane: Lane, item: Item, total: list[Array], read_band: Callable[[Array]
         for source, target, _ in halves:
             plgpu.copy_smem_to_gmem(target, source.at[item.fold_to, item.head, rows])
         if lane.low_scales is not None and lane.arrays.low_scales is not None:
-            lane.arrays.low_scales[item.fold_to, item.head, rows] = load(lane.low_scales.at[rows], TALL.reduce(1))
+            store(
+                lane.arrays.low_scales.at[item.fold_to, item.head, rows], load(lane.low_scales.at[rows], TALL.reduce(1))
+            )
         read_band(i)
 
         @pl.when(i + 1 < bands)
@@ -198,9 +200,10 @@ def _add(lane: Lane, item: Item, c: Array | int, rows, decay: Array, steps: list
             new = multiply(new, update, keys, interpret)
         if scales is None:
             for strip, part in zip(strips, split(new, [x.dtype for x in strips], interpret), strict=True):
-                strip[...] = part
+                store(strip, part)
         else:
-            strips[0][...], rest = split(new, [lane.call.state, jnp.float32], interpret)
+            high, rest = split(new, [lane.call.state, jnp.float32], interpret)
+            store(strips[0], high)
             rests.append((strips[1], rest))
     if scales is not None:
         _store_scaled(scales, rests, interpret)
@@ -218,9 +221,9 @@ def _store_scaled(scales, rests: list, interpret: bool) -> None:
     scale = functools.reduce(jnp.maximum, largest) * np.float32(1 / 127)
     inverse = jnp.where(scale > 0, 1 / scale, ZERO)
     for strip, rest in rests:
-        strip[...] = to_int8(rest, spread(inverse, rest.shape, 0, TALL), interpret)
+        store(strip, to_int8(rest, spread(inverse, rest.shape, 0, TALL), interpret))
     synchronize_warp(interpret)  # Four threads of a warp have read the scale that each of them writes.
-    scales[...] = scale
+    store(scales, scale)
 
 
 def _load_weights(lane: Lane, entry: Array, skipped: int) -> Array:

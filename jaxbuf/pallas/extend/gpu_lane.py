@@ -27,6 +27,7 @@ from jaxbuf.pallas.threads import (
     gather_vectors,
     load,
     select_positive,
+    store,
     vectors_layout,
 )
 
@@ -276,7 +277,7 @@ class Lane:
         """Writes the positions of an item's entries to shared memory, where `copy` reads them after `synchronize`."""
         assert self._positions is not None
         for i, x in enumerate(upcoming.all_positions):
-            self._positions[pl.ds(i * THREADS, THREADS)] = x
+            store(self._positions.at[pl.ds(i * THREADS, THREADS)], x)
 
     def locate(self, item: Array) -> Upcoming:
         """Asks for what the lane has to know of an item, given by its number, before it can ask for its inputs."""
@@ -405,9 +406,9 @@ class Lane:
         length = x.shape[-1]
         for plane, half in enumerate(cut(x.astype(jnp.float32)) if self.schedule.planes == 2 else [x]):
             if x.ndim == 1:
-                self.vectors[plane, start, pl.ds(0, length)] = half
+                store(self.vectors.at[plane, start, pl.ds(0, length)], half)
             else:
-                self.vectors[plane, pl.ds(start, CHUNK), pl.ds(0, length)] = half
+                store(self.vectors.at[plane, pl.ds(start, CHUNK), pl.ds(0, length)], half)
 
     def write_chunk(self, chunk: list[tuple[Array, Array]]) -> None:
         """Writes a chunk from `gather_chunk` to the first chunk's shared memory; zeros where there is no entry."""
@@ -435,14 +436,14 @@ class Lane:
             words = jnp.where(word >= ROW_FIELDS + i * call.time, x, words)
         gates = [jnp.where(at > 0, gate, ZERO) for gate, at in zip(loaded.gates, positions, strict=True)]
         if schedule.reads_late:
-            self._words[...] = words
+            store(self._words, words)
         else:
             gates[-1] = jnp.where(word >= 0, words, gates[-1])
         for i, x in enumerate(gates):
-            self.decays[pl.ds(i * THREADS, THREADS)] = x
+            store(self.decays.at[pl.ds(i * THREADS, THREADS)], x)
         for x in loaded.low_scales:
             assert self.low_scales is not None
-            self.low_scales[...] = x
+            store(self.low_scales, x)
         for i, x in enumerate(loaded.probes):
             self._write(CHUNK + i, x)
         if schedule.copies_first_chunk:

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Call, Integers
 from jaxbuf.pallas.extend.gpu_products import ZERO, split, to_int8, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND
-from jaxbuf.pallas.threads import COMPILER, load
+from jaxbuf.pallas.threads import COMPILER, load, store
 
 type Array = jax.Array
 
@@ -121,20 +121,20 @@ def _kernel(call: Call, interpret: bool):
 
         @pl.when(fold_to >= 0)
         def _():
-            checkpoints[fold_to, head, values] = stored
+            store(checkpoints.at[fold_to, head, values], stored)
             for ref, half in zip(low, rest, strict=True):
-                ref[fold_to, head, values] = half
+                store(ref.at[fold_to, head, values], half)
 
         if call.state != jnp.float32:
             state = jnp.where(jnp.broadcast_to(fold_to >= 0, state.shape), stored.astype(jnp.float32), state)
 
         @pl.when((appended >= 0) & (band == 0))
         def _():
-            gates[appended, head] = new_gate
+            store(gates.at[appended, head], new_gate)
 
             @pl.when(lax.rem(head, call.heads_per_key) == 0)
             def _():
-                keys[appended, key_head] = new_key.astype(call.entry)
+                store(keys.at[appended, key_head], new_key.astype(call.entry))
 
         new_key, query = new_key.astype(jnp.float32), query.astype(jnp.float32)
         decay = jnp.exp(new_gate)
@@ -142,11 +142,11 @@ def _kernel(call: Call, interpret: bool):
         out = jnp.sum(state * spread(query, 1), axis=1) * decay
         stored = (new_beta * (value - recalled)).astype(call.entry)
         out = out + stored.astype(jnp.float32) * jnp.sum(query * new_key)
-        out_ref[row, 0, head, values] = where(length > 0, out).astype(call.out)
+        store(out_ref.at[row, 0, head, values], where(length > 0, out).astype(call.out))
 
         @pl.when(appended >= 0)
         def _():
-            updates[appended, head, values] = stored
+            store(updates.at[appended, head, values], stored)
 
     return plgpu.kernel(
         extend_part,

@@ -20,7 +20,7 @@ from jaxbuf.pallas.extend.gpu_lane import Lane
 from jaxbuf.pallas.extend.gpu_products import ZERO, count, zeros
 from jaxbuf.pallas.extend.gpu_schedule import CHUNK
 from jaxbuf.pallas.instructions import publish_warps, sum_later, synchronize
-from jaxbuf.pallas.threads import PER_THREAD, THREADS, WARP, load, load_per_thread, store_per_thread
+from jaxbuf.pallas.threads import PER_THREAD, THREADS, WARP, load, load_per_thread, store, store_per_thread
 
 type Array = jax.Array
 
@@ -82,7 +82,7 @@ def _sum_in_order(lane: Lane, live: Array, gate: list[Array] | None) -> Array:
     begun = add_gates(0, (zeros((THREADS,), PER_THREAD), ZERO))
     sum, total = lax.fori_loop(1, pl.cdiv(live, CHUNK), add_gates, begun)
     synchronize(lane.interpret)  # All threads have read the gates.
-    lane.decays[pl.ds(0, THREADS)] = _add_new_gate([sum], gate)[0]
+    store(lane.decays.at[pl.ds(0, THREADS)], _add_new_gate([sum], gate)[0])
     synchronize(lane.interpret)
     return jnp.asarray(total)
 

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.pallas.gated_norm.call import Call
-from jaxbuf.pallas.threads import COMPILER, load
+from jaxbuf.pallas.threads import COMPILER, load, store
 
 type Array = jax.Array
 
@@ -50,7 +50,7 @@ def _kernel(call: Call, interpret: bool):
         x = x * _spread(lax.rsqrt(mean + np.float32(call.eps)), 0) * _spread(weight, 1)
         root = lax.rsqrt(np.float32(1) + jnp.exp(-z))  # Its square is the sigmoid. A division takes ten instructions.
         gate = z * (root * root)
-        result_ref[heads] = (x.astype(call.out).astype(jnp.float32) * gate).astype(call.z)
+        store(result_ref.at[heads], (x.astype(call.out).astype(jnp.float32) * gate).astype(call.z))
 
     return plgpu.kernel(
         gated_norm_heads,

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.pallas.prepare.call import Call
-from jaxbuf.pallas.threads import COMPILER, load
+from jaxbuf.pallas.threads import COMPILER, load, store
 
 type Array = jax.Array
 
@@ -92,15 +92,15 @@ def _kernel(call: Call, interpret: bool):
             # All tokens are read before the first is written: no read has to wait for a write.
             decays, strengths = ([load(ref.at[row, t, own], HEAD) for t in range(time)] for ref in (a, b))
             for t, (decay, strength) in enumerate(zip(decays, strengths, strict=True)):
-                log_decay_ref[row, t, own] = -rate * _softplus(decay + bias)
-                beta_ref[row, t, own] = _sigmoid(strength)
+                store(log_decay_ref.at[row, t, own], -rate * _softplus(decay + bias))
+                store(beta_ref.at[row, t, own], _sigmoid(strength))
 
         real = [(t < length) & (slot > 0) for t in range(time)]
         for t, x in enumerate(new):
 
             @pl.when(real[t])
             def _(t=t, x=x):
-                ring[slot, lax.rem(first + t, call.ring), heads] = x
+                store(ring.at[slot, lax.rem(first + t, call.ring), heads], x)
 
         number = plgpu.broadcasted_iota(jnp.int32, all_taps.shape, 2, layout=TAPS)
         # These sums pick one tap each. The compiler leaves the additions out, for it knows that x + -0 is x.
@@ -121,7 +121,7 @@ def _kernel(call: Call, interpret: bool):
                     factor = lax.rsqrt(jnp.sum(y * y, axis=1) + np.float32(call.eps)) * np.float32(scale)
                     factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, y.shape, [0]), CHANNELS)
                     y = (y * factor).astype(call.dtype)
-                out_ref[row, t, pl.ds(head - first_head, HEADS)] = y
+                store(out_ref.at[row, t, pl.ds(head - first_head, HEADS)], y)
 
         is_q, is_v = head < call.key_heads, head >= 2 * call.key_heads
         pl.when(is_q)(partial(write, q_ref, 0, DIM**-0.5))
