@@ -1,6 +1,7 @@
 """Where on a mesh each parameter lies, and the way between its order there and a checkpoint's."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -46,6 +47,29 @@ def held_ranges(parts: Parts, device: int, devices: int) -> list[tuple[int, int]
         found.append((start + part.size * blocks.start, start + part.size * blocks.stop))
         start += part.length
     return found
+
+
+def placed(array: jax.Array, param: nnx.Param, mesh: Mesh | None) -> jax.Array:
+    """A parameter's value in a checkpoint's order, moved to where it belongs, in the order that it has there.
+
+    `stored_order` goes the other way. Without a mesh the array stays where it is.
+
+    Args:
+      array: On one device.
+      param: Says how its axes are spread.
+      mesh: With an axis "tensor".
+    """
+    if mesh is None:
+        return array
+    devices = devices_of(mesh)
+    for axis, parts in enumerate(param.axes):
+        if not parts or not parts[0].is_spread(devices):
+            continue
+        ranges = [held for device in range(devices) for held in held_ranges(parts, device, devices)]
+        order = np.concatenate([np.arange(start, stop) for start, stop in ranges])
+        if not np.array_equal(order, np.arange(array.shape[axis])):
+            array = jnp.take(array, order, axis=axis, mode="clip")
+    return jax.device_put(array, parameter_sharding(param, mesh))
 
 
 def stored_order(array: np.ndarray, param: nnx.Param, mesh: Mesh | None) -> np.ndarray:
