@@ -5,31 +5,34 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from jaxbuf.bench import report
 from jaxbuf.bench.kernel_figures import Row, find
 from jaxbuf.bench.measure import bandwidths
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, output, whole
 from jaxbuf.bench.random_model import configuration, random_model
-from jaxbuf.bench.step_figures import compare_forms, plot, show
+from jaxbuf.bench.step_figures import compare_devices, compare_forms, plot, show
 from jaxbuf.compilation import without_cache
-from jaxbuf.models.cache import fold_limits
+from jaxbuf.models.cache import fold_limits, memory_partitions
 from jaxbuf.models.config import ATTENTION, RECURRENCE
 from jaxbuf.models.families import config_json
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.layers import named_parameters
+from jaxbuf.models.tensor_parallel import TENSOR, devices_of
 from jaxbuf.recurrence.state_format import StateFormat, state_format
 from jaxbuf.recurrence.traffic import entry_bytes, fold_cycle
 from jaxbuf.serving import Carry, SamplingParams, batch, generate_tokens, init_carry
@@ -52,6 +55,8 @@ COMMAND_BUFFERS = {  # what of a program XLA may record as CUDA graphs
 IN_TRACES = {"xla_enable_command_buffers_during_profiling": False}
 REPEATS = 3
 PALLAS_KERNEL = "mosaic_gpu"  # in the names of Pallas' kernels
+# In the names of operations, and of the kernels of NCCL and XLA, that move numbers between devices.
+EXCHANGE = re.compile(r"nccl|all[-_]?(reduce|gather|to[-_]?all)|reduce[-_]?scatter|collective[-_]?permute|psum", re.I)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -65,7 +70,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         f"{REPEATS} runs that start alike. The parts are operations of a jax.profiler trace of one more fold cycle, "
         "which XLA runs without command buffers (CUDA graphs), or their kernels could not be told apart; what the "
         "parts leave of a step is time between kernels. The floor of a step is its bytes (weights, checkpoints read "
-        "and folded, entries read and appended, keys and values) over the read bandwidth measured in the same run.",
+        "and folded, entries read and appended, keys and values) over the read bandwidth measured in the same run. "
+        "With --devices above 1 the model's heads, MLP channels and vocabulary are spread over so many devices, as "
+        "jaxbuf.load(mesh=...) does; bytes and memory are then those of one device, the parts a mean over the devices, "
+        "and the bandwidth is the first one's.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -85,6 +93,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=DTYPES, default=None, help="of the parameters; default: bfloat16, or as a checkpoint is"
     )
+    parser.add_argument(
+        "--devices",
+        default="1",
+        help="how many devices the model is spread over; several numbers, separated by commas, are compared",
+    )
     parser.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: without our kernels")
     parser.add_argument(
         "--command-buffers",
@@ -103,6 +116,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         shape.add_argument("--" + name.replace("_", "-"), type=whole(1), default=default)
     options = parser.parse_args(arguments)
     options.batches = report.whole_numbers(parser, "--batches", options.batches)
+    options.devices = report.whole_numbers(parser, "--devices", options.devices)
+    if max(options.devices) > len(jax.devices()):
+        there = f"{len(jax.devices())}, the devices that are there"
+        parser.error(f"--devices must be at most {there}, got {max(options.devices)}")
     options.forms = options.forms.split(",")
     if unknown := set(options.forms) - set(FORMS):
         parser.error(f"--forms must name forms among {', '.join(FORMS)}, got {', '.join(sorted(unknown))}")
@@ -120,12 +137,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def make_model(options: argparse.Namespace) -> LanguageModel:
-    if options.model == "random":
-        sizes = {name: getattr(options, name) for name in SIZES}
-        lm = random_model(configuration(**sizes), jnp.dtype(options.dtype or "bfloat16"))
-    else:
-        lm = load(options.model, dtype=options.dtype)
+def make_model(options: argparse.Namespace, devices: int = 1) -> LanguageModel:
+    """The model, spread over the first so many devices.
+
+    Raises:
+      ValueError: Its heads can't be shared by so many.
+    """
+    mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), (TENSOR,))
+    try:
+        if options.model == "random":
+            sizes = {name: getattr(options, name) for name in SIZES}
+            lm = random_model(configuration(**sizes), jnp.dtype(options.dtype or "bfloat16"), mesh=mesh)
+        else:
+            lm = load(options.model, dtype=options.dtype, mesh=mesh)
+    except ValueError as error:
+        if mesh is None:
+            raise
+        raise ValueError(f"--devices {devices}: {error}") from error
     if options.implementation == "xla":
         lm = dataclasses.replace(lm, compiled_for=lm.target.without_kernels())
     return lm
@@ -145,12 +173,15 @@ def make_batch(lm: LanguageModel, rows: int, form: str, options: argparse.Namesp
 
 
 def make_carry(lm: LanguageModel, asked: batch.Batch) -> Carry:
-    """The carry once its prompts were read, but for random memory in place of theirs; nothing runs on the prompts."""
+    """The carry once its prompts were read, but for random memory in place of theirs; nothing runs on the prompts.
+
+    On a mesh the memory is spread as the layers want it, and every device has the rest.
+    """
     shapes = jax.eval_shape(lambda: init_carry(lm.config, asked.sizes))
-    begins, rows = asked.begins, asked.sizes.rows
+    begins, rows, mesh = asked.begins, asked.sizes.rows, lm.config.mesh
     used = np.arange(rows) < len(asked.rows)
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=None if mesh is None else everywhere(mesh))
     def integers():
         carry = init_carry(lm.config, asked.sizes)
         length = jnp.where(used, len(asked.prompts[0]), 0).astype(jnp.int32)
@@ -173,12 +204,23 @@ def make_carry(lm: LanguageModel, asked: batch.Batch) -> Carry:
 
     carry = integers()
     keys = jax.random.split(jax.random.key(1), len(shapes.cache.layers))
-    layers = tuple(_random_memory(layer, key) for layer, key in zip(shapes.cache.layers, keys, strict=True))
-    return dataclasses.replace(carry, cache=dataclasses.replace(carry.cache, layers=layers))
+    layers = []
+    for kind, layer, key in zip(shapes.cache.kinds, shapes.cache.layers, keys, strict=True):
+        leaves, tree = jax.tree.flatten(layer)
+        plain = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
+        spread = memory_partitions([kind], [layer])
+        where = None if mesh is None else tuple(NamedSharding(mesh, partition) for partition in spread)
+        layers.append(_random_memory(plain, where, key))
+    return dataclasses.replace(carry, cache=dataclasses.replace(carry.cache, layers=tuple(layers)))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _random_memory(shapes, key: jax.Array):
+def everywhere(mesh: Mesh | None) -> Any:
+    """Where the small arrays of a carry lie: on every device of a mesh; without one, on the first device."""
+    return jax.devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _random_memory(shapes, where: Sequence[NamedSharding] | None, key: jax.Array):
     """Numbers of the size that a layer's memory holds: on zeros, a chip may run faster than it does on numbers."""
 
     leaves, tree = jax.tree.flatten_with_path(shapes)
@@ -191,7 +233,9 @@ def _random_memory(shapes, key: jax.Array):
         return (x / math.sqrt(shape.shape[-1]) if name == "keys" else x).astype(shape.dtype)
 
     keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(tree, [fill(key, *leaf) for key, leaf in zip(keys, leaves, strict=True)])
+    filled = [fill(key, *leaf) for key, leaf in zip(keys, leaves, strict=True)]
+    filled = filled if where is None else jax.lax.with_sharding_constraint(filled, list(where))
+    return jax.tree.unflatten(tree, filled)
 
 
 def small_arrays(carry: Carry) -> Carry:
@@ -221,9 +265,9 @@ def first_carry(small: Carry, form: str, options: argparse.Namespace) -> Carry:
     return dataclasses.replace(small, cache=dataclasses.replace(cache, sequences=sequences, shared=shared))
 
 
-def restart(carry: Carry, first: Carry) -> Carry:
-    """The first carry of a form with the large arrays of this one."""
-    placed = jax.device_put(first, jax.devices()[0])
+def restart(carry: Carry, first: Carry, mesh: Mesh | None = None) -> Carry:
+    """The first carry of a form with the large arrays of this one, where the model lies."""
+    placed = jax.device_put(first, everywhere(mesh))
     return dataclasses.replace(placed, cache=dataclasses.replace(placed.cache, layers=carry.cache.layers))
 
 
@@ -238,11 +282,11 @@ def compile_steps(lm: LanguageModel, carry: Carry, command_buffers: str) -> tupl
 
 def measure(program, lm: LanguageModel, form: str, carry: Carry, first: Carry, options) -> tuple[Row, Carry]:
     """One form at one batch, from its first carry: the figures, and the carry to go on with."""
-    walls, whole = [], fold_cycle(options.limit)
+    walls, whole, devices = [], fold_cycle(options.limit), devices_of(lm.config.mesh)
     limit = int(fold_limits(first.cache)[0])
 
     def run(carry, steps):
-        carry = jax.block_until_ready(restart(carry, first))
+        carry = jax.block_until_ready(restart(carry, first, lm.config.mesh))
         began = time.perf_counter()
         carry = jax.block_until_ready(program(lm.model, carry, np.int32(steps)))
         return carry, time.perf_counter() - began
@@ -256,15 +300,16 @@ def measure(program, lm: LanguageModel, form: str, carry: Carry, first: Carry, o
     assert np.sum(counters.steps) == rows * options.steps, "every row decodes in every step"
     assert np.sum(counters.folds) * limit == np.sum(counters.steps), "steps are in whole fold cycles"
     with tempfile.TemporaryDirectory(prefix="jaxbuf-step-") as temporary:
-        directory = options.profile / f"{form}-{rows}" if options.profile else Path(temporary)
+        name = f"{form}-{rows}" if devices == 1 else f"{form}-{rows}-devices-{devices}"
+        directory = options.profile / name if options.profile else Path(temporary)
         with trace(directory):
             carry, _ = run(carry, whole)
         traced = [ran for ran in operations(directory) if ran.program == "generate_tokens"]
     ms = 1e3 * statistics.median(walls) / options.steps
-    found = {"form": form, "batch": rows, "limit": limit, "steps": options.steps}
+    found = {"form": form, "batch": rows, "devices": devices, "limit": limit, "steps": options.steps}
     found |= {"context": options.context, "ms": ms, "tokens_per_s": 1e3 * rows / ms}
     found |= {"folds": float(np.sum(counters.folds) / np.sum(counters.steps))}
-    found |= split(traced, whole, len(lm.config.specs))
+    found |= split(traced, whole * devices, len(lm.config.specs))
     return found | {"bytes": count_bytes(lm, memory_dtypes(carry), counters, options)}, carry
 
 
@@ -278,7 +323,8 @@ def memory_dtypes(carry: Carry) -> tuple[StateFormat, jnp.dtype, jnp.dtype]:
 
 
 def split(traced: Sequence[Operation], steps: int, layers: int) -> Row:
-    """The time of each part of a step in ms, and of the recurrence's kernel in us a layer.
+    """The time of each part of a step in ms, what of it moves numbers between devices, and the time of the recurrence's
+    kernel in us a layer. With `steps` the steps of all devices together, all are means over the devices.
 
     The kernel's mean counts, so that an event which the profiler lost does not. Without one, the recurrence is all
     operations in its scope.
@@ -298,6 +344,7 @@ def split(traced: Sequence[Operation], steps: int, layers: int) -> Row:
     return {
         "device_ms": device,
         "parts_ms": dict(sorted(parts.items(), key=lambda part: -part[1])),
+        "exchange_ms": 1e3 * sum(ran.seconds for ran in traced if EXCHANGE.search(ran.name)) / steps,
         "operations": len(traced) / steps,
         "recurrence": {
             "kernel": ", ".join(named) or None,
@@ -309,12 +356,13 @@ def split(traced: Sequence[Operation], steps: int, layers: int) -> Row:
 
 
 def count_bytes(lm: LanguageModel, dtypes, counters: Counters, options) -> dict[str, float]:
-    """What a step must move, on average over a run of all rows: read once, or written once where it is appended.
+    """What each device must move in a step, on average over a run of all rows: read once, or written once where it is
+    appended. What several devices have counts for each.
 
     Weights: all that a step multiplies with. Of an embedding that is not the head, a step reads a row for each token,
     which is left out, as activations are.
     """
-    config, (state, entry, pages) = lm.config, dtypes
+    config, (state, entry, pages) = lm.config.on_device, dtypes
     unread = ("mtp.",) if lm.model.lm_head is None else ("mtp.", "embed_tokens")
     weights = (p[...] for name, p in named_parameters(lm.model).items() if not name.startswith(unread))
     total = {name.name: float(np.sum(getattr(counters, name.name))) for name in dataclasses.fields(counters)}
@@ -323,7 +371,7 @@ def count_bytes(lm: LanguageModel, dtypes, counters: Counters, options) -> dict[
     entries = total["live_entries"] + total["steps"]
     work = total["checkpoint_reads"], total["folds"]
     moved = {
-        "weights": options.steps * float(sum(weight.nbytes for weight in weights)),
+        "weights": options.steps * float(sum(held_bytes(weight) for weight in weights)),
         "checkpoints": sum(state.read_bytes(s) * work[0] + state.fold_bytes(s) * work[1] for s in config.specs),
         "entries": sum(entry_bytes(spec, entry) * entries for spec in config.specs),
         "keys and values": config.kv_numbers * pages.itemsize * tokens,
@@ -331,18 +379,24 @@ def count_bytes(lm: LanguageModel, dtypes, counters: Counters, options) -> dict[
     return {name: value / options.steps for name, value in moved.items()}
 
 
-def memory(program) -> Row:
-    """Bytes: what the program needs at once, and the most that this process had in use on the device until now."""
+def held_bytes(array: jax.Array) -> int:
+    """The bytes of an array on each of its devices, which have as much."""
+    return array.addressable_shards[0].data.nbytes
+
+
+def memory(program, devices: int) -> Row:
+    """Bytes: what the program needs at once on each device, and the most that this process had in use on the last of
+    them until now."""
     needs = program.memory_analysis()
     sizes = [getattr(needs, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")]
     total = sum(sizes) - getattr(needs, "alias_size_in_bytes", 0)
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    peak = (jax.devices()[devices - 1].memory_stats() or {}).get("peak_bytes_in_use")
     return {"program_bytes": total, "temporary_bytes": sizes[2], "peak_bytes": peak}
 
 
 def kernel_figure(figures: list[Row] | None, row: Row) -> float | None:
     """Microseconds of the same step of a layer in the figures of `jaxbuf bench kernels`."""
-    if figures is None:
+    if figures is None or row["devices"] > 1:  # whose kernels have a part of the heads
         return None
     part = {"recurrent": "recurrent", "buffered": "decode"}.get(row["form"])
     wanted = {} if part else {"time": 1, "state_dtype": FORMS[row["form"]]}
@@ -369,45 +423,70 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
     }
     if options.command_buffers == "default" and any(flag.endswith("command_buffer=") for flag in flags):
         record["command_buffers"]["on"] = False
-    record |= {name: getattr(options, name) for name in ("implementation", "context", "limit", "steps")}
+    record |= {name: getattr(options, name) for name in ("implementation", "context", "limit", "steps", "devices")}
     figures: list[Row] = []
     with Progress(console=notes, redirect_stdout=False) as progress:
-        task = progress.add_task("measuring the bandwidth", total=2 + len(options.batches) * len(options.forms))
+        each = 1 + len(options.batches) * len(options.forms)
+        task = progress.add_task("measuring the bandwidth", total=1 + each * len(options.devices))
         record |= bandwidths()
-        progress.update(task, advance=1, description="making the model")
-        lm = make_model(options)
-        sizes = [parameter[...].nbytes for parameter in named_parameters(lm.model).values()]
-        record["model"] = {"name": lm.name, "bytes": sum(sizes), "dtype": jnp.dtype(lm.dtype).name}
-        record["model"] |= {"config": config_json(lm.config), "memory": "random; the prompts were not read"}
-        progress.advance(task)
-        for rows in options.batches:
-            try:
-                asked = {form: make_batch(lm, rows, form, options) for form in options.forms}
-            except ValueError as error:  # a context that the model has no room for
-                console.print(f"--context {options.context}: {error}", soft_wrap=True)
-                return 2
-            by_program: dict[tuple[int, str], list[str]] = {}
-            for form, its_batch in asked.items():
-                sizes = its_batch.sizes.limit, its_batch.sizes.state_dtype
-                by_program.setdefault(sizes, []).append(form)
-            for forms in by_program.values():
-                progress.update(task, description=f"compiling, batch {rows}")
-                carry = make_carry(lm, asked[forms[0]])
-                small = small_arrays(carry)
-                program, seconds = compile_steps(lm, carry, options.command_buffers)
-                for form in forms:
-                    progress.update(task, description=f"{form}, batch {rows}")
-                    row, carry = measure(program, lm, form, carry, first_carry(small, form, options), options)
-                    row |= memory(program) | {"compile_s": seconds, "kernel_us": kernel_figure(options.kernels, row)}
-                    row["floor_ms"] = 1e3 * sum(row["bytes"].values()) / record["read_bytes_per_s"]
-                    row["achieved"] = row["floor_ms"] / row["ms"]
-                    figures.append(row)
-                    if options.json:
-                        report.write(options.json, record | {"ratios": compare_forms(figures), "figures": figures})
-                    progress.advance(task)
-                del carry, program
+        for devices in options.devices:
+            progress.update(task, advance=1, description=f"making the model{on_devices(devices)}")
+            lm = make_model(options, devices)
+            if "model" not in record:
+                record["model"] = describe(lm)
+            for row in measure_model(lm, options, progress, task):
+                row["floor_ms"] = 1e3 * sum(row["bytes"].values()) / record["read_bytes_per_s"]
+                row["achieved"] = row["floor_ms"] / row["ms"]
+                figures.append(row)
+                if options.json:
+                    ratios = {"ratios": compare_forms(figures), "device_ratios": compare_devices(figures)}
+                    report.write(options.json, record | ratios | {"figures": figures})
+            del lm
     show(console, figures, record)
     if options.json:
         plot(figures, options.json.with_suffix(".png"))
         report.tell_written(console, options.json, plot=True)
     return 0
+
+
+def describe(lm: LanguageModel) -> Row:
+    """What was measured, for the record; the bytes are those of all parameters, on a mesh with what is repeated."""
+    found = {"name": lm.name, "bytes": sum(p[...].nbytes for p in named_parameters(lm.model).values())}
+    found |= {"dtype": jnp.dtype(lm.dtype).name, "config": config_json(lm.config)}
+    return found | {"memory": "random; the prompts were not read"}
+
+
+def on_devices(devices: int) -> str:
+    """What to say of a model beside others that lie on fewer devices."""
+    return "" if devices == 1 else f" on {devices} devices"
+
+
+def measure_model(lm: LanguageModel, options, progress: Progress, task: TaskID) -> Iterator[Row]:
+    """The figures of all forms and batches, without what the bandwidth says of them.
+
+    Raises:
+      ValueError: The model has no room for the context.
+    """
+    devices = devices_of(lm.config.mesh)
+    for rows in options.batches:
+        try:
+            asked = {form: make_batch(lm, rows, form, options) for form in options.forms}
+        except ValueError as error:
+            raise ValueError(f"--context {options.context}: {error}") from error
+        by_program: dict[tuple[int, str], list[str]] = {}
+        for form, its_batch in asked.items():
+            sizes = its_batch.sizes.limit, its_batch.sizes.state_dtype
+            by_program.setdefault(sizes, []).append(form)
+        for forms in by_program.values():
+            progress.update(task, description=f"compiling, batch {rows}{on_devices(devices)}")
+            carry = make_carry(lm, asked[forms[0]])
+            small = small_arrays(carry)
+            program, seconds = compile_steps(lm, carry, options.command_buffers)
+            for form in forms:
+                progress.update(task, description=f"{form}, batch {rows}{on_devices(devices)}")
+                row, carry = measure(program, lm, form, carry, first_carry(small, form, options), options)
+                model = sum(held_bytes(p[...]) for p in named_parameters(lm.model).values())
+                row |= memory(program, devices) | {"model_bytes": model, "compile_s": seconds}
+                yield row | {"kernel_us": kernel_figure(options.kernels, row)}
+                progress.advance(task)
+            del carry, program
