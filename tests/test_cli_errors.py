@@ -236,7 +236,7 @@ NUMBERS_OF_BENCHMARKS = [
     ("drafts", "--draft-tokens --tokens --prompts --prompt-tokens --max-new-tokens --temperature --seed"),
     ("step", "--batches --context --steps --limit --layers --hidden --ffn --vocabulary --heads --key-heads --dim"),
     ("short", "--layers --batch --lengths --steps --limit --seed"),
-    ("step", "--attention-heads --kv-heads --attention-dim"),
+    ("step", "--attention-heads --kv-heads --attention-dim --devices"),
 ]
 
 

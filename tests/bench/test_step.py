@@ -1,6 +1,9 @@
 """`jaxbuf bench step`: what it runs, counts and says; the figures themselves need a GPU."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +37,7 @@ def measured(made, tmp_path_factory):
     path = tmp_path_factory.mktemp("step") / "step.json"
     _, lm, carry = made
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "make_model", lambda options: lm)
+        patch.setattr(step, "make_model", lambda options, devices: lm)
         patch.setattr(step, "make_carry", lambda lm, asked: jax.tree.map(jnp.copy, carry))
         assert step.main([*SMALL, "--json", str(path)]) == 0
     return path
@@ -63,7 +66,8 @@ def test_a_run_keeps_its_figures_and_a_plot(measured):
         assert {"recurrence", "convolution", "projections", "attention", "mlp", "head"} <= set(row["parts_ms"])
         np.testing.assert_allclose(row["floor_ms"], 1e3 * sum(row["bytes"].values()) / record["read_bytes_per_s"])
     one, other = (row["ms"] for row in record["figures"])
-    assert record["ratios"] == [{"batch": 3, "buffered_over_recurrent": one / other}]
+    assert record["ratios"] == [{"devices": 1, "batch": 3, "buffered_over_recurrent": one / other}]
+    assert record["devices"] == [1] and record["device_ratios"] == []
 
 
 @pytest.mark.slow
@@ -82,6 +86,33 @@ def test_the_bytes_are_those_counted_by_hand(measured):
         np.testing.assert_allclose(found["entries"], 3 * entry * (live + 1))
         held = [21 + i + 2 for i in range(8)]  # those before, its own, and the append
         np.testing.assert_allclose(found["keys and values"], 3 * 4 * 2 * 8 * np.mean(held))
+
+
+@pytest.mark.slow
+def test_two_devices_have_half_of_what_one_moves(tmp_path):
+    path = tmp_path / "step.json"
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ".", "COLUMNS": "200"}
+    words = [str(path), *SMALL, "--forms", "buffered", "--heads", "4", "--key-heads", "2", "--kv-heads", "2"]
+    command = [sys.executable, "tests/bench/two_devices.py", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads(path.read_text())
+    one, both = record["figures"]
+    assert (record["devices"], one["devices"], both["devices"]) == ([1, 2], 1, 2)
+    for row in (one, both):
+        assert row["ms"] > 0 and row["recurrence"]["us"] > 0 and row["folds"] == 0.25
+        np.testing.assert_allclose(sum(row["parts_ms"].values()), row["device_ms"])
+    assert one["exchange_ms"] == 0 and 0 < both["exchange_ms"] < both["device_ms"]
+    for name in ("checkpoints", "entries", "keys and values"):
+        assert both["bytes"][name] == one["bytes"][name] / 2
+    halves = both["bytes"]["weights"] / one["bytes"]["weights"], both["model_bytes"] / one["model_bytes"]
+    assert all(0.5 < half < 0.55 for half in halves)  # both have the norms
+    assert 0.4 < both["operations"] / one["operations"] < 2  # those of one device
+    ratio = {"form": "buffered", "batch": 3, "devices": 2, "fewest": 1, "times_faster": one["ms"] / both["ms"]}
+    assert record["device_ratios"] == [ratio]
+    assert "random in float32, on 1 device and on 2 devices" in done.stdout
+    assert "buffered, batch 3: 2 devices over 1" in done.stdout
 
 
 def shapes() -> Decoder:
@@ -170,6 +201,10 @@ def test_the_kernels_time_is_compared_with_that_of_the_kernels_benchmark(capsys,
 def test_a_run_that_could_not_end_ends_before_it_begins(tmp_path, capsys):
     for words, message in (
         ([], "a random model of full size needs a GPU, this is a cpu"),
+        (
+            ["--model", "demo", "--devices", "1,999"],
+            f"--devices must be at most {len(jax.devices())}, the devices that",
+        ),
         (["--model", "demo", "--kernels", str(tmp_path / "none.json")], "--kernels must be the JSON of jaxbuf bench"),
     ):
         with pytest.raises(SystemExit):

@@ -6,6 +6,7 @@ On a machine with a GPU: `JAX_PLATFORMS=cuda,cpu python3 -m pytest tests/gpu`, o
 import os
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,17 +16,25 @@ import pytest
 
 from jaxbuf.pallas.dispatch import unserved
 from jaxbuf.recurrence import RecurrenceSpec, buffered
+from jaxbuf.serving import GenerationResult
 from jaxbuf.target import resolve_target
-from tests.gpu import checks
+from tests.gpu import checks, mesh_checks
 from tests.gpu.program import pool_sized_writes
 
+NO_HOPPER = unserved("extend", "gpu", resolve_target(None)) is not None
 TINY = RecurrenceSpec(heads=2, key_heads=1, key_dim=8, value_dim=8)
 
 
-@pytest.mark.skipif(unserved("extend", "gpu", resolve_target(None)) is not None, reason="needs an NVIDIA Hopper GPU")
+@pytest.mark.skipif(NO_HOPPER, reason="needs an NVIDIA Hopper GPU")
 @pytest.mark.parametrize("name", checks.CHECKS)
 def test_on_a_gpu(name, rng):
     checks.CHECKS[name](rng)
+
+
+@pytest.mark.skipif(NO_HOPPER or len(jax.devices()) < mesh_checks.DEVICES, reason="needs two NVIDIA Hopper GPUs")
+@pytest.mark.parametrize("name", mesh_checks.CHECKS)
+def test_on_two_gpus(name, rng):
+    mesh_checks.CHECKS[name](rng)
 
 
 def test_the_comparison_with_xla_runs_and_finds_no_error_of_xla(rng):
@@ -87,6 +96,44 @@ def test_the_checks_of_generation_and_the_tiny_program_hold_of_xlas_path():
     checks.check_tokens(checks.two_layers(), tokens=8)
     checks.check_logprobs(checks.two_layers("bfloat16"), tokens=8)
     checks.tiny(implementation="xla")
+
+
+def result(tokens: list[int], tops: list[dict[int, float]]) -> GenerationResult:
+    logprobs = [top[token] for token, top in zip(tokens, tops, strict=True)]
+    return GenerationResult("", tokens, "length", None, logprobs, tops)
+
+
+def test_tokens_of_two_devices_may_differ_at_a_tie_alone():
+    clear, near = {1: -0.5, 2: -1.5}, {3: -1.0, 4: -1.00005}
+    one = result([1, 3, 1], [clear, near, clear])
+    tied = result([1, 4, 2], [{1: -0.50001, 2: -1.5}, near, clear])  # behind a tie, the text is another one
+    wrong, unlikely = result([2, 3, 1], [clear, near, clear]), result([1, 3, 9], [clear, near, {9: -0.1, 1: -0.1}])
+    assert mesh_checks.compare([one, one], [one, one]) == {"same tokens": 6, "ties": 0, "log-probabilities": 0}
+    found = mesh_checks.compare([one, one], [one, tied])
+    assert found == {"same tokens": 4, "ties": 1, "log-probabilities": pytest.approx(1e-5)}
+    with pytest.raises(AssertionError, match=r"prompt 1, token 0: \(1, 2\) differ by 1.0e\+00 on one device"):
+        mesh_checks.compare([one, one], [one, wrong])
+    with pytest.raises(AssertionError, match="prompt 0, token 2"):
+        mesh_checks.compare([one], [unlikely])
+
+
+@pytest.mark.exhaustive
+def test_the_checks_of_two_devices_hold_of_simulated_ones():
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
+    sizes = "hidden=64, ffn=96, vocabulary=64, heads=4, key_heads=2, dim=128, attention_heads=4, kv_heads=2"
+    program = f"""
+import dataclasses
+from jaxbuf.serving.batch import Decoding
+from jaxbuf.target import Target
+from tests.gpu.mesh_checks import check_tokens, count_kernels, demo, random
+check_tokens(random({sizes}, attention_dim=16), "ngram", tokens=24, kernels=False)
+check_tokens(demo(), "mtp", tokens=24, kernels=False)
+lowered = dataclasses.replace(demo()[1], compiled_for=Target("gpu", "Hopper"))
+assert count_kernels(lowered, [[1, 2]] * 4, Decoding(24, form="buffered", drafter="mtp")) > 0
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_loop_that_selects_a_whole_pool_is_found():
