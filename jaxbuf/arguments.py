@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-type Array = jax.Array
+from jaxbuf.axes import Array
 
 MOST = 2**30  # of any size; what sizes make together is numbered by int32
 

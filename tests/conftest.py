@@ -8,8 +8,14 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
+
+from tests import array_checks
+
+# Before anything imports jaxbuf: every function of it is checked against its annotations of arrays.
+jaxtyping.install_import_hook("jaxbuf", f"{array_checks.__name__}.check")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -14,10 +14,9 @@ from jaxbuf.attention import paged
 from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.rotary import Rotary
+from jaxbuf.axes import Array
 from jaxbuf.memory.sequences import Launch
 from jaxbuf.target import Target
-
-type Array = jax.Array
 
 MEMO = ["_angles"]  # is made again where a plan is taken apart and put together
 

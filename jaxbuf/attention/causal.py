@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.target import Target
-
-type Array = jax.Array
 
 MASKED = float(jnp.finfo(jnp.float32).min)
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-type Array = jax.Array
+from jaxbuf.axes import Array
 
 
 def contract(subscripts: str, a: Array, b: Array) -> Array:

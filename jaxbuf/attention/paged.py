@@ -21,10 +21,9 @@ from jaxbuf.arguments import check_sizes, checked_slots
 from jaxbuf.attention.causal import MASKED, split_heads
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.pages import places
+from jaxbuf.axes import Array
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.target import Target
-
-type Array = jax.Array
 
 BLOCK = 128  # tokens whose scores exist at once: of the keys (in whole pages), and of the queries
 

@@ -23,13 +23,12 @@ from jaxbuf.attention.pages import (
     take_pages,
     touched_pages,
 )
+from jaxbuf.axes import Array
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.kind import Sizes
 from jaxbuf.memory.ownership import Ownership, clear_flag, init_ownership, raise_missing
 from jaxbuf.memory.sequences import Commit, Launch, put
 from jaxbuf.target import Target
-
-type Array = jax.Array
 
 
 @jax.tree_util.register_dataclass

@@ -8,10 +8,10 @@ A slot out of range, or in two rows of a function that changes a slot, is an err
 the first row of a slot counts, and its later rows and those of a slot that does not exist are rows of the null slot.
 """
 
-import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import checked_fork, checked_slots, distinct_slots, first_rows
+from jaxbuf.axes import Array
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.ownership import (
     NOWHERE,
@@ -25,8 +25,6 @@ from jaxbuf.memory.ownership import (
     short_of,
     take_rows,
 )
-
-type Array = jax.Array
 
 
 def init_order(*, slots: int, max_pending: int) -> Array:

@@ -3,11 +3,10 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-type Array = jax.Array
+from jaxbuf.axes import Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from jaxbuf.axes import Array
 from jaxbuf.bench import report
 from jaxbuf.bench.parser import Parser, errors_are_lines, number, output, whole
 from jaxbuf.bench.texts import KINDS, WINDOW, Kind, add_text, check_text, cut_prompts, cut_windows, documents_of
@@ -26,7 +27,6 @@ from jaxbuf.serving.drafting import propose_ngram
 from jaxbuf.serving.own_drafter import MOST_DRAFTS
 from jaxbuf.serving.sampling import History
 
-type Array = jax.Array
 type Name = Literal["mtp", "ngram"]
 
 DRAFTERS: tuple[Name, ...] = ("mtp", "ngram")

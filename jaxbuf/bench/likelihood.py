@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from jaxbuf.axes import Array
 from jaxbuf.bench import report
 from jaxbuf.bench.parser import Parser, errors_are_lines, output, whole
 from jaxbuf.bench.texts import add_text, check_text, documents_of
@@ -19,8 +20,6 @@ from jaxbuf.models import decoder
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.scoring import token_logprobs
 from jaxbuf.serving import SamplingParams, generate
-
-type Array = jax.Array
 
 QUARTERS = 4
 BOUNDS = {"float32": 0.005, "split": 0.0002, "split8": 0.0002}  # of a quarter's difference, by checkpoint

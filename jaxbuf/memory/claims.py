@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-type Array = jax.Array
+from jaxbuf.axes import Array
 
 
 class Claim(NamedTuple):

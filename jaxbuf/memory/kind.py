@@ -4,13 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax
-
+from jaxbuf.axes import Array
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.sequences import Commit, Launch
 from jaxbuf.target import Target
-
-type Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

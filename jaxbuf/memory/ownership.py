@@ -13,7 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-type Array = jax.Array
+from jaxbuf.axes import Array
 
 NOWHERE = np.iinfo(np.int32).max  # an index past every array: scatters with mode="drop" skip it
 

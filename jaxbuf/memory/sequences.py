@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.arguments import check_range, check_rows, checked_slots, distinct_slots, first_rows
+from jaxbuf.axes import Array
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.memory.tree import ancestors, check_parents, check_path, path_first
 from jaxbuf.target import Target
-
-type Array = jax.Array
 
 
 @jax.tree_util.register_dataclass

@@ -5,9 +5,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.axes import Array
 from jaxbuf.memory.ownership import NOWHERE
-
-type Array = jax.Array
 
 
 def check_parents(parents: Array, rows: int, time: int) -> Array:

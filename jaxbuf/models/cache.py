@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_fork, distinct_slots
 from jaxbuf.attention.paged_memory import PagedMemory
+from jaxbuf.axes import Array
 from jaxbuf.memory import sequences
 from jaxbuf.memory.claims import Claim, after, grant, grant_all
 from jaxbuf.memory.kind import MemoryKind, Sizes
@@ -26,7 +27,6 @@ from jaxbuf.recurrence.recurrent_memory import RecurrentMemory, Work
 from jaxbuf.recurrence.traffic import BLOCK_SIZE, ring_entries
 from jaxbuf.target import Target, resolve_target
 
-type Array = jax.Array
 type Plans = Mapping[str, Any]  # a plan for each kind of memory
 
 KINDS: dict[str, MemoryKind] = {RECURRENCE: RecurrentMemory(), ATTENTION: PagedMemory()}

@@ -7,16 +7,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxbuf.axes import Array
 from jaxbuf.models.layers import Initializer, Norm
 from jaxbuf.models.tensor_parallel import devices_of
 from jaxbuf.recurrence.spec import RecurrenceSpec
-
-type Array = jax.Array
 
 RECURRENCE, ATTENTION = "recurrence", "attention"  # kinds of memory
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxbuf.axes import Array
 from jaxbuf.memory.sequences import Launch
 from jaxbuf.models.cache import Cache as Cache
 from jaxbuf.models.cache import Plans, all_slots, begin, make_launch, memory_partitions, whole_plans
@@ -35,8 +36,6 @@ from jaxbuf.models.layers import (
 )
 from jaxbuf.models.tensor_parallel import Part, devices_of, on_devices, partition
 from jaxbuf.target import Target, resolve_target
-
-type Array = jax.Array
 
 
 class DecoderLayer(nnx.Module):

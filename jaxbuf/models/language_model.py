@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxbuf.arguments import MOST, check_range
+from jaxbuf.axes import Array
 from jaxbuf.models import decoder
 from jaxbuf.models.chat_template import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
 from jaxbuf.models.config import ModelConfig
@@ -34,7 +35,6 @@ from jaxbuf.target import Target, resolve_target
 
 log = logging.getLogger("jaxbuf")
 
-type Array = jax.Array
 type Tokens = Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
 
 GENERATION_CONFIG = "generation_config.json"

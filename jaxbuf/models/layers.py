@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.attention.contraction import contract
+from jaxbuf.axes import Array
 from jaxbuf.models.tensor_parallel import Axis, Part, add_devices
 
-type Array = jax.Array
 type Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 
 

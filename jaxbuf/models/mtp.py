@@ -16,14 +16,13 @@ from jaxbuf.attention import paged
 from jaxbuf.attention.attention_plan import LaunchedAttention
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_memory import init_pages
+from jaxbuf.axes import Array
 from jaxbuf.memory.sequences import Launch
 from jaxbuf.models.cache import Dtypes, Plans, init_memories, whole_plans
 from jaxbuf.models.config import ATTENTION, ModelConfig
 from jaxbuf.models.decoder import Decoder, apply_layers, embed, last_hidden, logits
 from jaxbuf.models.layers import linear, rms_norm
 from jaxbuf.target import Target, resolve_target
-
-type Array = jax.Array
 
 
 @jax.tree_util.register_dataclass

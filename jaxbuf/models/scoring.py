@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.axes import Array
 from jaxbuf.models import decoder
 from jaxbuf.models.shapes import power_of_two_from, power_of_two_to
 from jaxbuf.target import Target, resolve_target
 
 if TYPE_CHECKING:
     from jaxbuf.models.language_model import LanguageModel
-
-type Array = jax.Array
 
 PIECE = 1024  # the most tokens of a row that one launch reads
 SHORTEST = 64  # the fewest tokens that a cache is made for

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-type Array = jax.Array
+from jaxbuf.axes import Array
 
 TENSOR = "tensor"
 

@@ -6,7 +6,6 @@ Functions with `interpret` compute the same in Pallas' GPU interpreter, or do no
 import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -15,9 +14,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import llvm
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.threads import PER_THREAD, THREADS, WARP, inline_mlir
-
-type Array = jax.Array
 
 
 def end_copies(interpret: bool) -> None:

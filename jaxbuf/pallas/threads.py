@@ -5,7 +5,6 @@ themselves. A `reference` is an array in global or shared memory. Functions with
 GPU interpreter, which has neither threads nor instructions.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
@@ -15,7 +14,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import llvm
 
-type Array = jax.Array
+from jaxbuf.axes import Array
 
 # The kernels give every layout and wait at every barrier themselves: inferring them takes minutes for the larger ones.
 COMPILER = plgpu.CompilerParams(

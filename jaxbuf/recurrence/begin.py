@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.arguments import check_range, check_rows, distinct_slots
+from jaxbuf.axes import Array
 from jaxbuf.memory.claims import Claim, grant
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.memory.sequences import Launch, make_launch, put
 from jaxbuf.recurrence.cursor import Cursor, thresholds
 from jaxbuf.recurrence.shared_rows import claim_rows, count_places, note_missing, take_shared
-from jaxbuf.recurrence.spec import Array
 
 
 @jax.tree_util.register_dataclass

@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows, check_sizes, checked_slots
+from jaxbuf.axes import Array
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.recurrence.begin import PrefillStep, Step, begin, begin_fold, begin_prefill, held
 from jaxbuf.recurrence.cursor import Cursor, commit_cursor, init_cursor
@@ -45,7 +46,7 @@ from jaxbuf.recurrence.launch import extend_pool, fold_pool
 from jaxbuf.recurrence.pool import Pool, fork_pool, init_pool, prefill_pool, read_pool, store_states
 from jaxbuf.recurrence.shared_rows import raise_missing_rows
 from jaxbuf.recurrence.slots import Copies, fork_cursor, load_cursor, reset_cursor
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_state
+from jaxbuf.recurrence.spec import RecurrenceSpec, check_inputs, check_state
 from jaxbuf.recurrence.traffic import BLOCK_SIZE
 from jaxbuf.target import Target
 

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
+from jaxbuf.axes import Array
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.recurrence.recurrent import HIGHEST, real_positions
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_state
+from jaxbuf.recurrence.spec import RecurrenceSpec, check_inputs, check_state
 from jaxbuf.target import Target
 
 # Tokens of a row that are worked on at once: enough to fill a device, few enough that memory stays small.

@@ -6,14 +6,12 @@ slot has a list of ring rows, in which entry p % ring is the row of input p. Acc
 inputs stay where they are.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_slots
+from jaxbuf.axes import Array
 from jaxbuf.memory.tree import check_parents
-
-type Array = jax.Array
 
 
 def init_ring(*, slots: int, channels: int, width: int, max_pending: int, dtype: jnp.dtype) -> Array:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.arguments import check_sizes
+from jaxbuf.axes import Array
 from jaxbuf.memory.sequences import Commit, make_commit, put
 from jaxbuf.memory.tree import permute
 from jaxbuf.recurrence.shared_rows import Sharing, default_counts, init_sharing, raise_missing_rows
-from jaxbuf.recurrence.spec import Array
 from jaxbuf.recurrence.traffic import BLOCK_SIZE, MOST_LIMIT, ring_entries
 
 

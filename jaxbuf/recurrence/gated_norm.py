@@ -6,10 +6,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.target import Target
-
-type Array = jax.Array
 
 
 def gated_norm(

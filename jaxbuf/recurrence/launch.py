@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxbuf.axes import Array
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.recurrence import pool as xla
 from jaxbuf.recurrence.begin import Held, Step
 from jaxbuf.recurrence.pool import Pool
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs
+from jaxbuf.recurrence.spec import RecurrenceSpec, check_inputs
 from jaxbuf.recurrence.state_format import rounded, state_format
 from jaxbuf.target import Target
 

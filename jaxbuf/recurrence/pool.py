@@ -9,13 +9,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.axes import Array
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.recurrence.begin import Held, PrefillStep, Step
 from jaxbuf.recurrence.chunked import solve_chunks
 from jaxbuf.recurrence.cursor import Cursor
 from jaxbuf.recurrence.recurrent import HIGHEST
 from jaxbuf.recurrence.slots import Copies
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs
+from jaxbuf.recurrence.spec import RecurrenceSpec, check_inputs
 from jaxbuf.recurrence.state_format import StateFormat, decode, encode, format_of, rounded, state_format
 
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows
+from jaxbuf.axes import Array
 from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.recurrence.convolution import causal_convolution, extend_ring, launch_integers
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec
+from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.target import Target
 
 EPS = 1e-6  # of the norms of q and k

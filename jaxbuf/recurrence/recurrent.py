@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec, check_inputs, check_state
+from jaxbuf.axes import Array
+from jaxbuf.recurrence.spec import RecurrenceSpec, check_inputs, check_state
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

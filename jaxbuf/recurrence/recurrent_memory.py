@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.axes import Array
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.kind import Sizes
 from jaxbuf.memory.sequences import Commit, Launch, put
@@ -21,8 +22,6 @@ from jaxbuf.recurrence.shared_rows import note_missing, raise_missing_rows
 from jaxbuf.recurrence.slots import claim_fork, fewest_tokens, fork_cursor, reset_cursor
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.target import Target
-
-type Array = jax.Array
 
 
 @jax.tree_util.register_dataclass

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxbuf.axes import Array
 from jaxbuf.recurrence import buffered
 from jaxbuf.recurrence.begin import PrefillStep, Step
 from jaxbuf.recurrence.chunked import chunked
@@ -19,8 +20,6 @@ from jaxbuf.target import Target
 
 if TYPE_CHECKING:
     from jaxbuf.recurrence.recurrent_memory import RecurrentCache
-
-type Array = jax.Array
 
 
 @jax.tree_util.register_dataclass

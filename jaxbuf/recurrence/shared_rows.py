@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
+from jaxbuf.axes import Array
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.ownership import (
     Ownership,
@@ -25,7 +26,6 @@ from jaxbuf.memory.ownership import (
     release_rows,
     take_rows,
 )
-from jaxbuf.recurrence.spec import Array
 
 
 @jax.tree_util.register_dataclass

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_range, check_rows, checked_fork, checked_slots, distinct_slots, first_rows
+from jaxbuf.axes import Array
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.ownership import NOWHERE, clear_flag, is_shared, release_rows, share_rows, short_of, take_rows
 from jaxbuf.memory.sequences import put
 from jaxbuf.recurrence.cursor import Cursor
 from jaxbuf.recurrence.shared_rows import Sharing, count_places, note_missing
-from jaxbuf.recurrence.spec import Array
 
 
 @jax.tree_util.register_dataclass

@@ -3,12 +3,10 @@
 import dataclasses
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
-
-type Array = jax.Array
+from jaxbuf.axes import Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.recurrence.spec import Array, RecurrenceSpec
+from jaxbuf.axes import Array
+from jaxbuf.recurrence.spec import RecurrenceSpec
 
 SPLIT = {"split": jnp.dtype(jnp.bfloat16), "split8": jnp.dtype(jnp.int8)}
 LARGEST = 127  # of int8, with either sign

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.axes import Array
 from jaxbuf.memory.tree import check_parents
 from jaxbuf.serving.sampling import Sampling, narrow, noise
-
-type Array = jax.Array
 
 UNNORMALISED = 1e-3  # of the logarithm of a sum of probabilities: rounding stays below, at any vocabulary
 # Folded into a row's key, it gives the random numbers that decide whether drafts are kept. The key itself draws the

@@ -6,12 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.axes import Array
 from jaxbuf.memory.tree import ancestors
 from jaxbuf.serving.carry import RUNNING, Carry, Speculation
 from jaxbuf.serving.sampling import is_finite
 from jaxbuf.serving.speculation import Drafter, drafts_trees, usable
-
-type Array = jax.Array
 
 COST = 0.1  # of one more draft, as a fraction of a step without drafts; see `Adaptive`
 DISCOUNT = 0.9  # what was counted before is multiplied by this at each step that had drafts

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import distinct_slots
+from jaxbuf.axes import Array
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import fold_limits, with_kv_limits, with_limits
@@ -44,8 +45,6 @@ from jaxbuf.serving.sampling import (
 )
 from jaxbuf.serving.speculation import Drafter, Reading, drafts_trees
 from jaxbuf.serving.token_masks import mask_words, only
-
-type Array = jax.Array
 
 
 @jax.tree_util.register_dataclass

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.axes import Array
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, with_limits
 from jaxbuf.models.language_model import LanguageModel
@@ -40,8 +41,6 @@ from jaxbuf.serving.text import TextStream
 from jaxbuf.serving.token_masks import only, pack_mask
 
 log = logging.getLogger("jaxbuf")
-
-type Array = jax.Array
 
 STEEPEST = 5  # of length penalties: length ** penalty stays a float32
 MOST_BEAMS = 256  # of a prompt: a mistake beyond, which would take all memory

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.axes import Array
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots
@@ -18,8 +19,6 @@ from jaxbuf.models.scoring import Logprobs, token_logprobs
 from jaxbuf.serving.acceptance import log_distribution
 from jaxbuf.serving.sampling import MOST_LOGPROBS, History, Sampling
 from jaxbuf.target import Target
-
-type Array = jax.Array
 
 # What a row does: it runs, or why it ended: a stop token, its max_new_tokens, logits from which no token can be chosen,
 # or memory that did not suffice. An empty row has no request yet, or one whose prompt is being read.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.axes import Array
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, fold_limits, with_limits
 from jaxbuf.models.language_model import LanguageModel
@@ -18,8 +19,6 @@ from jaxbuf.serving.own_drafter import check_draft_tokens, fit_drafter
 from jaxbuf.serving.sampling import History, adjust, keys, noise, whole
 from jaxbuf.serving.speculation import Drafter, Proposal, within_depth
 from jaxbuf.serving.token_masks import only
-
-type Array = jax.Array
 
 DRAFT_TOKENS = 4
 NEVER = 2**31 - 1  # a fold threshold that no ring reaches

@@ -1,11 +1,9 @@
 """Drafts from the text itself: what followed earlier occurrences of its last tokens."""
 
-import jax
 import jax.numpy as jnp
 
+from jaxbuf.axes import Array
 from jaxbuf.serving.sampling import History
-
-type Array = jax.Array
 
 REMAINDERS = 4096  # counters of the tokens that followed: ids that are equal modulo this share one
 MOST_VOTES = 255  # the most that a counter tells

@@ -7,14 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.axes import Array
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, recurrent_work
 from jaxbuf.serving.carry import RUNNING, Carry, Speculation, chosen_logprobs, record, reports
 from jaxbuf.serving.sampling import adjust, choose
 from jaxbuf.serving.speculation import Drafter, Proposal, check_state, propose, verify, with_root
 from jaxbuf.serving.token_masks import only
-
-type Array = jax.Array
 
 
 @partial(jax.jit, donate_argnames="carry")

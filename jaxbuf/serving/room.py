@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.axes import Array
 from jaxbuf.models import decoder
 from jaxbuf.serving.carry import EMPTY, RUNNING, STARVED, Carry, slots_of
-
-type Array = jax.Array
 
 
 def make_room(carry: Carry) -> Carry:

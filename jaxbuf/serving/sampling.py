@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.axes import Array
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.serving.token_masks import only
-
-type Array = jax.Array
 
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 1024  # of a prompt: a mistake beyond, which would take all memory

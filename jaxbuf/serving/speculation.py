@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.axes import Array
 from jaxbuf.memory.tree import ancestors, check_parents
 from jaxbuf.models import decoder
 from jaxbuf.models.config import ModelConfig
@@ -14,8 +15,6 @@ from jaxbuf.serving.acceptance import accept, accept_tree, log_distribution, pat
 from jaxbuf.serving.carry import RUNNING, Carry, CarrySizes, put_rows, slots_of
 from jaxbuf.serving.sampling import adjust, adjusts, has_candidate, keys
 from jaxbuf.serving.token_masks import has_tokens, only
-
-type Array = jax.Array
 
 
 @jax.tree_util.register_dataclass

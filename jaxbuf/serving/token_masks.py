@@ -1,10 +1,9 @@
 """Sets of tokens as bit masks: what may be sampled, one set a row, an eighth of a byte a token."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-type Array = jax.Array
+from jaxbuf.axes import Array
 
 BITS = 32  # of a word
 

@@ -15,14 +15,13 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxbuf.axes import Array
 from jaxbuf.models import decoder
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.layers import cast, named_parameters, replace_parameters
 from jaxbuf.train import losses
 from jaxbuf.train.schedule import Phase, Rate, phase_at
-
-type Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.axes import Array
 from jaxbuf.models import decoder
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.mtp import mtp_forward
 from jaxbuf.models.scoring import windows
-
-type Array = jax.Array
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -1,13 +1,11 @@
 """The loss that a language model is trained with."""
 
-import jax
 import jax.numpy as jnp
 import optax
 
+from jaxbuf.axes import Array
 from jaxbuf.models.decoder import Decoder, forward, logits
 from jaxbuf.models.mtp import mtp_forward
-
-type Array = jax.Array
 
 
 def language_model_loss(

@@ -11,11 +11,10 @@ from flax import nnx
 from jaxbuf.attention.paged import init_kv
 from jaxbuf.attention.paged_memory import PageTable
 from jaxbuf.attention.rotary import Rotary, rotate
+from jaxbuf.axes import Array
 from jaxbuf.models.config import ATTENTION
 from jaxbuf.models.layers import Initializer, Norm, linear, norm_weight, output, parameter, rms_norm, zeros
 from jaxbuf.models.tensor_parallel import Part, share
-
-type Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxbuf.axes import Array
 from jaxbuf.models.layers import (
     Initializer,
     linear,
@@ -22,8 +23,6 @@ from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.models.tensor_parallel import Part
 from jaxbuf.recurrence.gated_norm import gated_norm
 from jaxbuf.recurrence.prepare import Weights
-
-type Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

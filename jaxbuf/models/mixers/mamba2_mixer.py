@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.attention.contraction import contract
+from jaxbuf.axes import Array
 from jaxbuf.models.layers import Initializer, linear, log_rate, ones, output, parameter, step_bias, uniform, zeros
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.models.tensor_parallel import Part, add_devices
-
-type Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,9 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-type Array = jax.Array
+from jaxbuf.axes import Array
 
 ROW, LENGTH, LIVE, CHECKPOINT, HAS_CHECKPOINT, FOLD_TO, FOLDING, FIELDS = range(8)  # columns of `Integers.fields`
 ROW_FIELDS = FOLDING  # columns that describe a row; the one behind them, FOLDING, is the same in every line

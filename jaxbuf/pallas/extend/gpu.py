@@ -38,6 +38,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import FOLDING, ROW_FIELDS, Call, Integers
 from jaxbuf.pallas.extend.gpu_entries import add_all
 from jaxbuf.pallas.extend.gpu_fold import fold
@@ -48,8 +49,6 @@ from jaxbuf.pallas.extend.gpu_step import extend_step, serves
 from jaxbuf.pallas.extend.gpu_sums import factor, parts, sum_decays
 from jaxbuf.pallas.instructions import count_up, publish, round_now, synchronize
 from jaxbuf.pallas.threads import COMPILER, load, store, store_rows
-
-type Array = jax.Array
 
 
 def extend(

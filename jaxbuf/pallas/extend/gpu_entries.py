@@ -10,12 +10,12 @@ entries, they are added on the tensor cores instead, a chunk at once (`Schedule.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.gpu_lane import ChunkMemory, Item, Lane
 from jaxbuf.pallas.extend.gpu_products import (
     LEFT,
@@ -38,8 +38,6 @@ from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, MAX_LATER_CHUNK, SKIP
 from jaxbuf.pallas.extend.gpu_sums import factor, load_decays, load_factors
 from jaxbuf.pallas.instructions import end_copies, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import load, store, store_rows
-
-type Array = jax.Array
 
 
 def add_all(lane: Lane, item: Item, gates: list[list[Array]]) -> list[Array]:

@@ -3,13 +3,13 @@
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.gpu_lane import Item, Lane
 from jaxbuf.pallas.extend.gpu_products import (
     TALL,
@@ -29,8 +29,6 @@ from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK
 from jaxbuf.pallas.extend.gpu_sums import factor, load_factors
 from jaxbuf.pallas.instructions import end_copies, synchronize, synchronize_warp, wait_for_copies
 from jaxbuf.pallas.threads import load, store
-
-type Array = jax.Array
 
 
 def fold(lane: Lane, item: Item, total: list[Array], read_band: Callable[[Array], None]) -> None:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LIVE, ROW, ROW_FIELDS
 from jaxbuf.pallas.extend.gpu_products import STATE_RIGHT, VECTORS, ZERO, count, cut
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, Schedule, SharedMemory
@@ -30,8 +31,6 @@ from jaxbuf.pallas.threads import (
     store,
     vectors_layout,
 )
-
-type Array = jax.Array
 
 
 class Arrays(NamedTuple):

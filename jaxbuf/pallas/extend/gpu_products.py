@@ -3,15 +3,13 @@
 import itertools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.threads import PER_THREAD, relabel
-
-type Array = jax.Array
 
 # The layouts of left side, right side and result of a product, whose columns the four warps share: 8 of 32 for each.
 LEFT, RIGHT, PRODUCT = (

@@ -19,12 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Call, Integers
 from jaxbuf.pallas.extend.gpu_products import ZERO, split, to_int8, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND
 from jaxbuf.pallas.threads import COMPILER, load, store
-
-type Array = jax.Array
 
 MAX_RING = 8  # entries of a ring; they are added to the state one after the other
 

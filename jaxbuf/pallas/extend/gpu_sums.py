@@ -10,19 +10,17 @@ exact, so that any order gives the same bits. Decays and gates are lists of thes
 import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.gpu_lane import Lane
 from jaxbuf.pallas.extend.gpu_products import ZERO, count, zeros
 from jaxbuf.pallas.extend.gpu_schedule import CHUNK
 from jaxbuf.pallas.instructions import publish_warps, sum_later, synchronize
 from jaxbuf.pallas.threads import PER_THREAD, THREADS, WARP, load, load_per_thread, store, store_per_thread
-
-type Array = jax.Array
 
 # Gates below LEAST_GATE are replaced by it: the exponential of either is 0. To add HIGH to a number and subtract it
 # again rounds the number to a multiple of 2^-13; with LOW, of 2^-27. So sums of first parts are exact down to -2^11,

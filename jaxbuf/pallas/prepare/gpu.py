@@ -20,10 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.prepare.call import Call
 from jaxbuf.pallas.threads import COMPILER, load, store
-
-type Array = jax.Array
 
 HEADS = 4  # heads that a block serves, one with each warp
 DIM = 128  # channels of a head, four for each thread

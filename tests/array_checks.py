@@ -1,0 +1,47 @@
+"""The checker that `tests/conftest.py` installs: what functions of jaxbuf get and return is what they say.
+
+It looks at annotations of arrays alone (`Float32[Array, "batch time"]`), after a function has returned: a wrong
+argument that the library itself refuses gives the library's own error, as it does outside of tests. A numpy array is as
+good as one of JAX.
+
+Fields of dataclasses are not checked where one is made: JAX makes them anew with other leaves (with placeholders, with
+another axis under `vmap`, with shardings). `field_errors` checks those of an object.
+"""
+
+import functools
+import inspect
+import operator
+import types
+from typing import Any, Union, get_args, get_origin
+
+import beartype
+import jax
+import jaxtyping
+import numpy as np
+
+
+def check(function):
+    """The type checker for `jaxtyping.install_import_hook`, which calls it with two stand-ins of a function: one that
+    is called before it, and one, with its annotation of what it returns, that is called after."""
+    if "return" not in function.__annotations__ or function.__name__ == "__init__":
+        return function
+    function.__annotations__ = {name: arrays_of(hint) for name, hint in function.__annotations__.items()}
+    if all(hint is Any for hint in function.__annotations__.values()):
+        return function
+    return beartype.beartype(function)
+
+
+def arrays_of(hint: Any) -> Any:
+    """The annotation with numpy arrays beside JAX's; Any where it says nothing of arrays."""
+    if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
+        return hint.dtype[jax.Array | np.ndarray | np.generic, hint.dim_str]
+    parts = get_args(hint)
+    found = tuple(arrays_of(part) for part in parts)
+    if all(part is Any or part is ... for part in found):
+        return Any
+    if get_origin(hint) in (types.UnionType, Union):
+        # What a union says beside its arrays stands: None, a number.
+        return functools.reduce(operator.or_, [o if n is Any else n for n, o in zip(found, parts, strict=True)])
+    if get_origin(hint) is tuple:
+        return tuple[found]
+    return Any
