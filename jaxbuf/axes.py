@@ -1,9 +1,9 @@
 """The glossary of axes: how annotations say the shapes and dtypes of arrays, and what each axis is.
 
 `Float32[Array, "batch time heads"]` is an array of float32 numbers with three axes. In one call of a function, axes of
-one name are equally long. `""` is a scalar, `...` stands for any axes, `_` for one without a name, and "{slots}+1" in
-what a function returns for a sum with its argument. The names are jaxtyping's: `Float` is any floating-point dtype,
-`Int` any of integers, `Shaped` any at all, `Key` is random keys.
+one name are equally long, but for one written "#rows", which may be of length 1 instead. `""` is a scalar, `...` stands
+for any axes, and "{slots}+1" for a sum with the function's argument. The words are jaxtyping's: `Float` is any
+floating-point dtype, `Int` any of integers, `Shaped` any at all, `Key` are random keys.
 
 The tests check what functions get and return against their annotations (`tests/array_checks.py`); outside of tests
 nothing does, and where an argument can be wrong by a user's doing the function itself says so.

@@ -21,9 +21,9 @@ import numpy as np
 
 
 def check(function):
-    """The type checker for `jaxtyping.install_import_hook`, which calls it with two stand-ins of a function: one that
-    is called before it, and one, with its annotation of what it returns, that is called after."""
-    if "return" not in function.__annotations__ or function.__name__ == "__init__":
+    """The type checker for `jaxtyping.install_import_hook`, which gives it two stand-ins of each function: one that is
+    called before it, and whose result is Any, and one that is called after it."""
+    if function.__annotations__.get("return", Any) is Any or function.__name__ == "__init__":
         return function
     function.__annotations__ = {name: arrays_of(hint) for name, hint in function.__annotations__.items()}
     if all(hint is Any for hint in function.__annotations__.values()):

@@ -14,7 +14,7 @@ from jaxbuf.attention import paged
 from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.rotary import Rotary
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Int32
 from jaxbuf.memory.sequences import Launch
 from jaxbuf.target import Target
 
@@ -45,20 +45,26 @@ class WholeAttention(_Positions):
 
     Attributes:
       time: The tokens of a row (static).
-      lengths: int32 [batch], how many of them are real; None: all.
+      lengths: How many of them are real; None: all.
       target: What the program is compiled for (static); None: what is resolved for each operation.
     """
 
     time: int
-    lengths: Array | None = None
+    lengths: Int32[Array, "rows"] | None = None
     target: Target | None = None
     _angles: dict = dataclasses.field(default_factory=dict, init=False)
 
     @property
-    def positions(self) -> Array:
+    def positions(self) -> Int32[Array, "#rows time"]:
         return jnp.arange(self.time, dtype=jnp.int32)[None]
 
-    def attend(self, memory: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def attend(
+        self,
+        memory: None,
+        q: Float[Array, "rows time heads head_dim"],
+        k: Float[Array, "rows time kv_heads head_dim"],
+        v: Float[Array, "rows time kv_heads head_dim"],
+    ) -> tuple[Float[Array, "rows time heads head_dim"], None]:
         """`causal_attention`."""
         return causal_attention(q, k, v, lengths=self.lengths, target=self.target), None
 
@@ -74,15 +80,21 @@ class LaunchedAttention(_Positions):
     """
 
     launch: Launch
-    table: Array
-    order: Array | None = None
+    table: Int32[Array, "slots max_pages"]
+    order: Int32[Array, "slots max_pending"] | None = None
     _angles: dict = dataclasses.field(default_factory=dict, init=False)
 
     @property
-    def positions(self) -> Array:
+    def positions(self) -> Int32[Array, "#rows time"]:
         return self.launch.start[:, None] + self.launch.depth
 
-    def attend(self, memory: PagedKV, q: Array, k: Array, v: Array) -> tuple[Array, PagedKV]:
+    def attend(
+        self,
+        memory: PagedKV,
+        q: Float[Array, "rows time heads head_dim"],
+        k: Float[Array, "rows time kv_heads head_dim"],
+        v: Float[Array, "rows time kv_heads head_dim"],
+    ) -> tuple[Float[Array, "rows time heads head_dim"], PagedKV]:
         """Appends k and v, and attends: `paged.append`, then `paged.attend`."""
         launch = self.launch
         where: dict[str, Any] = {"slots": launch.slots, "start": launch.start, "lengths": launch.lengths}

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Float32
 
 
-def contract(subscripts: str, a: Array, b: Array) -> Array:
+def contract(subscripts: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float32[Array, "..."]:
     """An einsum of two arrays of one dtype, accumulated and returned in float32.
 
     float32 operands are multiplied in full (a GPU's default would be TF32, a TPU's bfloat16). Narrower ones are

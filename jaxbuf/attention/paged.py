@@ -21,7 +21,7 @@ from jaxbuf.arguments import check_sizes, checked_slots
 from jaxbuf.attention.causal import MASKED, split_heads
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.pages import places
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Float, Int, Int32
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.target import Target
 
@@ -34,16 +34,16 @@ class PagedKV:
     """Keys and values of one layer.
 
     Attributes:
-      keys, values: [pages, page_size, kv_heads, head_dim]; page 0 is null, it is never read and never written. The
-        token's axis is not one of the two that hardware tiles, so that a single token can be written in place.
+      keys, values: Page 0 is null, it is never read and never written. The token's axis is not one of the two that
+        hardware tiles, so that a single token can be written in place.
     """
 
-    keys: Array
-    values: Array
+    keys: Float[Array, "pages page_size kv_heads head_dim"]
+    values: Float[Array, "pages page_size kv_heads head_dim"]
 
 
-def init_table(*, slots: int, capacity: int, page_size: int = 16) -> Array:
-    """Returns the table int32 [slots + 1, max_pages] of slots that each own the pages for `capacity` tokens.
+def init_table(*, slots: int, capacity: int, page_size: int = 16) -> Int32[Array, "{slots}+1 max_pages"]:
+    """Returns the table of slots that each own the pages for `capacity` tokens.
 
     Entry i of a row is the page of the slot's positions i · page_size and on; 0 where there is none. Row 0 is the null
     slot, which has no page. The capacity is rounded up to whole pages; the pool needs 1 + slots · max_pages pages.
@@ -61,8 +61,6 @@ def init_table(*, slots: int, capacity: int, page_size: int = 16) -> Array:
 def init_kv(*, pages: int, kv_heads: int, head_dim: int, dtype: jnp.dtype, page_size: int = 16) -> PagedKV:
     """Returns an empty pool of `pages` pages, the null page among them, each of `page_size` tokens.
 
-    Its keys and values, [pages, page_size, kv_heads, head_dim], have the dtype that is given.
-
     Raises:
       ValueError: A size below 1 or not a whole number, or more tokens than int32 can number.
     """
@@ -74,14 +72,14 @@ def init_kv(*, pages: int, kv_heads: int, head_dim: int, dtype: jnp.dtype, page_
 
 def append(
     kv: PagedKV,
-    table: Array,
-    k: Array,
-    v: Array,
+    table: Int32[Array, "slots max_pages"],
+    k: Float[Array, "rows time kv_heads head_dim"],
+    v: Float[Array, "rows time kv_heads head_dim"],
     *,
-    slots: Array,
-    start: Array,
-    lengths: Array,
-    order: Array | None = None,
+    slots: Int[Array, "rows"],
+    start: Int32[Array, "rows"],
+    lengths: Int32[Array, "rows"],
+    order: Int32[Array, "slots max_pending"] | None = None,
     implementation: str = "auto",
     target: Target | str | None = None,
 ) -> PagedKV:
@@ -89,14 +87,13 @@ def append(
 
     Args:
       kv: The layer's pool; nothing else in it changes.
-      table: int32 [slots + 1, max_pages]. What falls on a null page, or past the table's end, is dropped.
-      k, v: [rows, time, kv_heads, head_dim]; rounded to the pool's dtype.
-      slots: int32 [rows], physical slots; the null slot 0 writes nothing. No other slot twice: under jit it is not
-        specified which row's tokens the slot's pages then hold, and no other slot's change.
-      start: int32 [rows], the committed tokens of each row's slot.
-      lengths: int32 [rows], how many of the time positions are real.
-      order: int32 [slots + 1, max_pending], the places of each slot's next tokens, from `pages.init_order`; None:
-        position p lies at place p.
+      table: What falls on a null page, or past the table's end, is dropped.
+      k, v: Rounded to the pool's dtype.
+      slots: Physical slots; the null slot 0 writes nothing. No other slot twice: under jit it is not specified which
+        row's tokens the slot's pages then hold, and no other slot's change.
+      start: The committed tokens of each row's slot.
+      lengths: How many of the time positions are real.
+      order: The places of each slot's next tokens, from `pages.init_order`; None: position p lies at place p.
       implementation: "auto" or "xla": there is no kernel yet.
       target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
@@ -124,7 +121,7 @@ def append(
     return PagedKV(write(kv.keys, k), write(kv.values, v))
 
 
-def fork(kv: PagedKV, copies: tuple[Array, Array]) -> PagedKV:
+def fork(kv: PagedKV, copies: tuple[Int32[Array, "rows n"], Int32[Array, "rows n"]]) -> PagedKV:
     """One layer's part of a fork: pages copies[0] are copied to copies[1] (past the pool: not), all read before any is
     written."""
     read, written = copies
@@ -132,18 +129,18 @@ def fork(kv: PagedKV, copies: tuple[Array, Array]) -> PagedKV:
 
 
 def attend(
-    q: Array,
+    q: Float[Array, "rows time heads head_dim"],
     kv: PagedKV,
-    table: Array,
+    table: Int32[Array, "slots max_pages"],
     *,
-    slots: Array,
-    start: Array,
-    lengths: Array | None = None,
-    order: Array | None = None,
-    ancestors: Array | None = None,
+    slots: Int[Array, "rows"],
+    start: Int32[Array, "rows"],
+    lengths: Int32[Array, "rows"] | None = None,
+    order: Int32[Array, "slots max_pending"] | None = None,
+    ancestors: Bool[Array, "rows time time"] | None = None,
     implementation: str = "auto",
     target: Target | str | None = None,
-) -> Array:
+) -> Float[Array, "rows time heads head_dim"]:
     """Softmax attention of each row's queries over its slot's tokens up to and including the query's own.
 
     The pages are read in blocks, as many as the longest row needs, and summed by an online softmax: the work follows
@@ -154,19 +151,19 @@ def attend(
     once the token is rejected, nothing in later launches.
 
     Args:
-      q: [rows, time, heads, head_dim], queries of positions start .. start + time - 1, whose keys were appended.
+      q: Queries of positions start .. start + time - 1, whose keys were appended.
       kv: The layer's pool; heads must be a multiple of its kv_heads, head h reads kv head h // (heads // kv_heads).
-      table: int32 [slots + 1, max_pages].
-      slots: int32 [rows], physical slots; the null slot 0 gives zeros, and so does one out of range under jit.
-      start: int32 [rows], the committed tokens of each row's slot.
-      lengths: int32 [rows], how many of the queries are real; None: all. The others give finite values.
+      table: The pages of each slot.
+      slots: Physical slots; the null slot 0 gives zeros, and so does one out of range under jit.
+      start: The committed tokens of each row's slot.
+      lengths: How many of the queries are real; None: all. The others give finite values.
       order: As in `append`.
-      ancestors: bool [rows, time, time], for a tree: at (i, j) whether query i sees the key of query j, its own
-        included; all see what was committed. None: each sees those before.
+      ancestors: For a tree: at (i, j) whether query i sees the key of query j, its own included; all see what was
+        committed. None: each sees those before.
       implementation, target: As in `append`.
 
     Returns:
-      out [rows, time, heads, head_dim] in q's dtype; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
+      The outputs in q's dtype; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
 
     Raises:
       ValueError: heads is not a multiple of kv_heads, a shape or dtype does not fit, no such implementation or target,

@@ -23,7 +23,7 @@ from jaxbuf.attention.pages import (
     take_pages,
     touched_pages,
 )
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Int32
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.kind import Sizes
 from jaxbuf.memory.ownership import Ownership, clear_flag, init_ownership, raise_missing
@@ -37,15 +37,15 @@ class PageTable:
     """What all softmax layers share.
 
     Attributes:
-      table: int32 [slots + 1, max_pages], the pages of each slot; 0 where there is none.
-      order: int32 [slots + 1, max_pending], where the next tokens of each slot lie in its pages; None without trees.
+      table: The pages of each slot; 0 where there is none.
+      order: Where the next tokens of each slot lie in its pages; None without trees.
       owners: Who owns the pages that slots take when they need them; None: every slot has its own for good.
       pages: How many there are in each layer, the null page among them (static).
       page_size: Tokens of a page (static).
     """
 
-    table: Array
-    order: Array | None
+    table: Int32[Array, "slots max_pages"]
+    order: Int32[Array, "slots max_pending"] | None
     owners: Ownership | None
     pages: int = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})

@@ -11,7 +11,7 @@ the first row of a slot counts, and its later rows and those of a slot that does
 import jax.numpy as jnp
 
 from jaxbuf.arguments import checked_fork, checked_slots, distinct_slots, first_rows
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Int, Int32
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.ownership import (
     NOWHERE,
@@ -27,20 +27,22 @@ from jaxbuf.memory.ownership import (
 )
 
 
-def init_order(*, slots: int, max_pending: int) -> Array:
-    """Returns the lists int32 [slots + 1, max_pending] of empty slots: entry i is the place of the i-th next token.
+def init_order(*, slots: int, max_pending: int) -> Int32[Array, "{slots}+1 {max_pending}"]:
+    """Returns the lists of empty slots: entry i is the place of the i-th next token.
 
     They rise; a slot with `start` committed tokens has the place start + i in entry i, unless a tree left gaps.
     """
     return jnp.broadcast_to(jnp.arange(max_pending, dtype=jnp.int32)[None], (slots + 1, max_pending))
 
 
-def places(order: Array | None, slots: Array, start: Array, time: int) -> Array:
-    """int32 [rows, time]: where the next tokens of each slot lie in its pages.
+def places(
+    order: Int32[Array, "slots max_pending"] | None, slots: Int32[Array, "rows"], start: Int32[Array, "rows"], time: int
+) -> Int32[Array, "rows {time}"]:
+    """Where the next tokens of each slot lie in its pages.
 
     Args:
-      order: int32 [slots + 1, max_pending] from `init_order`; None: token p lies at place p.
-      slots, start: int32 [rows], the physical slot of each row and its committed tokens.
+      order: From `init_order`; None: token p lies at place p.
+      slots, start: The physical slot of each row and its committed tokens.
       time: How many tokens.
     """
     offset = jnp.arange(time, dtype=jnp.int32)[None]
@@ -52,14 +54,19 @@ def places(order: Array | None, slots: Array, start: Array, time: int) -> Array:
     return jnp.where(offset < listed, jnp.take_along_axis(order[slots], inside, axis=1), ahead)
 
 
-def advance_order(order: Array, slots: Array, start: Array, accepted: Array, permutation: Array | None = None) -> Array:
+def advance_order(
+    order: Int32[Array, "slots max_pending"],
+    slots: Int[Array, "rows"],
+    start: Int32[Array, "rows"],
+    accepted: Int32[Array, "rows"],
+    permutation: Int32[Array, "rows max_pending"] | None = None,
+) -> Int32[Array, "slots max_pending"]:
     """The lists after the first `accepted` of the next tokens were committed.
 
     Args:
-      order: int32 [slots + 1, max_pending].
-      slots, start, accepted: int32 [rows]; start counts what was committed before.
-      permutation: int32 [rows, max_pending], the accepted tokens first and the others in their order; None: the
-        accepted tokens are already first.
+      order: From `init_order`.
+      slots, start, accepted: Of each row; `start` counts what was committed before.
+      permutation: The accepted tokens first and the others in their order; None: the accepted tokens are already first.
 
     Raises:
       ValueError: slots do not fit, or (where they are known) one is out of range or repeated.
@@ -74,12 +81,19 @@ def advance_order(order: Array, slots: Array, start: Array, accepted: Array, per
     return order.at[jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")
 
 
-def touched_pages(place: Array, *, slots: Array, lengths: Array, pages: int, page_size: int) -> Array:
-    """bool [rows, pages]: on which of its pages each row's next tokens lie.
+def touched_pages(
+    place: Int32[Array, "rows time"],
+    *,
+    slots: Int32[Array, "rows"],
+    lengths: Int32[Array, "rows"],
+    pages: int,
+    page_size: int,
+) -> Bool[Array, "rows {pages}"]:
+    """On which of its pages each row's next tokens lie.
 
     Args:
-      place: int32 [rows, time], from `places`.
-      slots, lengths: int32 [rows], the slot of each row, and how many of its tokens are real.
+      place: From `places`.
+      slots, lengths: The slot of each row, and how many of its tokens are real.
       pages: The most of a slot.
       page_size: Tokens of a page.
     """
@@ -90,19 +104,29 @@ def touched_pages(place: Array, *, slots: Array, lengths: Array, pages: int, pag
     return jnp.zeros((rows, pages), bool).at[row, page].set(True, mode="drop")
 
 
-def claim_pages(owners: Ownership, table: Array, slots: Array, touched: Array) -> Claim:
+def claim_pages(
+    owners: Ownership,
+    table: Int32[Array, "slots max_pages"],
+    slots: Int32[Array, "rows"],
+    touched: Bool[Array, "rows max_pages"],
+) -> Claim:
     """The pages that each row needs for its next tokens, beside those that it has for itself.
 
     Args:
       owners: Who owns them.
-      table: int32 [slots + 1, max_pages].
-      slots: int32 [rows].
-      touched: bool [rows, max_pages], from `touched_pages`.
+      table: The pages of each slot.
+      slots: Of each row.
+      touched: From `touched_pages`.
     """
     return Claim(jnp.sum(_wanted(owners, table[slots], touched), axis=1, dtype=jnp.int32), owners.left)
 
 
-def take_pages(owners: Ownership, table: Array, slots: Array, touched: Array) -> tuple[Array, Ownership]:
+def take_pages(
+    owners: Ownership,
+    table: Int32[Array, "slots max_pages"],
+    slots: Int32[Array, "rows"],
+    touched: Bool[Array, "rows max_pages"],
+) -> tuple[Int32[Array, "slots max_pages"], Ownership]:
     """The table and the pages after each row took what it needs, see `claim_pages`; enough are free."""
     old = table[slots]
     wanted = _wanted(owners, old, touched)
@@ -111,21 +135,23 @@ def take_pages(owners: Ownership, table: Array, slots: Array, touched: Array) ->
     return _put(table, slots, jnp.where(wanted, taken, old)), owners
 
 
-def shared_tokens(owners: Ownership, table: Array, slots: Array, page_size: int) -> Array:
-    """int32 [rows]: the first tokens of each slot up to the end of the last page that another slot owns, too.
+def shared_tokens(
+    owners: Ownership, table: Int32[Array, "slots max_pages"], slots: Int32[Array, "rows"], page_size: int
+) -> Int32[Array, "rows"]:
+    """The first tokens of each slot up to the end of the last page that another slot owns, too.
 
     Args:
       owners: Who owns the pages.
-      table: int32 [slots + 1, max_pages], of slots whose token p lies at place p: without trees.
-      slots: int32 [rows].
+      table: Of slots whose token p lies at place p: without trees.
+      slots: Of each row.
       page_size: Tokens of a page.
     """
     end = page_size * jnp.arange(1, table.shape[1] + 1, dtype=jnp.int32)[None]
     return jnp.max(jnp.where(is_shared(owners, table[slots]), end, 0), axis=1)
 
 
-def note_missing(owners: Ownership, missing: Array) -> Ownership:
-    """The pages with a note of how many (int32 scalar) were missing.
+def note_missing(owners: Ownership, missing: Int32[Array, ""]) -> Ownership:
+    """The pages with a note of how many were missing.
 
     Raises:
       PoolExhausted: Some were, where that is known.
@@ -138,8 +164,10 @@ def _wanted(owners: Ownership, old: Array, touched: Array) -> Array:
     return touched & ((old == 0) | is_shared(owners, old))
 
 
-def release_pages(pages: Ownership, table: Array, slots: Array) -> tuple[Array, Ownership]:
-    """The table and the pages after `slots` (int32 [rows]) gave back all of theirs; one that is there twice, once.
+def release_pages(
+    pages: Ownership, table: Int32[Array, "slots max_pages"], slots: Int[Array, "rows"]
+) -> tuple[Int32[Array, "slots max_pages"], Ownership]:
+    """The table and the pages after `slots` gave back all of theirs; one that is there twice, once.
 
     Raises:
       ValueError: slots do not fit, or (where they are known) one is out of range.
@@ -151,12 +179,12 @@ def release_pages(pages: Ownership, table: Array, slots: Array) -> tuple[Array, 
 
 def claim_fork(
     owners: Ownership,
-    table: Array,
-    order: Array | None,
+    table: Int32[Array, "slots max_pages"],
+    order: Int32[Array, "slots max_pending"] | None,
     *,
-    source: Array,
-    target: Array,
-    length: Array,
+    source: Int32[Array, "rows"],
+    target: Int32[Array, "rows"],
+    length: Int32[Array, "rows"],
     page_size: int,
 ) -> Claim:
     """The pages that a fork takes for each row; arguments as in `fork_pages`."""
@@ -166,14 +194,19 @@ def claim_fork(
 
 def fork_pages(
     pages: Ownership | None,
-    table: Array,
-    order: Array | None,
+    table: Int32[Array, "slots max_pages"],
+    order: Int32[Array, "slots max_pending"] | None,
     *,
-    source: Array,
-    target: Array,
-    length: Array,
+    source: Int[Array, "rows"],
+    target: Int[Array, "rows"],
+    length: Int32[Array, "rows"],
     page_size: int,
-) -> tuple[Array, tuple[Array, Array], Array, Ownership | None]:
+) -> tuple[
+    Bool[Array, ""],
+    tuple[Int32[Array, "rows n"], Int32[Array, "rows n"]],
+    Int32[Array, "slots max_pages"],
+    Ownership | None,
+]:
     """Makes the tables of the target slots hold what the sources committed, and decides which pages are copied for it.
 
     Full pages are shared; the others, to which both will append, are copied to free ones, so that no launch has to copy
@@ -181,16 +214,16 @@ def fork_pages(
 
     Args:
       pages: Who owns them; None: every slot has its own for good.
-      table: int32 [slots + 1, max_pages].
-      order: int32 [slots + 1, max_pending] from `init_order`, or None.
-      source, target: int32 [rows]; a row with a 0, or whose source is its target, is left out. No target twice; under
-        jit the first row of a target counts.
-      length: int32 [rows], the tokens that the source committed.
+      table: The pages of each slot.
+      order: From `init_order`, or None.
+      source, target: A row with a 0, or whose source is its target, is left out. No target twice; under jit the first
+        row of a target counts.
+      length: The tokens that the source committed.
       page_size: Tokens of a page.
 
     Returns:
-      served: bool scalar; False where too few pages are free. Then nothing has changed but the note of what is missing.
-      copies: int32 [rows, n] each, pages read and written (past the pool where nothing is copied).
+      served: False where too few pages are free. Then nothing has changed but the note of what is missing.
+      copies: Pages read and written (past the pool where nothing is copied).
       table, pages: As they are now.
 
     Raises:

@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Float32, Int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Rotary:
     theta: float
     scaling: Llama3Scaling | None = None
 
-    def angles(self, positions: Array) -> tuple[Array, Array]:
-        """Cosines and sines f32 [batch, time, 1, dim // 2] of int32 positions [batch, time]."""
+    def angles(
+        self, positions: Int32[Array, "rows time"]
+    ) -> tuple[Float32[Array, "rows time 1 n"], Float32[Array, "rows time 1 n"]]:
+        """Cosines and sines of positions; n is dim // 2."""
         if self.scaling is None:
             frequency = self.theta ** (-jnp.arange(0, self.dim, 2, dtype=jnp.float32) / self.dim)
         else:
@@ -58,8 +60,11 @@ class Rotary:
         return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
-    """Turns the first 2 · (angles' width) channels of x [batch, time, heads, head_dim], half against half."""
+def rotate(
+    x: Float[Array, "batch time heads head_dim"],
+    angles: tuple[Float32[Array, "#batch time 1 n"], Float32[Array, "#batch time 1 n"]],
+) -> Float[Array, "batch time heads head_dim"]:
+    """Turns the first 2 · (angles' width) channels of x, half against half."""
     cos, sin = angles
     half = cos.shape[-1]
     first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
