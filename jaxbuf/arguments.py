@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Int, Int32, Shaped
 
 MOST = 2**30  # of any size; what sizes make together is numbered by int32
 
@@ -29,7 +29,9 @@ def check_sizes(*, least: int = 1, most: int = MOST, **sizes: object) -> None:
             raise ValueError(f"{name} must be at most {most}, got {size}")
 
 
-def check_range(name: str, values: object, low: int | Array, high: int | Array | np.ndarray) -> None:
+def check_range(
+    name: str, values: object, low: int | Int[Array, "..."], high: int | Int[Array, "..."] | np.ndarray
+) -> None:
     """Raises a ValueError unless all `values` (integers [rows]) lie in [low, high], where they are known.
 
     Args:
@@ -47,14 +49,14 @@ def check_range(name: str, values: object, low: int | Array, high: int | Array |
         raise ValueError(f"{name} must be in [{least[row]}, {most[row]}], got {given[row]} at row {row}")
 
 
-def check_rows(name: str, array: Array, rows: int) -> None:
+def check_rows(name: str, array: Shaped[Array, "..."], rows: int) -> None:
     """Raises a ValueError unless `array` is an integer vector with one number a row."""
     if array.shape != (rows,) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be int32 [{rows}], one number a row, got {array.dtype} {array.shape}")
 
 
-def checked_slots(slots: object, count: int, *, name: str = "slots", once: bool = False) -> Array:
-    """The slots of a launch's rows, int32 [rows], all of them in [0, count).
+def checked_slots(slots: object, count: int, *, name: str = "slots", once: bool = False) -> Int32[Array, "rows"]:
+    """The slots of a launch's rows, all of them in [0, count).
 
     Args:
       slots: integers [rows], physical slots; 0 is null.
@@ -81,7 +83,7 @@ def checked_slots(slots: object, count: int, *, name: str = "slots", once: bool 
     return cast(Array, np.asarray(given, np.int32))  # known under jit, too: see `jaxbuf.memory.sequences.put`
 
 
-def distinct_slots(slots: object, count: int, *, name: str = "slots") -> Array:
+def distinct_slots(slots: object, count: int, *, name: str = "slots") -> Int32[Array, "rows"]:
     """`checked_slots` for functions that take rows of a pool or give them back, which may be done once a slot.
 
     Under jit the first row of a slot counts; later rows of the same slot become rows of slot 0.
@@ -93,15 +95,15 @@ def distinct_slots(slots: object, count: int, *, name: str = "slots") -> Array:
     return first_rows(checked) if isinstance(slots, jax.core.Tracer) else checked
 
 
-def first_rows(slots: Array) -> Array:
-    """int32 [rows] of `slots`: each slot in its first row, and 0 in later rows of the same slot."""
+def first_rows(slots: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
+    """Each slot in its first row, and 0 in later rows of the same slot."""
     row = jnp.arange(slots.shape[0], dtype=jnp.int32)
     earlier = (slots[:, None] == slots[None]) & (row[None] < row[:, None])
     return jnp.where(jnp.any(earlier, axis=1), 0, slots)
 
 
-def checked_fork(source: object, target: object, count: int) -> tuple[Array, Array]:
-    """The slots that a fork reads and writes, int32 [rows] each.
+def checked_fork(source: object, target: object, count: int) -> tuple[Int32[Array, "rows"], Int32[Array, "rows"]]:
+    """The slots that a fork reads and writes.
 
     Args:
       source, target: integers [rows], physical slots.

@@ -34,9 +34,9 @@ def check(function):
 def arrays_of(hint: Any) -> Any:
     """The annotation with numpy arrays beside JAX's; Any where it says nothing of arrays."""
     if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
-        return hint.dtype[jax.Array | np.ndarray | np.generic, hint.dim_str]
+        return hint.dtype[jax.Array | np.ndarray, hint.dim_str]
     parts = get_args(hint)
-    found = tuple(arrays_of(part) for part in parts)
+    found = tuple(part if part is ... else arrays_of(part) for part in parts)
     if all(part is Any or part is ... for part in found):
         return Any
     if get_origin(hint) in (types.UnionType, Union):

@@ -5,28 +5,28 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Int32
 
 
 class Claim(NamedTuple):
     """What a launch needs of one pool.
 
     Attributes:
-      needs: int32 [rows].
-      left: int32 scalar, how many rows of the pool are free.
+      needs: Of each row.
+      left: How many rows of the pool are free.
     """
 
-    needs: Array
-    left: Array
+    needs: Int32[Array, "rows"]
+    left: Int32[Array, ""]
 
     @property
-    def missing(self) -> Array:
-        """int32 scalar: how many are missing for all rows together."""
+    def missing(self) -> Int32[Array, ""]:
+        """How many are missing for all rows together."""
         return jnp.maximum(jnp.sum(self.needs, dtype=jnp.int32) - self.left, 0)
 
 
-def grant(claims: Sequence[Claim]) -> Array:
-    """bool [rows]: which rows get all that they need, of every pool.
+def grant(claims: Sequence[Claim]) -> Bool[Array, "rows"]:
+    """Which rows get all that they need, of every pool.
 
     Rows that need less come first, and of equal ones the earlier row. So a row that needs nothing is always served, and
     if any row could be served alone, some row is. All pools are looked at together: rows that one pool granted and
@@ -49,14 +49,14 @@ def grant(claims: Sequence[Claim]) -> Array:
     return granted
 
 
-def grant_all(claims: Sequence[Claim]) -> Array:
-    """bool scalar: whether every row gets all that it needs."""
+def grant_all(claims: Sequence[Claim]) -> Bool[Array, ""]:
+    """Whether every row gets all that it needs."""
     served = jnp.asarray(True)
     for claim in claims:
         served = served & (claim.missing == 0)
     return served
 
 
-def after(claims: Sequence[Claim], granted: Array) -> tuple[Array, ...]:
-    """int32 scalar of each pool: what is left once the `granted` rows (bool [rows]) took what they need."""
+def after(claims: Sequence[Claim], granted: Bool[Array, "rows"]) -> tuple[Int32[Array, ""], ...]:
+    """Of each pool what is left once the `granted` rows took what they need."""
     return tuple(claim.left - jnp.sum(jnp.where(granted, claim.needs, 0), dtype=jnp.int32) for claim in claims)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Int32
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.sequences import Commit, Launch
 from jaxbuf.target import Target
@@ -64,7 +64,13 @@ class MemoryKind[Shared, Layer](Protocol):
         """
         ...
 
-    def claim_fork(self, shared: Shared, source: Array, target: Array, committed: Array) -> tuple[Claim, ...]:
+    def claim_fork(
+        self,
+        shared: Shared,
+        source: Int32[Array, "rows"],
+        target: Int32[Array, "rows"],
+        committed: Int32[Array, "rows"],
+    ) -> tuple[Claim, ...]:
         """What a fork takes; of the pools in the order of `claim`.
 
         Args:
@@ -73,19 +79,19 @@ class MemoryKind[Shared, Layer](Protocol):
         """
         ...
 
-    def fewest_tokens(self, shared: Shared, slots: Array, *, alone: bool) -> Array:
-        """int32 [rows]: how many of its committed tokens a slot can be cut back to at least.
+    def fewest_tokens(self, shared: Shared, slots: Int32[Array, "rows"], *, alone: bool) -> Int32[Array, "rows"]:
+        """How many of its committed tokens a slot can be cut back to at least.
 
         Args:
           shared: What all layers of the kind share.
-          slots: int32 [rows].
+          slots: Of each row.
           alone: Whether the slot itself loses the others and writes new ones there, so that they must not lie where
             other slots read them, too. Else it is the source of a fork.
         """
         ...
 
     def note_missing(self, shared: Shared, missing: Sequence[Array]) -> Shared:
-        """What is shared, with a note of how many rows of each pool (`missing`, int32 scalars) were missing.
+        """What is shared, with a note of how many rows of each pool (`missing`) were missing.
 
         Raises:
           PoolExhausted: Some were, where that is known.
@@ -96,12 +102,12 @@ class MemoryKind[Shared, Layer](Protocol):
         """Raises PoolExhausted if something in `shared` was missing since the last reset; on the host."""
         ...
 
-    def whole(self, time: int, lengths: Array | None, chunk_size: int, target: Target | None) -> Any:
+    def whole(self, time: int, lengths: Int32[Array, "rows"] | None, chunk_size: int, target: Target | None) -> Any:
         """The plan of a mixer for sequences that start from nothing, without a memory.
 
         Args:
           time: Tokens of a row.
-          lengths: int32 [rows], how many of them are real; None: all.
+          lengths: How many of them are real; None: all.
           chunk_size: Of the chunked form.
           target: As in `Launch`.
         """
@@ -115,23 +121,28 @@ class MemoryKind[Shared, Layer](Protocol):
         """What is shared once the commit `done` made pending tokens committed ones; only integers move."""
         ...
 
-    def rollback(self, shared: Shared, slots: Array, count: Array) -> Shared:
-        """What is shared once the last `count` committed tokens of `slots` (int32 [rows] both) are pending again; at
-        least `fewest_tokens` are left."""
+    def rollback(self, shared: Shared, slots: Int32[Array, "rows"], count: Int32[Array, "rows"]) -> Shared:
+        """What is shared once the last `count` committed tokens of `slots` are pending again; at least
+        `fewest_tokens` are left."""
         ...
 
     def fork(
-        self, shared: Shared, layers: Sequence[Layer], source: Array, target: Array, committed: Array
+        self,
+        shared: Shared,
+        layers: Sequence[Layer],
+        source: Int32[Array, "rows"],
+        target: Int32[Array, "rows"],
+        committed: Int32[Array, "rows"],
     ) -> tuple[Shared, tuple[Layer, ...]]:
         """Gives each target slot what its source committed, or the first tokens of that.
 
         Args:
           shared, layers: The memory.
-          source, target: int32 [rows]; target 0: the row is left out. No target twice.
-          committed: int32 [rows], the tokens that each target gets: all that its source has, or the first ones.
+          source, target: Where target is 0, the row is left out. No target twice.
+          committed: The tokens that each target gets: all that its source has, or the first ones.
         """
         ...
 
-    def reset(self, shared: Shared, slots: Array) -> Shared:
-        """What is shared once slots (int32 [rows], each once) are empty, and gave back what they had."""
+    def reset(self, shared: Shared, slots: Int32[Array, "rows"]) -> Shared:
+        """What is shared once slots, each there once, are empty, and gave back what they had."""
         ...

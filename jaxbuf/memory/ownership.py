@@ -13,7 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Int, Int32
 
 NOWHERE = np.iinfo(np.int32).max  # an index past every array: scatters with mode="drop" skip it
 
@@ -28,16 +28,16 @@ class Ownership:
     """The owners of a pool's rows. Row 0 is null: never owned, never free.
 
     Attributes:
-      owners: int32 [rows], how many own each.
-      free: int32 [rows], a stack of the rows without an owner: its first `left` entries.
-      left: int32 scalar.
-      lacking: int32 scalar, how many rows were missing in the first launch that found too few; 0: no launch has.
+      owners: How many own each.
+      free: A stack of the rows without an owner: its first `left` entries.
+      left: How many these are.
+      lacking: How many rows were missing in the first launch that found too few; 0: no launch has.
     """
 
-    owners: Array
-    free: Array
-    left: Array
-    lacking: Array
+    owners: Int32[Array, "states"]
+    free: Int32[Array, "states"]
+    left: Int32[Array, ""]
+    lacking: Int32[Array, ""]
 
 
 def init_ownership(rows: int) -> Ownership:
@@ -49,13 +49,13 @@ def init_ownership(rows: int) -> Ownership:
     return Ownership(jnp.zeros(rows, jnp.int32), jnp.asarray(stack), jnp.asarray(rows - 1, jnp.int32), zero)
 
 
-def short_of(pool: Ownership, wanted: Array) -> Array:
-    """int32 scalar: how many rows are missing for one to each true entry of `wanted`."""
+def short_of(pool: Ownership, wanted: Bool[Array, "*n"]) -> Int32[Array, ""]:
+    """How many rows are missing for one to each true entry of `wanted`."""
     return jnp.maximum(jnp.sum(wanted, dtype=jnp.int32) - pool.left, 0)
 
 
-def take_rows(pool: Ownership, wanted: Array) -> tuple[Array, Ownership]:
-    """One free row, with one owner, for each true entry of `wanted` (bool, any shape); 0 for the others.
+def take_rows(pool: Ownership, wanted: Bool[Array, "*n"]) -> tuple[Int32[Array, "*n"], Ownership]:
+    """One free row, with one owner, for each true entry of `wanted`; 0 for the others.
 
     There must be enough of them: see `short_of`.
     """
@@ -66,13 +66,13 @@ def take_rows(pool: Ownership, wanted: Array) -> tuple[Array, Ownership]:
     return taken.reshape(wanted.shape), share_rows(pool, taken)
 
 
-def share_rows(pool: Ownership, rows: Array) -> Ownership:
-    """One more owner for each entry of `rows` (int32, any shape; 0 is skipped)."""
+def share_rows(pool: Ownership, rows: Int32[Array, "*n"]) -> Ownership:
+    """One more owner for each entry of `rows`; 0 is skipped."""
     return dataclasses.replace(pool, owners=pool.owners.at[_real(rows)].add(1, mode="drop"))
 
 
-def release_rows(pool: Ownership, rows: Array) -> Ownership:
-    """One owner less for each entry of `rows` (int32, any shape; 0 is skipped). Rows without one become free."""
+def release_rows(pool: Ownership, rows: Int32[Array, "*n"]) -> Ownership:
+    """One owner less for each entry of `rows`; 0 is skipped. Rows without one become free."""
     owners = pool.owners.at[_real(rows)].add(-1, mode="drop")
     freed = (pool.owners > 0) & (owners <= 0)
     place = jnp.where(freed, pool.left + jnp.cumsum(freed, dtype=jnp.int32) - 1, NOWHERE)
@@ -84,12 +84,12 @@ def release_rows(pool: Ownership, rows: Array) -> Ownership:
     )
 
 
-def is_shared(pool: Ownership, rows: Array) -> Array:
-    """bool like `rows`: which have several owners and may not be written."""
+def is_shared(pool: Ownership, rows: Int[Array, "*n"]) -> Bool[Array, "*n"]:
+    """Which of `rows` have several owners and may not be written."""
     return pool.owners[rows] > 1
 
 
-def flag_missing(pool: Ownership, missing: Array) -> Ownership:
+def flag_missing(pool: Ownership, missing: Int32[Array, ""]) -> Ownership:
     """Notes that rows were missing, if any were and none were before."""
     return dataclasses.replace(pool, lacking=jnp.where(pool.lacking > 0, pool.lacking, missing))
 

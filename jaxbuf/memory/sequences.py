@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.arguments import check_range, check_rows, checked_slots, distinct_slots, first_rows
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Int, Int32, Shaped
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.memory.tree import ancestors, check_parents, check_path, path_first
 from jaxbuf.target import Target
@@ -24,13 +24,13 @@ class Sequences:
     """The tokens of every slot. Slot 0 is null and stays empty.
 
     Attributes:
-      committed, pending: int32 [slots + 1].
+      committed, pending: Of each slot.
       max_pending: The most tokens that one launch may leave pending (static).
       trees: Whether launches may have parents (static).
     """
 
-    committed: Array
-    pending: Array
+    committed: Int32[Array, "slots"]
+    pending: Int32[Array, "slots"]
     max_pending: int = dataclasses.field(metadata={"static": True})
     trees: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -41,26 +41,24 @@ class Launch:
     """Which tokens a launch reads.
 
     Attributes:
-      slots: int32 [rows], each of them once but for the null slot 0.
-      start: int32 [rows], the tokens that each row's slot committed before.
-      lengths: int32 [rows], its tokens in this launch, in [0, time]; 0 for the null slot.
+      slots: Each of them once but for the null slot 0.
+      start: The tokens that each row's slot committed before.
+      lengths: Its tokens in this launch, in [0, time]; 0 for the null slot.
       time: The most tokens of a row (static).
-      keep: None: the tokens stay pending. Else they are committed, and the last `keep` of each row (one number or int32
-        [rows]) stay entries of a recurrence.
-      parents: int32 [rows, time], the token before each new one, -1 for the committed tail; None: each follows the one
-        before.
-      ancestors: bool [rows, time, time], at (i, j) whether new token j is on i's path, i itself included; None
-        likewise.
+      keep: None: the tokens stay pending. Else they are committed, and the last `keep` of each row stay entries of a
+        recurrence.
+      parents: The token before each new one, -1 for the committed tail; None: each follows the one before.
+      ancestors: At (i, j) whether new token j is on i's path, i itself included; None likewise.
       target: What the launch is compiled for (static); None: what is resolved for each operation.
     """
 
-    slots: Array
-    start: Array
-    lengths: Array
+    slots: Int32[Array, "rows"]
+    start: Int32[Array, "rows"]
+    lengths: Int32[Array, "rows"]
     time: int = dataclasses.field(metadata={"static": True})
-    keep: int | Array | None = None
-    parents: Array | None = None
-    ancestors: Array | None = None
+    keep: int | Int[Array, "rows"] | None = None
+    parents: Int32[Array, "rows time"] | None = None
+    ancestors: Bool[Array, "rows time time"] | None = None
     target: Target | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -69,8 +67,8 @@ class Launch:
         return self.keep is not None
 
     @property
-    def depth(self) -> Array:
-        """int32 [rows or 1, time]: how many of the new tokens precede each one."""
+    def depth(self) -> Int32[Array, "#rows time"]:
+        """How many of the new tokens precede each one."""
         if self.ancestors is None:
             return jnp.arange(self.time, dtype=jnp.int32)[None]
         return jnp.sum(self.ancestors, axis=2, dtype=jnp.int32) - 1
@@ -81,18 +79,18 @@ class Commit:
     """What a commit does, for every memory.
 
     Attributes:
-      slots: int32 [rows].
-      start: int32 [rows], the tokens committed before.
-      accepted: int32 [rows], how many pending tokens become committed ones.
-      path: int32 [rows, n], for a tree: the accepted nodes, of which the first `accepted` count; None: the first ones.
-      permutation: int32 [rows, max_pending], the accepted nodes first and the others in their order; None without path.
+      slots: Of each row.
+      start: The tokens committed before.
+      accepted: How many pending tokens become committed ones.
+      path: For a tree: the accepted nodes, of which the first `accepted` count; None: the first ones.
+      permutation: The accepted nodes first and the others in their order; None without path.
     """
 
-    slots: Array
-    start: Array
-    accepted: Array
-    path: Array | None = None
-    permutation: Array | None = None
+    slots: Int32[Array, "rows"]
+    start: Int32[Array, "rows"]
+    accepted: Int32[Array, "rows"]
+    path: Int32[Array, "rows n"] | None = None
+    permutation: Int32[Array, "rows max_pending"] | None = None
 
 
 def init_sequences(*, slots: int, max_pending: int, trees: bool = False) -> Sequences:
@@ -101,21 +99,21 @@ def init_sequences(*, slots: int, max_pending: int, trees: bool = False) -> Sequ
 
 
 def make_launch(
-    positions: Array,
+    positions: Int32[Array, "slots"],
     max_pending: int,
-    slots: Array,
-    lengths: Array,
+    slots: Int[Array, "rows"],
+    lengths: Int[Array, "rows"],
     time: int | None,
     *,
-    keep: int | Array | None = None,
-    parents: Array | None = None,
+    keep: int | Int[Array, "rows"] | None = None,
+    parents: Int[Array, "rows time"] | None = None,
     target: Target | None = None,
 ) -> Launch:
-    """A checked launch on slots that committed `positions` (int32 [slots + 1]) tokens.
+    """A checked launch on slots that committed `positions` tokens.
 
     Args:
       positions, max_pending: Of the sequences.
-      slots, lengths: int32 [rows].
+      slots, lengths: Of each row.
       time: The most tokens of a row; None: whatever `lengths` say.
       keep, parents, target: As in `Launch`.
 
@@ -150,12 +148,17 @@ def begin(sequences: Sequences, launch: Launch) -> Sequences:
 
 
 def make_commit(
-    pending: Array, positions: Array, max_pending: int, accepted: Array, slots: Array, path: Array | None = None
+    pending: Int32[Array, "slots"],
+    positions: Int32[Array, "slots"],
+    max_pending: int,
+    accepted: Int[Array, "rows"],
+    slots: Int[Array, "rows"],
+    path: Int[Array, "rows n"] | None = None,
 ) -> Commit:
-    """A checked commit of the first `accepted` (int32 [rows]) of the slots' pending tokens, or of a tree's path.
+    """A checked commit of the first `accepted` of the slots' pending tokens, or of a tree's path.
 
     Args:
-      pending, positions: int32 [slots + 1], the tokens that every slot has pending and committed.
+      pending, positions: The tokens that every slot has pending and committed.
       max_pending: Of the sequences.
       accepted, slots, path: As in `Commit`.
 
@@ -183,17 +186,19 @@ def commit(sequences: Sequences, done: Commit) -> Sequences:
     )
 
 
-def rollback(sequences: Sequences, count: Array, slots: Array, fewest: Array) -> tuple[Array, Sequences]:
-    """Makes the last `count` (int32 [rows]) committed tokens of each slot pending again, in place of what was.
+def rollback(
+    sequences: Sequences, count: Int[Array, "rows"], slots: Int32[Array, "rows"], fewest: Int32[Array, "rows"]
+) -> tuple[Int32[Array, "rows"], Sequences]:
+    """Makes the last `count` committed tokens of each slot pending again, in place of what was.
 
     Args:
       sequences: Changed.
       count: As said.
-      slots: int32 [rows], none but 0 twice.
-      fewest: int32 [rows], how many tokens must stay committed.
+      slots: None but 0 twice.
+      fewest: How many tokens must stay committed.
 
     Returns:
-      count, int32 [rows], as it was done, and the sequences.
+      count as it was done, and the sequences.
 
     Raises:
       ValueError: count is negative, above max_pending or leaves fewer tokens, where that is known; under jit it is
@@ -213,28 +218,30 @@ def rollback(sequences: Sequences, count: Array, slots: Array, fewest: Array) ->
     return count, after
 
 
-def fork(sequences: Sequences, committed: Array, target: Array) -> Sequences:
-    """Each target (int32 [rows]; 0: nothing) has committed so many tokens (int32 [rows]), and none is pending there."""
+def fork(sequences: Sequences, committed: Int32[Array, "rows"], target: Int32[Array, "rows"]) -> Sequences:
+    """Each target (0: nothing) has committed so many tokens, and none is pending there."""
     committed = put(sequences.committed, target, committed)
     return dataclasses.replace(
         sequences, committed=committed, pending=put(sequences.pending, target, jnp.zeros_like(target))
     )
 
 
-def reset(sequences: Sequences, slots: Array) -> Sequences:
-    """Empties slots (int32 [rows])."""
+def reset(sequences: Sequences, slots: Int32[Array, "rows"]) -> Sequences:
+    """Empties slots."""
     zero = jnp.zeros_like(slots)
     return dataclasses.replace(
         sequences, committed=put(sequences.committed, slots, zero), pending=put(sequences.pending, slots, zero)
     )
 
 
-def emptied_slots(slots: Array, count: int) -> Array:
+def emptied_slots(slots: Int[Array, "rows"], count: int) -> Int32[Array, "rows"]:
     """The slots of a reset, of `count` in all: each once, for a slot that gave back twice would take from others."""
     return first_rows(checked_slots(slots, count))
 
 
-def put(array: Array, slots: Array, new: Array) -> Array:
+def put(
+    array: Shaped[Array, "slots ..."], slots: Int32[Array, "rows"], new: Shaped[Array, "rows ..."]
+) -> Shaped[Array, "slots ..."]:
     """Writes per-row values to their slots; the null slot's are dropped."""
     if _in_order(slots):  # A GPU makes one kernel of many such joins, and one kernel of each scatter.
         return jnp.concatenate([array[:1], new.astype(array.dtype), array[1 + len(slots) :]])
@@ -246,7 +253,7 @@ def _in_order(slots: Array) -> bool:
     return isinstance(slots, np.ndarray) and np.array_equal(slots, np.arange(1, len(slots) + 1))
 
 
-def slots_in_order(number: int) -> Array:
-    """int32 [number]: the physical slots from 1 on."""
+def slots_in_order(number: int) -> Int32[Array, "{number}"]:
+    """The physical slots from 1 on."""
     # An array of numpy is known under jit, too: no decoding step has to look for slots that are there twice.
     return cast(Array, np.arange(1, number + 1, dtype=np.int32))

@@ -5,12 +5,12 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Int, Int32
 from jaxbuf.memory.ownership import NOWHERE
 
 
-def check_parents(parents: Array, rows: int, time: int) -> Array:
-    """int32 [rows, time] of `parents`, each below its own index; -1 is the committed tail.
+def check_parents(parents: Int[Array, "{rows} {time}"], rows: int, time: int) -> Int32[Array, "{rows} {time}"]:
+    """The parents as int32, each below its own index; -1 is the committed tail.
 
     Raises:
       ValueError: Another shape or dtype, or (where the values are known) a parent out of range. Under jit such a node
@@ -30,8 +30,8 @@ def check_parents(parents: Array, rows: int, time: int) -> Array:
     return jnp.where((parents >= 0) & (parents < node), parents, -1)
 
 
-def ancestors(parents: Array) -> Array:
-    """bool [rows, time, time]: at (i, j) whether node j lies on the path from the root to i, i itself included."""
+def ancestors(parents: Int32[Array, "rows time"]) -> Bool[Array, "rows time time"]:
+    """At (i, j) whether node j lies on the path from the root to i, i itself included."""
     node = jnp.arange(parents.shape[1], dtype=jnp.int32)
     reach = (node[:, None] == node[None])[None] | (parents[..., None] == node[None, None])
     steps = 1
@@ -41,8 +41,10 @@ def ancestors(parents: Array) -> Array:
     return reach
 
 
-def check_path(path: Array, accepted: Array, pending: Array, max_pending: int) -> Array:
-    """int32 [rows, n] of `path`; n at most max_pending.
+def check_path(
+    path: Int[Array, "rows n"], accepted: Int32[Array, "rows"], pending: Int32[Array, "rows"], max_pending: int
+) -> Int32[Array, "rows n"]:
+    """The path as int32; n at most max_pending.
 
     Raises:
       ValueError: Another shape or dtype, or (where the values are known) one of the first `accepted` nodes is not
@@ -62,8 +64,8 @@ def check_path(path: Array, accepted: Array, pending: Array, max_pending: int) -
     return path.astype(jnp.int32)
 
 
-def path_first(path: Array, accepted: Array, size: int) -> Array:
-    """int32 [rows, size]: the nodes 0 .. size - 1 with the first `accepted` of `path` before the others.
+def path_first(path: Int32[Array, "rows n"], accepted: Int32[Array, "rows"], size: int) -> Int32[Array, "rows {size}"]:
+    """The nodes 0 .. size - 1 with the first `accepted` of `path` before the others.
 
     A permutation whatever `path` says; the others keep their order.
     """
@@ -74,13 +76,18 @@ def path_first(path: Array, accepted: Array, size: int) -> Array:
     return jnp.argsort(jnp.where(rank < size, rank, size + node[..., 0]), axis=1).astype(jnp.int32)
 
 
-def permute(order: Array, slots: Array, first: Array, permutation: Array) -> Array:
+def permute(
+    order: Int32[Array, "slots ring"],
+    slots: Int32[Array, "rows"],
+    first: Int32[Array, "rows"],
+    permutation: Int32[Array, "rows n"],
+) -> Int32[Array, "slots ring"]:
     """Logical place first + i of each slot's ring takes the ring position of place first + permutation[i].
 
     Args:
-      order: int32 [slots + 1, ring], logical to ring position; places are taken modulo the ring.
-      slots, first: int32 [rows]; slot 0 is left as it is.
-      permutation: int32 [rows, n], n at most the ring.
+      order: Logical to ring position; places are taken modulo the ring.
+      slots, first: Slot 0 is left as it is.
+      permutation: At most as wide as the ring.
     """
     index = jnp.arange(permutation.shape[1], dtype=jnp.int32)[None]
     old = (first[:, None] + permutation) % order.shape[1]
