@@ -105,7 +105,7 @@ def make_launch(
     lengths: Int[Array, "rows"],
     time: int | None,
     *,
-    keep: int | Int[Array, "rows"] | None = None,
+    keep: int | Array | None = None,
     parents: Int[Array, "rows time"] | None = None,
     target: Target | None = None,
 ) -> Launch:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.arguments import check_range, check_rows, distinct_slots
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Int, Int32
 from jaxbuf.memory.claims import Claim, grant
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.memory.sequences import Launch, make_launch, put
@@ -25,16 +25,16 @@ class Held:
     """Where the committed state of each row of a launch lies.
 
     Attributes:
-      checkpoint: int32 [rows], its row of the pool; read only where has_checkpoint (bool [rows]).
-      entries: int32 [rows, ring], their flat positions in the pool (block · block_size + offset).
-      live: int32 [rows], how many of them are committed.
+      checkpoint: Its row of the pool; read only where has_checkpoint.
+      entries: Their flat positions in the pool (block · block_size + offset).
+      live: How many of them are committed.
       max_pending: The most tokens of one launch (static).
     """
 
-    checkpoint: Array
-    has_checkpoint: Array
-    entries: Array
-    live: Array
+    checkpoint: Int32[Array, "rows"]
+    has_checkpoint: Bool[Array, "rows"]
+    entries: Int32[Array, "rows ring"]
+    live: Int32[Array, "rows"]
     max_pending: int = dataclasses.field(metadata={"static": True})
 
 
@@ -44,35 +44,35 @@ class Step:
     """The integers of one `extend`, for every layer.
 
     Attributes:
-      slots, lengths: int32 [rows]; lengths is 0 for the null slot.
-      start: int32 [rows], tokens committed before: the position of the row's first new token.
+      slots, lengths: Of each row; the null slot's length is 0.
+      start: Tokens committed before: the position of the row's first new token.
       before, now: What the rows held, and what they hold after the fold.
-      write: int32 [rows], the checkpoint row that a folding row writes in this launch; past the pool for the others.
-      any_fold: bool, whether any row folds: decided here, once for all layers.
-      append: int32 [rows, T], flat position of each new entry; past the pool for those that are not real.
-      parents: int32 [rows, T], the node before each new token, -1 for the committed tail; None: each follows the last.
-      ancestors: bool [rows, T, T], at (i, j) whether new token j is on i's path, i itself included; None likewise.
+      write: The checkpoint row that a folding row writes in this launch; past the pool for the others.
+      any_fold: Whether any row folds: decided here, once for all layers.
+      append: Flat position of each new entry; past the pool for those that are not real.
+      parents: The node before each new token, -1 for the committed tail; None: each follows the last.
+      ancestors: At (i, j) whether new token j is on i's path, i itself included; None likewise.
     """
 
-    slots: Array
-    lengths: Array
-    start: Array
+    slots: Int32[Array, "rows"]
+    lengths: Int32[Array, "rows"]
+    start: Int32[Array, "rows"]
     before: Held
     now: Held
-    write: Array
-    any_fold: Array
-    append: Array
-    parents: Array | None = None
-    ancestors: Array | None = None
+    write: Int32[Array, "rows"]
+    any_fold: Bool[Array, ""]
+    append: Int32[Array, "rows time"]
+    parents: Int32[Array, "rows time"] | None = None
+    ancestors: Bool[Array, "rows time time"] | None = None
 
     @property
-    def folds(self) -> Array:
-        """bool [rows]: which rows fold in this launch."""
+    def folds(self) -> Bool[Array, "rows"]:
+        """Which rows fold in this launch."""
         return self.write < NOWHERE
 
     @property
-    def depth(self) -> Array:
-        """int32 [rows, T] or [1, T]: how many of the new tokens precede each one."""
+    def depth(self) -> Int32[Array, "#rows time"]:
+        """How many of the new tokens precede each one."""
         if self.ancestors is None:
             return jnp.arange(self.append.shape[1], dtype=jnp.int32)[None]
         return jnp.sum(self.ancestors, axis=2, dtype=jnp.int32) - 1
@@ -85,43 +85,49 @@ class PrefillStep:
 
     Attributes:
       slots, lengths, start, before: As in `Step`.
-      head: int32 [rows], tokens that go into the checkpoint; the others stay entries.
-      write: int32 [rows], the checkpoint row written; past the pool where none is.
-      append: int32 [rows, kept], flat position of token head + i's entry; past the pool where there is none.
+      head: Tokens that go into the checkpoint; the others stay entries.
+      write: The checkpoint row written; past the pool where none is.
+      append: Flat position of token head + i's entry; past the pool where there is none.
     """
 
-    slots: Array
-    lengths: Array
-    start: Array
+    slots: Int32[Array, "rows"]
+    lengths: Int32[Array, "rows"]
+    start: Int32[Array, "rows"]
     before: Held
-    head: Array
-    write: Array
-    append: Array
+    head: Int32[Array, "rows"]
+    write: Int32[Array, "rows"]
+    append: Int32[Array, "rows n"]
 
 
 class Use(NamedTuple):
     """What a launch does to each row's ring.
 
     Attributes:
-      folds: bool [rows], whether all that is live goes into the checkpoint.
-      first, end: int32 [rows]: new entries go to the logical places [first, end) of what is left, and all entries
-        before `end` are alive afterwards.
+      folds: Whether all that is live goes into the checkpoint.
+      first, end: New entries go to the logical places [first, end) of what is left, and all entries before `end` are
+        alive afterwards.
     """
 
-    folds: Array
-    first: Array
-    end: Array
+    folds: Bool[Array, "rows"]
+    first: Int32[Array, "rows"]
+    end: Int32[Array, "rows"]
 
 
-def begin(cursor: Cursor, slots: Array, lengths: Array, time: int, parents: Array | None = None) -> tuple[Step, Cursor]:
+def begin(
+    cursor: Cursor,
+    slots: Int[Array, "rows"],
+    lengths: Int[Array, "rows"],
+    time: int,
+    parents: Int[Array, "rows time"] | None = None,
+) -> tuple[Step, Cursor]:
     """Decides one `extend` of `time` tokens: which rows fold, what is read, where entries go.
 
     Args:
-      slots: int32 [rows].
-      lengths: int32 [rows], real tokens of each row, in [0, time].
+      slots: Of each row.
+      lengths: Real tokens of each row, in [0, time].
       time: T, at most max_pending.
-      parents: int32 [rows, T], the node before each token, below its own index; -1: the committed tail. None: each
-        token follows the one before.
+      parents: The node before each token, below its own index; -1: the committed tail. None: each token follows the one
+        before.
 
     Returns:
       The launch's integers, and the cursor with the folds done and the new tokens pending. A row for which shared rows
@@ -136,7 +142,12 @@ def begin(cursor: Cursor, slots: Array, lengths: Array, time: int, parents: Arra
 
 
 def begin_prefill(
-    cursor: Cursor, slots: Array, lengths: Array, keep: int | Array = 0, *, time: int | None = None
+    cursor: Cursor,
+    slots: Int[Array, "rows"],
+    lengths: Int[Array, "rows"],
+    keep: int | Int[Array, "rows"] = 0,
+    *,
+    time: int | None = None,
 ) -> tuple[PrefillStep, Cursor]:
     """Decides one `prefill`; arguments as there. The returned cursor has the prompt committed.
 
@@ -201,7 +212,7 @@ def begin_prompt(cursor: Cursor, launch: Launch) -> tuple[PrefillStep, Cursor]:
     return PrefillStep(slots, lengths, launch.start, before, head, write, append), after
 
 
-def begin_fold(cursor: Cursor, slots: Array) -> tuple[Held, Array, Cursor]:
+def begin_fold(cursor: Cursor, slots: Int[Array, "rows"]) -> tuple[Held, Int32[Array, "rows"], Cursor]:
     """Decides a forced fold of all that `slots` committed: what they hold, the rows to write, the cursor after it.
 
     Pending entries stay pending.
@@ -219,7 +230,7 @@ def begin_fold(cursor: Cursor, slots: Array) -> tuple[Held, Array, Cursor]:
     return before, write, after
 
 
-def held(cursor: Cursor, slots: Array) -> Held:
+def held(cursor: Cursor, slots: Int32[Array, "rows"]) -> Held:
     """Where the committed state of each row lies."""
     blocks = cursor.block_table.shape[1]
     block_size = cursor.ring // blocks

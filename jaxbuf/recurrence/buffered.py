@@ -21,7 +21,7 @@ gained: it is there for slots of either form in one launch. After 2,000 tokens w
 1.9e-3 there, and the state by 1.1e-3 with the delta rule (at limit 8 by 1.8e-3 and 1.2e-3), by 6e-5 ("split") or 2e-4
 ("split8") without.
 
-Slots are int32 [rows], the physical slot of each row of a launch. A slot out of range, or in two rows of a function
+Slots are the physical slots of a launch's rows. A slot out of range, or in two rows of a function
 that changes slots, is an error where the values are known. Under jit they are not: the first row of a slot counts, its
 later rows and rows of a slot that does not exist are rows of the null slot 0, which gives zeros and writes nothing. No
 other slot is touched in either case.
@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows, check_sizes, checked_slots
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Float32, Int
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.recurrence.begin import PrefillStep, Step, begin, begin_fold, begin_prefill, held
 from jaxbuf.recurrence.cursor import Cursor, commit_cursor, init_cursor
@@ -94,21 +94,21 @@ def init(
     spec: RecurrenceSpec,
     *,
     slots: int,
-    limit: int | Array = 16,
+    limit: int | Int[Array, "n"] = 16,
     max_pending: int = 8,
     block_size: int = BLOCK_SIZE,
     states: int | None = None,
     blocks: int | None = None,
     state_dtype=jnp.float32,
     entry_dtype=jnp.bfloat16,
-    kv_limit: int | Array | None = None,
+    kv_limit: int | Int[Array, "n"] | None = None,
 ) -> BufferedState:
     """An empty memory for `slots` requests: physical slots 1 to `slots`; slot 0 is the null slot.
 
     Args:
       spec: The family.
       slots: How many requests fit.
-      limit: Committed entries from which a slot folds, for all or int32 [slots] for each, at most 2**20: 1 is the
+      limit: Committed entries from which a slot folds, for all or one for each slot, at most 2**20: 1 is the
         recurrent form, 16 or so the buffered one, more than a request's length keeps it KV-only (no checkpoint is ever
         read or written). The ring has that many entries, and need not have more than a request's tokens.
       max_pending: The most tokens that one `extend` takes: 1 + drafts.
@@ -120,7 +120,7 @@ def init(
         slots + slots // 2). None for both: every slot has its own for good, nothing can run out, and a fork copies.
       state_dtype, entry_dtype: As in `init_pool`.
       kv_limit: Entries up to which a slot that never folded stays KV-only, where that is more than its limit: for all
-        or int32 [slots] for each. It reads no checkpoint until then. None: as many as limit says.
+        or one for each slot. It reads no checkpoint until then. None: as many as limit says.
 
     Raises:
       ValueError: A size below 1 or not a whole number, limit or kv_limit above 2**20, or more entries than int32 can
@@ -134,19 +134,19 @@ def init(
 def prefill(
     spec: RecurrenceSpec,
     cache: BufferedState,
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array | None = None,
-    beta: Array | None = None,
+    q: Float[Array, "rows time key_heads key_dim"],
+    k: Float[Array, "rows time key_heads key_dim"],
+    v: Float[Array, "rows time heads value_dim"],
+    log_decay: Float32[Array, "rows time heads ..."] | None = None,
+    beta: Float32[Array, "rows time heads"] | None = None,
     *,
-    slots: Array,
-    lengths: Array | None = None,
-    keep: int | Array = 0,
+    slots: Int[Array, "rows"],
+    lengths: Int[Array, "rows"] | None = None,
+    keep: int | Int[Array, "rows"] = 0,
     chunk_size: int = 64,
     implementation: str = "auto",
     target: Target | str | None = None,
-) -> tuple[Array, BufferedState]:
+) -> tuple[Float[Array, "rows time heads value_dim"], BufferedState]:
     """Takes in a prompt: the state after it becomes the slot's checkpoint, all but the last `keep` tokens' part of it.
 
     It continues from what the slot holds (use `reset` for a new request); pending entries are dropped. If `keep` has
@@ -154,18 +154,18 @@ def prefill(
     those that were live are folded.
 
     Args:
-      q, k, v, log_decay, beta: As in `recurrent`, [rows, time, ...]. Keys are rounded to the entry dtype first, as in
+      q, k, v, log_decay, beta: As in `recurrent`. Keys are rounded to the entry dtype first, as in
         `extend`, whether or not they stay as entries.
-      slots: int32 [rows], the physical slot of each row; 0 writes nothing; no other slot twice.
-      lengths: int32 [rows], the real tokens of each row, in [0, time]; None: all.
-      keep: How many last tokens stay as entries in the ring, one number or int32 [rows]; at most the ring's size (see
+      slots: The physical slot of each row; 0 writes nothing; no other slot twice.
+      lengths: The real tokens of each row, in [0, time]; None: all.
+      keep: How many last tokens stay as entries in the ring, one number or one a row; at most the ring's size (see
         `init`) less max_pending.
       chunk_size: As in `chunked`.
       implementation: "auto" or "xla": there is no kernel yet.
       target: As in `extend_pool`.
 
     Returns:
-      out [rows, time, heads, value_dim] (zero past `lengths` and for slot 0), and the memory.
+      out (zero past `lengths` and for slot 0), and the memory.
 
     Raises:
       ValueError: A shape or dtype does not fit, or slots, lengths, keep or chunk_size are out of range or a slot is
@@ -184,19 +184,19 @@ def prefill(
 def extend(
     spec: RecurrenceSpec,
     cache: BufferedState,
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array | None = None,
-    beta: Array | None = None,
+    q: Float[Array, "rows time key_heads key_dim"],
+    k: Float[Array, "rows time key_heads key_dim"],
+    v: Float[Array, "rows time heads value_dim"],
+    log_decay: Float32[Array, "rows time heads ..."] | None = None,
+    beta: Float32[Array, "rows time heads"] | None = None,
     *,
-    slots: Array,
-    lengths: Array | None = None,
-    parents: Array | None = None,
+    slots: Int[Array, "rows"],
+    lengths: Int[Array, "rows"] | None = None,
+    parents: Int[Array, "rows time"] | None = None,
     implementation: str = "auto",
     interpret: bool = False,
     target: Target | str | None = None,
-) -> tuple[Array, BufferedState]:
+) -> tuple[Float[Array, "rows time heads value_dim"], BufferedState]:
     """Appends T pending tokens after the committed ones and returns all T outputs; earlier pending tokens are dropped.
 
     A slot folds its committed entries first iff it has some and they and the new ones together exceed its limit.
@@ -208,16 +208,16 @@ def extend(
     other row, and, once the token is rejected, nothing in later launches.
 
     Args:
-      q, k, v, log_decay, beta: As in `recurrent`, [rows, T, ...] with T at most max_pending.
-      slots: int32 [rows], the physical slot of each row; slot 0 gives zeros and writes nothing; no other slot twice.
-      lengths: int32 [rows], the real tokens of each row, 0 for a row that rests; None: all T.
-      parents: int32 [rows, T], for a tree: the token before each one, of a lower index; -1 is the committed tail. A
-        token sees what was committed and its ancestors, so that every branch gives what it gives alone. None: each
-        token follows the one before.
+      q, k, v, log_decay, beta: As in `recurrent`, with T at most max_pending.
+      slots: The physical slot of each row; slot 0 gives zeros and writes nothing; no other slot twice.
+      lengths: The real tokens of each row, 0 for a row that rests; None: all T.
+      parents: For a tree: the token before each one, of a lower index; -1 is the committed tail. A token sees what was
+        committed and its ancestors, so that every branch gives what it gives alone. None: each token follows the one
+        before.
       implementation, interpret, target: As in `extend_pool`.
 
     Returns:
-      out [rows, T, heads, value_dim] in v's dtype (zero past `lengths`), and the memory.
+      out in v's dtype (zero past `lengths`), and the memory.
 
     Raises:
       ValueError: A shape or dtype does not fit, T exceeds max_pending, slots or lengths are out of range or a slot is
@@ -234,18 +234,24 @@ def extend(
     return out, BufferedState(cursor, pool)
 
 
-def commit(cache: BufferedState, accepted: Array, *, slots: Array, path: Array | None = None) -> BufferedState:
+def commit(
+    cache: BufferedState,
+    accepted: Int[Array, "rows"],
+    *,
+    slots: Int[Array, "rows"],
+    path: Int[Array, "rows n"] | None = None,
+) -> BufferedState:
     """Makes the first `accepted` pending entries of each slot, or of a path, real; the rest cease to exist.
 
     Only integers move: no entry is copied and no state is touched, so a rejected draft costs nothing.
 
     Args:
-      accepted: int32 [rows], how many to keep, in [0, pending].
-      slots: int32 [rows]; slot 0 is left as it is; no other slot twice (under jit its first row counts).
-      path: int32 [rows, n], for a tree: the accepted nodes from the root to a leaf, of which the first `accepted`
-        count; what stands past them is ignored. None: the tokens in their order. The parents are not remembered: that
-        it is a path of the tree is not checked, and after a tree None is right only where the first `accepted` tokens
-        are a chain from the root.
+      accepted: How many to keep, in [0, pending].
+      slots: Slot 0 is left as it is; no other slot twice (under jit its first row counts).
+      path: For a tree: the accepted nodes from the root to a leaf, of which the first `accepted` count; what stands
+        past them is ignored. None: the tokens in their order. The parents are not remembered: that it is a path of the
+        tree is not checked, and after a tree None is right only where the first `accepted` tokens are a chain from the
+        root.
 
     Raises:
       ValueError: `accepted`, `path` or a slot is out of range, or a slot repeated (checked where their values are
@@ -261,7 +267,7 @@ def fold(
     spec: RecurrenceSpec,
     cache: BufferedState,
     *,
-    slots: Array,
+    slots: Int[Array, "rows"],
     implementation: str = "auto",
     interpret: bool = False,
     target: Target | str | None = None,
@@ -271,7 +277,7 @@ def fold(
     Pending entries stay pending. Slot 0, and slots with nothing committed in the ring, are left as they are.
 
     Args:
-      slots: int32 [rows], no slot but 0 twice.
+      slots: No slot but 0 twice.
       implementation, interpret, target: As in `extend_pool`.
 
     Raises:
@@ -284,7 +290,7 @@ def fold(
     return BufferedState(cursor, pool)
 
 
-def fork(cache: BufferedState, source: Array, target: Array) -> BufferedState:
+def fork(cache: BufferedState, source: Int[Array, "..."], target: Int[Array, "..."]) -> BufferedState:
     """Makes each target slot hold what its source committed (beams, several samples of one prompt).
 
     With `states` or `blocks` (see `init`) the two share the checkpoint and every full block until one of them folds;
@@ -292,7 +298,7 @@ def fork(cache: BufferedState, source: Array, target: Array) -> BufferedState:
     slot has its own rows and all that is alive is copied to the target's.
 
     Args:
-      source, target: int32 [rows], or one number; one source may have many targets. Sources are read as they were
+      source, target: One a row, or one number; one source may have many targets. Sources are read as they were
         before the call, so that slots may trade places; targets forget what they held, and take the source's limit. A
         row with a 0, or whose source is its target, is left out. No target twice (under jit its first row counts).
 
@@ -320,13 +326,13 @@ def raise_exhausted(cache: BufferedState) -> None:
     raise_missing_rows(cache.cursor.sharing)
 
 
-def reset(cache: BufferedState, slots: Array) -> BufferedState:
+def reset(cache: BufferedState, slots: Int[Array, "rows"]) -> BufferedState:
     """Empties slots for their next owner. Only integers move: what the arrays hold is never read again.
 
     Shared rows and blocks are given back, and the note of rows that lacked some (see `raise_exhausted`) is cleared.
 
     Args:
-      slots: int32 [rows]; a slot that is there several times is emptied once.
+      slots: A slot that is there several times is emptied once.
 
     Raises:
       ValueError: A slot is out of range, where that is known.
@@ -334,11 +340,13 @@ def reset(cache: BufferedState, slots: Array) -> BufferedState:
     return dataclasses.replace(cache, cursor=reset_cursor(cache.cursor, slots))
 
 
-def read(spec: RecurrenceSpec, cache: BufferedState, slots: Array) -> Array:
-    """The committed state of each slot, f32 [rows, heads, value_dim, key_dim]; zeros for slot 0.
+def read(
+    spec: RecurrenceSpec, cache: BufferedState, slots: Int[Array, "rows"]
+) -> Float32[Array, "rows heads value_dim key_dim"]:
+    """The committed state of each slot; zeros for slot 0.
 
     Args:
-      slots: int32 [rows]; a slot may be there several times.
+      slots: A slot may be there several times.
 
     Raises:
       ValueError: A slot is out of range, where that is known.
@@ -346,13 +354,18 @@ def read(spec: RecurrenceSpec, cache: BufferedState, slots: Array) -> Array:
     return read_pool(spec, cache.pool, held(cache.cursor, checked_slots(slots, cache.cursor.length.shape[0])))
 
 
-def load(cache: BufferedState, state: Array, tokens: Array, slots: Array) -> BufferedState:
+def load(
+    cache: BufferedState,
+    state: Float[Array, "rows heads value_dim key_dim"],
+    tokens: Int[Array, "rows"],
+    slots: Int[Array, "rows"],
+) -> BufferedState:
     """Gives each slot a state computed elsewhere, in place of what it held.
 
     Args:
-      state: [rows, heads, value_dim, key_dim], stored as the checkpoints are (see `init_pool`).
-      tokens: int32 [rows], how many tokens the state holds, at least 1 (0 leaves the slot empty).
-      slots: int32 [rows], no slot but 0 twice (under jit its first row counts).
+      state: Stored as the checkpoints are (see `init_pool`).
+      tokens: How many tokens the state holds, at least 1 (0 leaves the slot empty).
+      slots: No slot but 0 twice (under jit its first row counts).
 
     Raises:
       ValueError: The state's shape or dtype does not fit the pool; or (where that is known) tokens are negative, or a

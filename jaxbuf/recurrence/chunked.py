@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Float, Float32, Int
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.recurrence.recurrent import HIGHEST, real_positions
 from jaxbuf.recurrence.spec import RecurrenceSpec, check_inputs, check_state
@@ -36,19 +36,26 @@ matmul = partial(jnp.matmul, precision=HIGHEST)
 
 def chunked(
     spec: RecurrenceSpec,
-    state: Array | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array | None = None,
-    beta: Array | None = None,
+    state: Float[Array, "batch heads value_dim key_dim"] | None,
+    q: Float[Array, "batch time key_heads key_dim"],
+    k: Float[Array, "batch time key_heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    log_decay: Float32[Array, "batch time heads ..."] | None = None,
+    beta: Float32[Array, "batch time heads"] | None = None,
     *,
     chunk_size: int = 64,
-    lengths: Array | None = None,
+    lengths: Int[Array, "batch"] | None = None,
     return_updates: bool = False,
     implementation: str = "auto",
     target: Target | str | None = None,
-) -> tuple[Array, Array] | tuple[Array, Array, Array]:
+) -> (
+    tuple[Float[Array, "batch time heads value_dim"], Float32[Array, "batch heads value_dim key_dim"]]
+    | tuple[
+        Float[Array, "batch time heads value_dim"],
+        Float32[Array, "batch heads value_dim key_dim"],
+        Float32[Array, "batch time heads value_dim"],
+    ]
+):
     """Computes what `recurrent` computes, `chunk_size` tokens at a time. Differentiable; memory is linear in time.
 
     No decay is too strong: every weight is a product of factors at most 1, -inf included.
@@ -66,8 +73,7 @@ def chunked(
       target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
     Returns:
-      out [batch, time, heads, value_dim] in v's dtype, the final state f32 [batch, heads, value_dim, key_dim], and with
-      return_updates u f32 [batch, time, heads, value_dim].
+      out in v's dtype, the final state, and with return_updates u.
 
     Raises:
       ValueError: An argument's shape or dtype does not fit `spec`, or chunk_size is below 1 or not a whole number.
@@ -83,16 +89,20 @@ def chunked(
 @jax.named_scope("recurrence")
 def solve_chunks(
     spec: RecurrenceSpec,
-    state: Array | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array | None,
-    beta: Array | None,
+    state: Float[Array, "batch heads value_dim key_dim"] | None,
+    q: Float[Array, "batch time key_heads key_dim"],
+    k: Float[Array, "batch time key_heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    log_decay: Float32[Array, "batch time heads ..."] | None,
+    beta: Float32[Array, "batch time heads"] | None,
     *,
     chunk_size: int,
-    lengths: Array | None,
-) -> tuple[Array, Array, Array]:
+    lengths: Int[Array, "batch"] | None,
+) -> tuple[
+    Float[Array, "batch time heads value_dim"],
+    Float32[Array, "batch heads value_dim key_dim"],
+    Float32[Array, "batch time heads value_dim"],
+]:
     """`chunked` with its updates; arguments and errors as there."""
     check_inputs(spec, q, k, v, log_decay, beta)
     if state is not None:
@@ -202,7 +212,7 @@ def _channel_pairs(rows: Sequence[Array], keys: Array, log_decay: Array) -> tupl
 
 
 @jax.custom_jvp
-def unit_lower_inverse(matrix: Array) -> Array:
+def unit_lower_inverse(matrix: Float32[Array, "... n n"]) -> Float32[Array, "... n n"]:
     """The inverse of a unit lower triangular matrix, by matrix products alone.
 
     Both halves of the diagonal are inverted first; the corner is then −D⁻¹ C A⁻¹. Every step is an exact elimination,
@@ -210,10 +220,7 @@ def unit_lower_inverse(matrix: Array) -> Array:
     triangular solve it does not go through a library of the CPU, whose threads wait for those of XLA.
 
     Args:
-      matrix: f32 [..., size, size], size a power of two; only what is below the diagonal is read.
-
-    Returns:
-      [..., size, size].
+      matrix: Its size is a power of two; only what is below the diagonal is read.
     """
     size, leading = matrix.shape[-1], (1,) * (matrix.ndim - 2)
     if size > BLOCK:
@@ -248,8 +255,8 @@ def _joined(left: Array, corner: Array, right: Array) -> Array:
     return jnp.concatenate([top, jnp.concatenate([corner, right], axis=-1)], axis=-2)
 
 
-def decay_between(log_decay: Array) -> Array:
-    """[..., c] -> [..., c, c]: at (t, s) exp of the sum of log_decay over (s, t], and 0 for s > t.
+def decay_between(log_decay: Float32[Array, "... n"]) -> Float32[Array, "... n n"]:
+    """At (t, s) exp of the sum of log_decay over (s, t], and 0 for s > t.
 
     The sums run from s itself, so that no difference of two long cumulative sums is ever taken; they are masked before
     exp, so that gradients are finite at any decay.
@@ -259,6 +266,6 @@ def decay_between(log_decay: Array) -> Array:
     return jnp.exp(jnp.where(lower(size, ndim, 0), sums, -jnp.inf))
 
 
-def lower(size: int, ndim: int, diagonal: int) -> Array:
+def lower(size: int, ndim: int, diagonal: int) -> Bool[Array, "..."]:
     """bool [1, .., size, size] of rank ndim: True on and below the given diagonal."""
     return jnp.tril(jnp.ones((size, size), bool), diagonal).reshape((1,) * (ndim - 2) + (size, size))

@@ -10,16 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_slots
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Int, Int32
 from jaxbuf.memory.tree import check_parents
 
 
-def init_ring(*, slots: int, channels: int, width: int, max_pending: int, dtype: jnp.dtype) -> Array:
-    """Returns an empty ring [slots + 1, width - 1 + max_pending, channels]; row 0 is the null slot.
+def init_ring(
+    *, slots: int, channels: int, width: int, max_pending: int, dtype: jnp.dtype
+) -> Float[Array, "{slots}+1 {width}-1+{max_pending} {channels}"]:
+    """Returns an empty ring; row 0 is the null slot.
 
     It has room for the pending inputs and the width - 1 inputs before them. So a pending input never overwrites one
-    that the next step may read, however many of the pending ones are accepted. The dtype is that of the
-    inputs.
+    that the next step may read, however many of the pending ones are accepted. The dtype is that of the inputs.
 
     Raises:
       ValueError: A size below 1 (width below 2), or not a whole number.
@@ -29,22 +30,26 @@ def init_ring(*, slots: int, channels: int, width: int, max_pending: int, dtype:
     return jnp.zeros((slots + 1, width - 1 + max_pending, channels), dtype)
 
 
-def init_ring_order(*, slots: int, width: int, max_pending: int) -> Array:
-    """Returns the index list int32 [slots + 1, width - 1 + max_pending] of rings that serve trees: the identity."""
+def init_ring_order(*, slots: int, width: int, max_pending: int) -> Int32[Array, "{slots}+1 {width}-1+{max_pending}"]:
+    """Returns the index list of rings that serve trees: the identity."""
     size = width - 1 + max_pending
     return jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], (slots + 1, size))
 
 
-def causal_convolution(x: Array, weight: Array, previous: Array | None = None) -> Array:
+def causal_convolution(
+    x: Float[Array, "batch time channels"],
+    weight: Float[Array, "channels width"],
+    previous: Float[Array, "batch width-1 channels"] | None = None,
+) -> Float[Array, "batch time channels"]:
     """Convolves each channel with its own taps over the current and the last width - 1 inputs; no activation.
 
     Args:
-      x: [batch, time, channels].
-      weight: [channels, width]; tap width - 1 meets the current input, tap 0 the oldest.
-      previous: [batch, width - 1, channels], the inputs before x, oldest first. None: zeros.
+      x: The inputs.
+      weight: Tap width - 1 meets the current input, tap 0 the oldest.
+      previous: The inputs before x, oldest first. None: zeros.
 
     Returns:
-      y [batch, time, channels] in x's dtype, summed in float32.
+      y in x's dtype, summed in float32.
 
     Raises:
       ValueError: A shape that does not fit.
@@ -68,36 +73,36 @@ def causal_convolution(x: Array, weight: Array, previous: Array | None = None) -
 
 
 def extend_ring(
-    ring: Array,
-    weight: Array,
-    x: Array,
+    ring: Float[Array, "slots ring channels"],
+    weight: Float[Array, "channels width"],
+    x: Float[Array, "rows time channels"],
     *,
-    slots: Array,
-    start: Array,
-    lengths: Array,
-    order: Array | None = None,
-    parents: Array | None = None,
-) -> tuple[Array, Array]:
+    slots: Int[Array, "rows"],
+    start: Int[Array, "rows"],
+    lengths: Int[Array, "rows"],
+    order: Int32[Array, "slots ring"] | None = None,
+    parents: Int[Array, "rows time"] | None = None,
+) -> tuple[Float[Array, "rows time channels"], Float[Array, "slots ring channels"]]:
     """Convolves the next inputs of each slot with what its ring holds before them, and writes them into the ring.
 
     Serves prefill (any time) and decoding alike. Pending inputs (at most the ring's max_pending, see `init_ring`) are
     rolled back by calling again with a smaller `start`: they are overwritten or never read.
 
     Args:
-      ring: [slots + 1, ring, channels], from `init_ring`.
-      weight: [channels, width].
-      x: [rows, time, channels], the inputs of positions start .. start + time - 1.
-      slots: int32 [rows], the physical slot of each row. Slot 0 is null: nothing is written, zeros come back. No other
-        slot twice: under jit it is not specified which row's inputs the slot's ring then holds.
-      start: int32 [rows], the committed tokens of each row's slot, at least 0. Before the first token are zeros.
-      lengths: int32 [rows], how many of the inputs are real, in [0, time]; the others are not written and give zeros.
-      order: int32 [slots + 1, ring], the ring row of the inputs p % ring, from `init_ring_order`; None: p % ring
-        itself. `tree.permute` with first = start brings an accepted path to the front.
-      parents: int32 [rows, time], the input before each one, of a lower index, -1 for the committed tail; needs `order`
-        and at most max_pending inputs. None: each follows the one before.
+      ring: From `init_ring`.
+      weight: As in `causal_convolution`.
+      x: The inputs of positions start .. start + time - 1.
+      slots: The physical slot of each row. Slot 0 is null: nothing is written, zeros come back. No other slot twice:
+        under jit it is not specified which row's inputs the slot's ring then holds.
+      start: The committed tokens of each row's slot, at least 0. Before the first token are zeros.
+      lengths: How many of the inputs are real, in [0, time]; the others are not written and give zeros.
+      order: The ring row of the inputs p % ring, from `init_ring_order`; None: p % ring itself. `tree.permute` with
+        first = start brings an accepted path to the front.
+      parents: The input before each one, of a lower index, -1 for the committed tail; needs `order` and at most
+        max_pending inputs. None: each follows the one before.
 
     Returns:
-      y [rows, time, channels] in x's dtype, before the activation, and the ring.
+      y in x's dtype, before the activation, and the ring.
 
     Raises:
       ValueError: Integers that do not fit; or, where they are known, out of range (under jit a slot out of range is a
@@ -132,8 +137,14 @@ def extend_ring(
     return y, ring.at[slots[:, None], rows].set(x.astype(ring.dtype), mode="drop")
 
 
-def launch_integers(ring: Array, slots: Array, start: Array, lengths: Array, time: int) -> tuple[Array, Array, Array]:
-    """slots, start and lengths of a launch of `time` inputs, checked as `extend_ring` says, int32 [rows]."""
+def launch_integers(
+    ring: Float[Array, "slots ring channels"],
+    slots: Int[Array, "rows"],
+    start: Int[Array, "rows"],
+    lengths: Int[Array, "rows"],
+    time: int,
+) -> tuple[Int32[Array, "rows"], Int32[Array, "rows"], Int32[Array, "rows"]]:
+    """slots, start and lengths of a launch of `time` inputs, checked as `extend_ring` says."""
     rows, most = checked_slots(slots, ring.shape[0], once=True), np.iinfo(np.int32).max - time
     for name, integers, high in (("start", start, most), ("lengths", lengths, time)):
         check_rows(name, jnp.asarray(integers), rows.shape[0])

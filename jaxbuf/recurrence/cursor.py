@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.arguments import check_sizes
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Int, Int32
 from jaxbuf.memory.sequences import Commit, make_commit, put
 from jaxbuf.memory.tree import permute
 from jaxbuf.recurrence.shared_rows import Sharing, default_counts, init_sharing, raise_missing_rows
@@ -23,32 +23,32 @@ class Cursor:
     (logical) lies at ring position order[(origin + i) % ring], which block_table maps to a block.
 
     Attributes:
-      checkpoint_of: int32 [slots + 1], the row of the checkpoint pool that holds the slot's state.
-      fold_to: int32 [slots + 1], the row that the slot's folds write. With `sharing` the row is chosen anew at each
-        fold, and this is the one that the last fold wrote.
-      block_table: int32 [slots + 1, max_blocks]; 0 where there is no block.
-      order: int32 [slots + 1, ring], logical to ring position.
-      origin, length, pending: int32 [slots + 1].
-      limit: int32 [slots + 1], entries from which the slot folds; more than `ring` less max_pending counts as that.
-      folded: int32 [slots + 1], tokens in the checkpoint; 0: it holds nothing and is not read.
+      checkpoint_of: The row of the checkpoint pool that holds the slot's state.
+      fold_to: The row that the slot's folds write. With `sharing` the row is chosen anew at each fold, and this is the
+        one that the last fold wrote.
+      block_table: The blocks of each slot; 0 where there is no block.
+      order: Logical to ring position.
+      origin, length, pending: As said.
+      limit: Entries from which the slot folds; more than `ring` less max_pending counts as that.
+      folded: Tokens in the checkpoint; 0: it holds nothing and is not read.
       max_pending: The most tokens of one launch (static).
       sharing: Who owns the rows and blocks that slots take when they need them; None: every slot has its own for good.
-      kv_limit: int32 [slots + 1], entries up to which a slot that never folded stays KV-only, where that is more than
-        its limit; None: as many as its limit says.
+      kv_limit: Entries up to which a slot that never folded stays KV-only, where that is more than its limit; None: as
+        many as its limit says.
     """
 
-    checkpoint_of: Array
-    fold_to: Array
-    block_table: Array
-    order: Array
-    origin: Array
-    length: Array
-    pending: Array
-    limit: Array
-    folded: Array
+    checkpoint_of: Int32[Array, "slots"]
+    fold_to: Int32[Array, "slots"]
+    block_table: Int32[Array, "slots max_blocks"]
+    order: Int32[Array, "slots ring"]
+    origin: Int32[Array, "slots"]
+    length: Int32[Array, "slots"]
+    pending: Int32[Array, "slots"]
+    limit: Int32[Array, "slots"]
+    folded: Int32[Array, "slots"]
     max_pending: int = dataclasses.field(metadata={"static": True})
     sharing: Sharing | None = None
-    kv_limit: Array | None = None
+    kv_limit: Int32[Array, "slots"] | None = None
 
     @property
     def ring(self) -> int:
@@ -56,21 +56,21 @@ class Cursor:
         return self.order.shape[1]
 
     @property
-    def position(self) -> Array:
-        """int32 [slots + 1]: committed tokens of each slot."""
+    def position(self) -> Int32[Array, "slots"]:
+        """Committed tokens of each slot."""
         return self.folded + self.length
 
 
 def init_cursor(
     *,
     slots: int,
-    limit: int | Array | np.ndarray = 16,
+    limit: int | Int[Array, "n"] | np.ndarray = 16,
     max_pending: int = 8,
     block_size: int = BLOCK_SIZE,
     states: int | None = None,
     blocks: int | None = None,
     shares: bool = False,
-    kv_limit: int | Array | np.ndarray | None = None,
+    kv_limit: int | Int[Array, "n"] | np.ndarray | None = None,
 ) -> Cursor:
     """A cursor for `slots` empty requests: physical slots 1 to `slots`.
 
@@ -149,10 +149,12 @@ def checked_limits(limit: object, slots: int, *, longest: int | None = None, nam
     return np.array(numbers, np.int32).reshape(limits.shape)
 
 
-def commit_cursor(cursor: Cursor, accepted: Array, slots: Array, path: Array | None = None) -> Cursor:
-    """Makes the first `accepted` (int32 [rows]) pending tokens of each slot real; the rest cease to exist.
+def commit_cursor(
+    cursor: Cursor, accepted: Int[Array, "rows"], slots: Int[Array, "rows"], path: Int[Array, "rows n"] | None = None
+) -> Cursor:
+    """Makes the first `accepted` pending tokens of each slot real; the rest cease to exist.
 
-    With `path` (int32 [rows, n]) they are the first `accepted` nodes of it, root to leaf, and `order` is permuted so
+    With `path` they are the first `accepted` nodes of it, root to leaf, and `order` is permuted so
     that they come first.
     """
     raise_missing_rows(cursor.sharing)
@@ -174,8 +176,8 @@ def commit_entries(cursor: Cursor, done: Commit) -> Cursor:
     )
 
 
-def rollback_entries(cursor: Cursor, slots: Array, count: Array) -> Cursor:
-    """The cursor whose slots' last `count` committed entries (int32 [rows]) are pending again.
+def rollback_entries(cursor: Cursor, slots: Int32[Array, "rows"], count: Int32[Array, "rows"]) -> Cursor:
+    """The cursor whose slots' last `count` committed entries are pending again.
 
     Entries that were folded since stay where they are: whoever rolls back sees to it that none was.
     """
@@ -186,8 +188,8 @@ def rollback_entries(cursor: Cursor, slots: Array, count: Array) -> Cursor:
     )
 
 
-def thresholds(cursor: Cursor, slots: Array) -> Array:
-    """int32 [rows]: the entries from which each slot folds; one that never folded stays KV-only up to its kv_limit."""
+def thresholds(cursor: Cursor, slots: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
+    """The entries from which each slot folds; one that never folded stays KV-only up to its kv_limit."""
     limit = cursor.limit[slots]
     if cursor.kv_limit is not None:
         limit = jnp.where(cursor.folded[slots] > 0, limit, jnp.maximum(limit, cursor.kv_limit[slots]))

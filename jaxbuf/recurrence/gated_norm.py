@@ -6,35 +6,32 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float
 from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.target import Target
 
 
 def gated_norm(
-    out: Array,
-    z: Array,
-    weight: Array,
+    out: Float[Array, "rows time heads value_dim"],
+    z: Float[Array, "rows time heads*value_dim"],
+    weight: Float[Array, "value_dim"],
     *,
     eps: float,
     implementation: str = "auto",
     interpret: bool = False,
     target: Target | str | None = None,
-) -> Array:
+) -> Float[Array, "rows time heads*value_dim"]:
     """out / rms(out) · weight · silu(z), the norm over each head's value_dim, in float32. Differentiable.
 
     The norm is rounded to out's dtype, its product with the gate to z's.
 
     Args:
-      out: [rows, T, heads, value_dim], from `extend`.
-      z: [rows, T, heads · value_dim].
-      weight: [value_dim].
+      out: From `extend`.
+      z: The gate, before silu.
+      weight: Of the norm.
       eps: Is added to the mean of squares.
       implementation, interpret, target: As in `jaxbuf.recurrence.launch.extend_pool`; target None: what z lies on. The
         gradient of a kernel is that of the definition, compiled by XLA.
-
-    Returns:
-      [rows, T, heads · value_dim] in z's dtype.
 
     Raises:
       ValueError: A shape does not fit, or the implementation asked for can't serve the call; it says why.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Float32, Int32
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.recurrence import pool as xla
@@ -23,23 +23,23 @@ def extend_pool(
     spec: RecurrenceSpec,
     pool: Pool,
     step: Step,
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array | None = None,
-    beta: Array | None = None,
+    q: Float[Array, "rows time key_heads key_dim"],
+    k: Float[Array, "rows time key_heads key_dim"],
+    v: Float[Array, "rows time heads value_dim"],
+    log_decay: Float32[Array, "rows time heads ..."] | None = None,
+    beta: Float32[Array, "rows time heads"] | None = None,
     *,
     implementation: str = "auto",
     interpret: bool = False,
     target: Target | str | None = None,
-) -> tuple[Array, Pool]:
+) -> tuple[Float[Array, "rows time heads value_dim"], Pool]:
     """`extend` for one layer, with the integers that `begin` made for all of them.
 
     Args:
       spec: The layer's family and sizes.
       pool: Its arrays.
       step: From `begin`.
-      q, k, v, log_decay, beta: As in `recurrent`, [rows, T, ...].
+      q, k, v, log_decay, beta: As in `recurrent`.
       implementation: "xla", "gpu" (an NVIDIA Hopper GPU), or "auto": the target's kernel where it serves the call, else
         "xla".
       interpret: Run the kernel that was named in Pallas' interpreter, on any platform: slow, for tests.
@@ -47,7 +47,7 @@ def extend_pool(
         `jaxbuf.target.resolve_target`.
 
     Returns:
-      out [rows, T, heads, value_dim] in v's dtype, and the pool.
+      out in v's dtype, and the pool.
 
     Raises:
       ValueError: A shape or dtype does not fit, or the implementation asked for can't serve the call; it says why.
@@ -86,13 +86,13 @@ def fold_pool(
     spec: RecurrenceSpec,
     pool: Pool,
     before: Held,
-    write: Array,
+    write: Int32[Array, "rows"],
     *,
     implementation: str = "auto",
     interpret: bool = False,
     target: Target | str | None = None,
 ) -> Pool:
-    """`fold` for one layer: the state that `before` describes is written to the rows `write` (int32 [rows]).
+    """`fold` for one layer: the state that `before` describes is written to the rows `write`.
 
     Args:
       spec, pool, implementation, interpret: As in `extend_pool`.

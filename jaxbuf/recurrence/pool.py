@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Float32, Int32, Shaped
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.recurrence.begin import Held, PrefillStep, Step
 from jaxbuf.recurrence.chunked import solve_chunks
@@ -26,21 +26,21 @@ class Pool:
     """One layer's memory, shared by all slots. Row 0 of checkpoints and block 0 are null: never read nor written.
 
     Attributes:
-      checkpoints: f32 or bf16 [states, heads, value_dim, key_dim]: the states, or the high halves of split ones.
-      keys: [blocks, block_size, key_heads, key_dim], in the entry dtype.
-      updates: [blocks, block_size, heads, value_dim], in the entry dtype: u with the delta rule, v without.
-      gates: f32 [blocks, block_size, heads, decay width (+ 1 without delta)]: log_decay, then without delta beta.
-      low: bf16 or int8, as `checkpoints`: the low halves of split states, which only folds and prefill read and write.
+      checkpoints: f32 or bf16: the states, or the high halves of split ones.
+      keys: In the entry dtype.
+      updates: In the entry dtype: u with the delta rule, v without.
+      gates: log_decay, then without delta beta: n is the decay's width (+ 1 without delta).
+      low: bf16 or int8: the low halves of split states, which only folds and prefill read and write.
         None if states are not split.
-      low_scales: f32 [states, heads, value_dim]: what an int8 `low` is multiplied with; None without one.
+      low_scales: What an int8 `low` is multiplied with; None without one.
     """
 
-    checkpoints: Array
-    keys: Array
-    updates: Array
-    gates: Array
-    low: Array | None = None
-    low_scales: Array | None = None
+    checkpoints: Float[Array, "states heads value_dim key_dim"]
+    keys: Float[Array, "blocks block_size key_heads key_dim"]
+    updates: Float[Array, "blocks block_size heads value_dim"]
+    gates: Float32[Array, "blocks block_size heads n"]
+    low: Shaped[Array, "states heads value_dim key_dim"] | None = None
+    low_scales: Float32[Array, "states heads value_dim"] | None = None
 
     @property
     def state_format(self) -> StateFormat:
@@ -103,12 +103,12 @@ def extend_with_xla(
     spec: RecurrenceSpec,
     pool: Pool,
     step: Step,
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array | None,
-    beta: Array | None,
-) -> tuple[Array, Pool]:
+    q: Float[Array, "rows time key_heads key_dim"],
+    k: Float[Array, "rows time key_heads key_dim"],
+    v: Float[Array, "rows time heads value_dim"],
+    log_decay: Float32[Array, "rows time heads ..."] | None,
+    beta: Float32[Array, "rows time heads"] | None,
+) -> tuple[Float[Array, "rows time heads value_dim"], Pool]:
     """`launch.extend_pool`, which has checked the arguments, as XLA compiles it."""
     rows, time = v.shape[:2]
     # The fold comes first, so that the step depends on the pool after it and the pool can change in place.
@@ -199,14 +199,14 @@ def prefill_pool(
     spec: RecurrenceSpec,
     pool: Pool,
     step: PrefillStep,
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array | None = None,
-    beta: Array | None = None,
+    q: Float[Array, "rows time key_heads key_dim"],
+    k: Float[Array, "rows time key_heads key_dim"],
+    v: Float[Array, "rows time heads value_dim"],
+    log_decay: Float32[Array, "rows time heads ..."] | None = None,
+    beta: Float32[Array, "rows time heads"] | None = None,
     *,
     chunk_size: int = 64,
-) -> tuple[Array, Pool]:
+) -> tuple[Float[Array, "rows time heads value_dim"], Pool]:
     """`prefill` for one layer, with the integers that `begin_prefill` made for all of them."""
     check_inputs(spec, q, k, v, log_decay, beta)
     check_pool(spec, pool)
@@ -241,15 +241,14 @@ def prefill_pool(
 
 
 @jax.named_scope("recurrence")
-def fold_with_xla(spec: RecurrenceSpec, pool: Pool, before: Held, write: Array) -> Pool:
-    """The pool after the state that `before` describes is written to the rows `write` (int32 [rows]); rows past the
-    pool are not written."""
+def fold_with_xla(spec: RecurrenceSpec, pool: Pool, before: Held, write: Int32[Array, "rows"]) -> Pool:
+    """The pool after the state that `before` describes is written to the rows `write`; rows past the pool are not
+    written."""
     return store_states(pool, read_pool(spec, pool, before), write)
 
 
-def store_states(pool: Pool, state: Array, write: Array) -> Pool:
-    """Writes states [rows, heads, value_dim, key_dim] to the rows `write` (int32 [rows]); rows past the pool are not
-    written."""
+def store_states(pool: Pool, state: Float[Array, "rows heads value_dim key_dim"], write: Int32[Array, "rows"]) -> Pool:
+    """Writes states to the rows `write`; rows past the pool are not written."""
     high, low, low_scales = encode(state, pool.state_format)
 
     def put(old, new):
@@ -283,8 +282,8 @@ def fork_pool(pool: Pool, copies: Copies) -> Pool:
     return _with_states(dataclasses.replace(pool, keys=keys, updates=updates, gates=gates), states)
 
 
-def read_pool(spec: RecurrenceSpec, pool: Pool, held: Held) -> Array:
-    """f32 [rows, heads, value_dim, key_dim]: checkpoint and live entries summed into the state. KVBuffer, eq. 16."""
+def read_pool(spec: RecurrenceSpec, pool: Pool, held: Held) -> Float32[Array, "rows heads value_dim key_dim"]:
+    """Checkpoint and live entries summed into the state. KVBuffer, eq. 16."""
     index = jnp.arange(held.entries.shape[1], dtype=jnp.int32)[None]
     alive = index < held.live[:, None]
     keys = _per_head(spec, _take(pool.keys, held.entries, alive))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Float32, Int, Int32
 from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.recurrence.convolution import causal_convolution, extend_ring, launch_integers
 from jaxbuf.recurrence.spec import RecurrenceSpec
@@ -24,36 +24,41 @@ class Weights(NamedTuple):
     """The parameters of a layer that stand between its projections and the recurrence.
 
     Attributes:
-      convolution: [channels, width], the channels ordered q | k | v.
-      A_log: f32 [heads], the logarithm of the rate of decay.
-      dt_bias: f32 [heads], is added to a.
+      convolution: The channels ordered q | k | v.
+      A_log: The logarithm of the rate of decay.
+      dt_bias: Is added to a.
     """
 
-    convolution: Array
-    A_log: Array
-    dt_bias: Array
+    convolution: Float[Array, "channels width"]
+    A_log: Float32[Array, "heads"]
+    dt_bias: Float32[Array, "heads"]
 
 
 class Inputs(NamedTuple):
-    """What the recurrence takes: q, k [batch, time, key_heads, key_dim] with q scaled by key_dim^-1/2, v [batch, time,
-    heads, value_dim], log_decay and beta f32 [batch, time, heads]."""
+    """What the recurrence takes, with q scaled by key_dim^-1/2."""
 
-    q: Array
-    k: Array
-    v: Array
-    log_decay: Array
-    beta: Array
+    q: Float[Array, "batch time key_heads key_dim"]
+    k: Float[Array, "batch time key_heads key_dim"]
+    v: Float[Array, "batch time heads value_dim"]
+    log_decay: Float32[Array, "batch time heads"]
+    beta: Float32[Array, "batch time heads"]
 
 
 @jax.named_scope("convolution")
-def prepare_sequence(spec: RecurrenceSpec, weights: Weights, qkv: Array, a: Array, b: Array) -> Inputs:
+def prepare_sequence(
+    spec: RecurrenceSpec,
+    weights: Weights,
+    qkv: Float[Array, "batch time channels"],
+    a: Float32[Array, "batch time heads"],
+    b: Float32[Array, "batch time heads"],
+) -> Inputs:
     """The inputs of the recurrence over sequences that start from nothing. Differentiable.
 
     Args:
       spec: A family with decay="head".
       weights: Of the layer.
-      qkv: [batch, time, channels], channels = 2 · key_heads · key_dim + heads · value_dim, ordered q | k | v.
-      a, b: f32 [batch, time, heads], the projections behind decay and write strength.
+      qkv: Ordered q | k | v; channels = 2 · key_heads · key_dim + heads · value_dim.
+      a, b: The projections behind decay and write strength.
 
     Returns:
       q, k and v in qkv's dtype; log_decay = -exp(A_log) · softplus(a + dt_bias) and beta = sigmoid(b).
@@ -70,25 +75,25 @@ def prepare_sequence(spec: RecurrenceSpec, weights: Weights, qkv: Array, a: Arra
 def prepare(
     spec: RecurrenceSpec,
     weights: Weights,
-    ring: Array,
-    qkv: Array,
-    a: Array,
-    b: Array,
+    ring: Float[Array, "slots ring channels"],
+    qkv: Float[Array, "rows time channels"],
+    a: Float32[Array, "rows time heads"],
+    b: Float32[Array, "rows time heads"],
     *,
-    slots: Array,
-    start: Array,
-    lengths: Array,
-    order: Array | None = None,
-    parents: Array | None = None,
+    slots: Int[Array, "rows"],
+    start: Int[Array, "rows"],
+    lengths: Int[Array, "rows"],
+    order: Int32[Array, "slots ring"] | None = None,
+    parents: Int[Array, "rows time"] | None = None,
     implementation: str = "auto",
     interpret: bool = False,
     target: Target | str | None = None,
-) -> tuple[Inputs, Array]:
+) -> tuple[Inputs, Float[Array, "slots ring channels"]]:
     """The inputs of the recurrence for the next tokens of each slot, which its ring of the last inputs takes in.
 
     Args:
-      spec, weights, qkv, a, b: As in `prepare_sequence`, with [rows, T, ...].
-      ring: [slots + 1, ring, channels], from `init_ring`.
+      spec, weights, qkv, a, b: As in `prepare_sequence`.
+      ring: From `init_ring`.
       slots, start, lengths, order, parents: As in `extend_ring`. Past its length, and for slot 0, a row's q, k and v
         are zeros and nothing is written.
       implementation, interpret, target: As in `extend_pool`; target None: what qkv lies on.
@@ -153,7 +158,7 @@ def _prepare(
     return _inputs(spec, weights, mixed, a, b), ring
 
 
-def l2_normalise(x: Array, *, scale: float = 1.0) -> Array:
+def l2_normalise(x: Float[Array, "..."], *, scale: float = 1.0) -> Float[Array, "..."]:
     """x / sqrt(sum x² + EPS) · scale over the last axis, in float32; returns x's dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * (jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPS) * scale)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Float, Float32, Int
 from jaxbuf.recurrence.spec import RecurrenceSpec, check_inputs, check_state
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -13,29 +13,29 @@ HIGHEST = jax.lax.Precision.HIGHEST
 @jax.named_scope("recurrence")
 def recurrent(
     spec: RecurrenceSpec,
-    state: Array | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array | None = None,
-    beta: Array | None = None,
+    state: Float[Array, "batch heads value_dim key_dim"] | None,
+    q: Float[Array, "batch time key_heads key_dim"],
+    k: Float[Array, "batch time key_heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    log_decay: Float32[Array, "batch time heads ..."] | None = None,
+    beta: Float32[Array, "batch time heads"] | None = None,
     *,
-    lengths: Array | None = None,
-) -> tuple[Array, Array]:
+    lengths: Int[Array, "batch"] | None = None,
+) -> tuple[Float[Array, "batch time heads value_dim"], Float32[Array, "batch heads value_dim key_dim"]]:
     """Runs the recurrence one token after the other, reading and writing the whole state each time.
 
     Args:
       spec: The family.
-      state: [batch, heads, value_dim, key_dim], computed with in float32; None for zeros.
-      q, k: [batch, time, key_heads, key_dim], already scaled and normalised as the family asks.
-      v: [batch, time, heads, value_dim].
-      log_decay: f32 [batch, time, heads] (or [..., key_dim] for decay="channel", None for "none"), at most 0, which is
-        not checked: above 0 the state grows.
-      beta: f32 [batch, time, heads], the write strength; None means 1.
-      lengths: int32 [batch]; positions from there on change no state and give zeros. None: all are real.
+      state: Before the first token, computed with in float32; None for zeros.
+      q, k: Already scaled and normalised as the family asks.
+      v: The values.
+      log_decay: At most 0, which is not checked: above 0 the state grows. For decay="channel" it has a further axis,
+        key_dim; for "none" it is None.
+      beta: The write strength; None means 1.
+      lengths: Positions from there on change no state and give zeros. None: all are real.
 
     Returns:
-      out [batch, time, heads, value_dim] in v's dtype, and the state after each row's last real token, f32.
+      out in v's dtype, and the state after each row's last real token.
 
     Raises:
       ValueError: An argument's shape or dtype does not fit `spec`.
@@ -74,13 +74,15 @@ def recurrent(
     return jnp.moveaxis(out, 0, 1).astype(v.dtype), state
 
 
-def per_head_keys(spec: RecurrenceSpec, x: Array) -> Array:
-    """Repeats q or k [..., key_heads, key_dim] to f32 [..., heads, key_dim]."""
+def per_head_keys(
+    spec: RecurrenceSpec, x: Float[Array, "... key_heads key_dim"]
+) -> Float32[Array, "... heads key_dim"]:
+    """Repeats q or k to all heads, in float32."""
     return jnp.repeat(x.astype(jnp.float32), spec.group, axis=-2)
 
 
-def real_positions(batch: int, time: int, lengths: Array | None) -> Array:
-    """bool [batch, time]: which positions lie before each row's length."""
+def real_positions(batch: int, time: int, lengths: Int[Array, "{batch}"] | None) -> Bool[Array, "{batch} {time}"]:
+    """Which positions lie before each row's length."""
     if lengths is None:
         return jnp.ones((batch, time), bool)
     lengths = jnp.asarray(lengths)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Int32
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.kind import Sizes
 from jaxbuf.memory.sequences import Commit, Launch, put
@@ -31,14 +31,14 @@ class RecurrentShared:
 
     Attributes:
       cursor: The integers of the buffered states.
-      ring_order: int32 [slots + 1, ring], the rows of the convolutions' rings; None without trees or convolutions.
-      reach: int32 [slots + 1], how many tokens the convolutions' rings were written up to since the slot was emptied,
-        those among them that were not committed; None with trees, which are not cut, and without convolutions.
+      ring_order: The rows of the convolutions' rings; None without trees or convolutions.
+      reach: How many tokens the convolutions' rings were written up to since the slot was emptied, those among them
+        that were not committed; None with trees, which are not cut, and without convolutions.
     """
 
     cursor: Cursor
-    ring_order: Array | None = None
-    reach: Array | None = None
+    ring_order: Int32[Array, "slots ring"] | None = None
+    reach: Int32[Array, "slots"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -52,13 +52,13 @@ class RecurrentCache:
     """
 
     pool: Pool
-    ring: Array | None
+    ring: Float[Array, "slots ring channels"] | None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a launch did to the recurrent states of each row: int32 [rows] each.
+    """What a launch did to the recurrent states of each row.
 
     Attributes:
       folds: 1 where a state was written.
@@ -66,9 +66,9 @@ class Work:
       live_entries: Entries of the ring that it had.
     """
 
-    folds: Array
-    checkpoint_reads: Array
-    live_entries: Array
+    folds: Int32[Array, "rows"]
+    checkpoint_reads: Int32[Array, "rows"]
+    live_entries: Int32[Array, "rows"]
 
 
 def init_recurrent(
@@ -90,17 +90,20 @@ def init_recurrent(
     )
 
 
-def work(before: RecurrentShared, after: RecurrentShared, slots: Array) -> Work:
-    """What the launch between the two did to slots (int32 [rows])."""
+def work(before: RecurrentShared, after: RecurrentShared, slots: Int32[Array, "rows"]) -> Work:
+    """What the launch between the two did to slots."""
     was, now = before.cursor, after.cursor
     folds = now.folded[slots] > was.folded[slots]
     return Work(folds.astype(jnp.int32), (was.folded[slots] > 0).astype(jnp.int32), was.length[slots])
 
 
 def with_limits(
-    shared: RecurrentShared, slots: Array, limits: Array | int, name: Literal["limit", "kv_limit"] = "limit"
+    shared: RecurrentShared,
+    slots: Int32[Array, "rows"],
+    limits: Int32[Array, "rows"] | int,
+    name: Literal["limit", "kv_limit"] = "limit",
 ) -> RecurrentShared:
-    """The same with other fold thresholds: int32 [rows], or one number, at most what the rings were made for."""
+    """The same with other fold thresholds, at most what the rings were made for."""
     changed = getattr(shared.cursor, name).at[slots].set(limits, mode="drop")
     return dataclasses.replace(shared, cursor=dataclasses.replace(shared.cursor, **{name: changed}))
 

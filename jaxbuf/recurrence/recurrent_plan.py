@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Int32
 from jaxbuf.recurrence import buffered
 from jaxbuf.recurrence.begin import PrefillStep, Step
 from jaxbuf.recurrence.chunked import chunked
@@ -28,12 +28,12 @@ class WholeRecurrence:
     """Sequences that start from nothing, without a memory: it is None. Differentiable.
 
     Attributes:
-      lengths: int32 [batch], real tokens of each row; None: all.
+      lengths: Real tokens of each row; None: all.
       chunk_size: Of the chunk-parallel recurrence (static).
       target: What the program is compiled for (static); None: what is resolved for each operation.
     """
 
-    lengths: Array | None = None
+    lengths: Int32[Array, "rows"] | None = None
     chunk_size: int = dataclasses.field(default=64, metadata={"static": True})
     target: Target | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -41,12 +41,16 @@ class WholeRecurrence:
         """Gated DeltaNet's inputs from its projections, see `prepare_sequence`."""
         return prepare_sequence(spec, weights, *inputs), None
 
-    def convolve(self, memory: None, weight: Array, x: Array) -> tuple[Array, None]:
-        """The causal convolution of x [batch, time, channels], before bias and activation."""
+    def convolve(
+        self, memory: None, weight: Float[Array, "channels width"], x: Float[Array, "rows time channels"]
+    ) -> tuple[Float[Array, "rows time channels"], None]:
+        """The causal convolution of x, before bias and activation."""
         return causal_convolution(x, weight), None
 
-    def recur(self, memory: None, spec: RecurrenceSpec, *inputs: Any) -> tuple[Array, None]:
-        """The outputs [batch, time, heads, value_dim] for q, k, v, log_decay and beta."""
+    def recur(
+        self, memory: None, spec: RecurrenceSpec, *inputs: Any
+    ) -> tuple[Float[Array, "rows time heads value_dim"], None]:
+        """The outputs for q, k, v, log_decay and beta."""
         how = {"chunk_size": self.chunk_size, "lengths": self.lengths, "target": self.target}
         out, *_ = chunked(spec, None, *inputs, **how)
         return out, None
@@ -59,12 +63,12 @@ class LaunchedRecurrence:
 
     Attributes:
       step: The launch's integers: of an `extend`, or of a `prefill`.
-      ring_order: int32 [slots + 1, ring], the rows of the convolutions' rings; None without trees.
+      ring_order: The rows of the convolutions' rings; None without trees.
       target: As in `WholeRecurrence`.
     """
 
     step: Step | PrefillStep
-    ring_order: Array | None = None
+    ring_order: Int32[Array, "slots ring"] | None = None
     target: Target | None = dataclasses.field(default=None, metadata={"static": True})
 
     def prepare(
@@ -75,14 +79,18 @@ class LaunchedRecurrence:
         found, ring = prepare(spec, weights, memory.ring, *inputs, **self._where, target=self.target)
         return found, dataclasses.replace(memory, ring=ring)
 
-    def convolve(self, memory: "RecurrentCache", weight: Array, x: Array) -> tuple[Array, "RecurrentCache"]:
-        """The causal convolution of x [rows, time, channels], before bias and activation."""
+    def convolve(
+        self, memory: "RecurrentCache", weight: Float[Array, "channels width"], x: Float[Array, "rows time channels"]
+    ) -> tuple[Float[Array, "rows time channels"], "RecurrentCache"]:
+        """The causal convolution of x, before bias and activation."""
         assert memory.ring is not None  # a mixer with a convolution has made it
         y, ring = extend_ring(memory.ring, weight, x, **self._where)
         return y, dataclasses.replace(memory, ring=ring)
 
-    def recur(self, memory: "RecurrentCache", spec: RecurrenceSpec, *inputs: Any) -> tuple[Array, "RecurrentCache"]:
-        """The outputs [rows, time, heads, value_dim] for q, k, v, log_decay and beta."""
+    def recur(
+        self, memory: "RecurrentCache", spec: RecurrenceSpec, *inputs: Any
+    ) -> tuple[Float[Array, "rows time heads value_dim"], "RecurrentCache"]:
+        """The outputs for q, k, v, log_decay and beta."""
         if isinstance(self.step, Step):
             out, pool = buffered.extend_pool(spec, memory.pool, self.step, *inputs, target=self.target)
         else:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Int32
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.ownership import (
     Ownership,
@@ -53,15 +53,21 @@ def init_sharing(states: int, blocks: int) -> Sharing:
     return Sharing(init_ownership(1 + states), init_ownership(1 + blocks))
 
 
-def claim_rows(pools: Sharing, table: Array, checkpoint: Array, folds: Array, appends: Array) -> tuple[Claim, Claim]:
+def claim_rows(
+    pools: Sharing,
+    table: Int32[Array, "rows max_blocks"],
+    checkpoint: Int32[Array, "rows"],
+    folds: Bool[Array, "rows"],
+    appends: Bool[Array, "rows max_blocks"],
+) -> tuple[Claim, Claim]:
     """The checkpoint rows and blocks that the rows of a launch need beside those that they have for themselves.
 
     Args:
       pools: Who owns what.
-      table: int32 [rows, max_blocks], the blocks of each row's slot; 0 where there is none.
-      checkpoint: int32 [rows], its checkpoint row; 0: none.
-      folds: bool [rows], which write their checkpoint.
-      appends: bool [rows, max_blocks], where new entries go.
+      table: The blocks of each row's slot; 0 where there is none.
+      checkpoint: Its checkpoint row; 0: none.
+      folds: Which write their checkpoint.
+      appends: Where new entries go.
     """
     new_state, new_block = _wanted(pools, table, checkpoint, folds, appends)
     blocks = jnp.sum(new_block, axis=1, dtype=jnp.int32)
@@ -69,17 +75,21 @@ def claim_rows(pools: Sharing, table: Array, checkpoint: Array, folds: Array, ap
 
 
 def take_shared(
-    pools: Sharing, table: Array, checkpoint: Array, folds: Array, appends: Array, keeps: Array
-) -> tuple[Array, Array, Sharing]:
+    pools: Sharing,
+    table: Int32[Array, "rows max_blocks"],
+    checkpoint: Int32[Array, "rows"],
+    folds: Bool[Array, "rows"],
+    appends: Bool[Array, "rows max_blocks"],
+    keeps: Bool[Array, "rows max_blocks"],
+) -> tuple[Int32[Array, "rows"], Int32[Array, "rows max_blocks"], Sharing]:
     """Gives the rows of a launch the checkpoint rows and blocks that they will write; enough are free.
 
     Args:
       pools, table, checkpoint, folds, appends: As in `claim_rows`.
-      keeps: bool [rows, max_blocks], where entries lie that are alive after the launch. A row that folds gives back its
-        other blocks.
+      keeps: Where entries lie that are alive after the launch. A row that folds gives back its other blocks.
 
     Returns:
-      target: int32 [rows], the checkpoint row that each folding row writes; its own, if nobody else has it.
+      target: The checkpoint row that each folding row writes; its own, if nobody else has it.
       table, pools: As they are now.
     """
     new_state, new_block = _wanted(pools, table, checkpoint, folds, appends)
@@ -91,8 +101,8 @@ def take_shared(
     return target, now, Sharing(states, release_rows(blocks, jnp.where(now != table, table, 0)))
 
 
-def note_missing(pools: Sharing, states: Array, blocks: Array) -> Sharing:
-    """The pools with a note of how many checkpoint rows and blocks (int32 scalars) were missing.
+def note_missing(pools: Sharing, states: Int32[Array, ""], blocks: Int32[Array, ""]) -> Sharing:
+    """The pools with a note of how many checkpoint rows and blocks were missing.
 
     Raises:
       PoolExhausted: Some were, where that is known.
@@ -108,12 +118,18 @@ def _wanted(pools: Sharing, table: Array, checkpoint: Array, folds: Array, appen
     return new_state, appends & ((table == 0) | is_shared(pools.blocks, table))
 
 
-def count_places(order: Array, origin: Array, first: Array, end: Array, blocks: int) -> Array:
-    """int32 [rows, blocks]: how many of the logical places [first, end) each block of a ring holds.
+def count_places(
+    order: Int32[Array, "rows ring"],
+    origin: Int32[Array, "rows"],
+    first: Int32[Array, "rows"],
+    end: Int32[Array, "rows"],
+    blocks: int,
+) -> Int32[Array, "rows {blocks}"]:
+    """How many of the logical places [first, end) each block of a ring holds.
 
     Args:
-      order: int32 [rows, ring].
-      origin, first, end: int32 [rows].
+      order: Of each row's ring, logical to ring position.
+      origin, first, end: Of each row.
       blocks: Blocks of one ring.
     """
     rows, ring = order.shape

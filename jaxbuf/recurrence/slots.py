@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_range, check_rows, checked_fork, checked_slots, distinct_slots, first_rows
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Int, Int32
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.ownership import NOWHERE, clear_flag, is_shared, release_rows, share_rows, short_of, take_rows
 from jaxbuf.memory.sequences import put
@@ -20,16 +20,16 @@ class Copies:
     """What a fork copies in every layer's pool; the targets are past the pool where nothing is copied.
 
     Attributes:
-      states: int32 [rows] each, checkpoint rows read and written; None: checkpoints are shared, and none is copied.
-      blocks: int32 [rows, max_blocks] each, blocks read and written.
+      states: Checkpoint rows read and written; None: checkpoints are shared, and none is copied.
+      blocks: Blocks read and written.
     """
 
-    states: tuple[Array, Array] | None
-    blocks: tuple[Array, Array]
+    states: tuple[Int32[Array, "rows"], Int32[Array, "rows"]] | None
+    blocks: tuple[Int32[Array, "rows max_blocks"], Int32[Array, "rows max_blocks"]]
 
 
-def reset_cursor(cursor: Cursor, slots: Array) -> Cursor:
-    """Empties slots (int32 [rows]); one that is there twice is emptied once. They keep their limit, and the rows and
+def reset_cursor(cursor: Cursor, slots: Int[Array, "rows"]) -> Cursor:
+    """Empties slots; one that is there twice is emptied once. They keep their limit, and the rows and
     blocks that are theirs; shared ones are given back."""
     # A slot that gave its rows back twice would take them from the slots that share them.
     cursor = _empty(cursor, first_rows(checked_slots(slots, cursor.length.shape[0])))
@@ -39,7 +39,9 @@ def reset_cursor(cursor: Cursor, slots: Array) -> Cursor:
     return dataclasses.replace(cursor, sharing=Sharing(clear_flag(pools.states), clear_flag(pools.blocks)))
 
 
-def load_cursor(cursor: Cursor, tokens: Array, slots: Array) -> tuple[Array, Cursor]:
+def load_cursor(
+    cursor: Cursor, tokens: Int[Array, "rows"], slots: Int[Array, "rows"]
+) -> tuple[Int32[Array, "rows"], Cursor]:
     """The checkpoint rows to write (past the pool where tokens is 0), and the cursor of slots that hold just that.
 
     Raises:
@@ -72,8 +74,8 @@ def load_cursor(cursor: Cursor, tokens: Array, slots: Array) -> tuple[Array, Cur
     return jnp.where(loaded, target, NOWHERE), done
 
 
-def fewest_tokens(cursor: Cursor, slots: Array, *, alone: bool) -> Array:
-    """int32 [rows]: how many of its tokens a slot can be cut back to at least: those in the checkpoint; and if `alone`
+def fewest_tokens(cursor: Cursor, slots: Int32[Array, "rows"], *, alone: bool) -> Int32[Array, "rows"]:
+    """How many of its tokens a slot can be cut back to at least: those in the checkpoint; and if `alone`
     those up to the last entry in a block that another slot owns, too. See `jaxbuf.memory.kind.MemoryKind`."""
     folded = cursor.folded[slots]
     if cursor.sharing is None or not alone:
@@ -86,7 +88,9 @@ def fewest_tokens(cursor: Cursor, slots: Array, *, alone: bool) -> Array:
     return folded + jnp.max(jnp.where(shared, logical + 1, 0), axis=1)
 
 
-def claim_fork(cursor: Cursor, source: Array, target: Array, tokens: Array) -> tuple[Claim, ...]:
+def claim_fork(
+    cursor: Cursor, source: Int32[Array, "rows"], target: Int32[Array, "rows"], tokens: Int[Array, "rows"]
+) -> tuple[Claim, ...]:
     """The checkpoint rows and blocks that a fork takes, where slots share them; see `fork_cursor`."""
     if cursor.sharing is None:
         return ()
@@ -95,16 +99,18 @@ def claim_fork(cursor: Cursor, source: Array, target: Array, tokens: Array) -> t
     return Claim(jnp.zeros_like(blocks), cursor.sharing.states.left), Claim(blocks, cursor.sharing.blocks.left)
 
 
-def fork_cursor(cursor: Cursor, source: Array, target: Array, tokens: Array | None = None) -> tuple[Copies, Cursor]:
+def fork_cursor(
+    cursor: Cursor, source: Int[Array, "rows"], target: Int[Array, "rows"], tokens: Int[Array, "rows"] | None = None
+) -> tuple[Copies, Cursor]:
     """Makes each target slot hold what its source committed, and decides what has to be copied for that.
 
     All sources are read as they were before: slots may trade places. Targets forget what they held.
 
     Args:
-      source, target: int32 [rows]; a row with a 0, or with twice the same slot, is left out. No target twice; under
-        jit the first row of a target counts.
-      tokens: int32 [rows], how many of the source's committed tokens the target holds, the first ones; at least those
-        in the checkpoint. None: all.
+      source, target: A row with a 0, or with twice the same slot, is left out. No target twice; under jit the first row
+        of a target counts.
+      tokens: How many of the source's committed tokens the target holds, the first ones; at least those in the
+        checkpoint. None: all.
 
     Raises:
       ValueError: The two do not fit each other, or slots are out of range or a target repeated, where that is known.

@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Shaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,12 @@ class RecurrenceSpec:
 
 
 def check_inputs(
-    spec: RecurrenceSpec, q: Array, k: Array, v: Array, log_decay: Array | None, beta: Array | None
+    spec: RecurrenceSpec,
+    q: Shaped[Array, "..."],
+    k: Shaped[Array, "..."],
+    v: Shaped[Array, "..."],
+    log_decay: Shaped[Array, "..."] | None,
+    beta: Shaped[Array, "..."] | None,
 ) -> None:
     """Raises a ValueError that names the first argument whose kind, shape or dtype does not fit `spec`."""
     for name, array in {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}.items():
@@ -112,7 +117,7 @@ def check_inputs(
             raise ValueError(f"{name} must be float32 (rounded gates drift over long decodes), got {gate.dtype}")
 
 
-def check_state(state: Array, rows: int, shape: tuple[int, ...]) -> None:
+def check_state(state: Shaped[Array, "..."], rows: int, shape: tuple[int, ...]) -> None:
     """Raises a ValueError unless `state` is an array of floating-point numbers [rows, *shape]."""
     dtype, shape = getattr(state, "dtype", None), (rows, *shape)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

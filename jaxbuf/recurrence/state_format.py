@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Float32, Shaped
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
 SPLIT = {"split": jnp.dtype(jnp.bfloat16), "split8": jnp.dtype(jnp.int8)}
@@ -93,24 +93,28 @@ def state_format(state_dtype: object) -> StateFormat:
     return StateFormat(dtype.name, dtype)
 
 
-def format_of(checkpoints: Array, low: Array | None) -> StateFormat:
+def format_of(
+    checkpoints: Float[Array, "states heads value_dim key_dim"], low: Shaped[Array, "... key_dim"] | None
+) -> StateFormat:
     """The format of a pool's arrays."""
     names = {dtype: name for name, dtype in SPLIT.items()}
     return state_format(checkpoints.dtype if low is None else names[jnp.dtype(low.dtype)])
 
 
-def encode(state: Array, form: StateFormat) -> tuple[Array, Array | None, Array | None]:
+def encode(
+    state: Float[Array, "... key_dim"], form: StateFormat
+) -> tuple[Float[Array, "... key_dim"], Shaped[Array, "... key_dim"] | None, Float32[Array, "..."] | None]:
     """A state as it is stored.
 
     The high half is what steps read, and has to stay that number. The sum of both halves is not kept as one number: it
     could be rounded to another high half.
 
     Args:
-      state: f32 [..., key_dim].
+      state: The state.
       form: The format.
 
     Returns:
-      The numbers or the high half [..., key_dim]; the low half; and its scales, f32 [...]. None for what there is not.
+      The numbers or the high half; the low half; and its scales. None for what there is not.
     """
     if form.low is None:
         return state.astype(form.high), None, None
@@ -124,15 +128,17 @@ def encode(state: Array, form: StateFormat) -> tuple[Array, Array | None, Array 
     return high.astype(form.high), jnp.clip(jnp.round(steps), -LARGEST, LARGEST).astype(form.low), scale
 
 
-def decode(high: Array, low: Array | None, scale: Array | None) -> Array:
-    """f32 [..., key_dim], the state that `encode` stored."""
+def decode(
+    high: Float[Array, "... key_dim"], low: Shaped[Array, "... key_dim"] | None, scale: Float32[Array, "..."] | None
+) -> Float32[Array, "... key_dim"]:
+    """The state that `encode` stored."""
     if low is None:
         return high.astype(jnp.float32)
     rest = low.astype(jnp.float32)
     return high.astype(jnp.float32) + (rest if scale is None else rest * scale[..., None])
 
 
-def rounded(x: Array, dtype: jnp.dtype) -> Array:
+def rounded(x: Float[Array, "..."], dtype: jnp.dtype) -> Float32[Array, "..."]:
     """f32 array of x as `dtype` stores it. XLA may drop a conversion there and back (xla_allow_excess_precision)."""
     limits = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x.astype(jnp.float32), limits.nexp, limits.nmant)
