@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_fork, distinct_slots
 from jaxbuf.attention.paged_memory import PagedMemory
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Int, Int32
 from jaxbuf.memory import sequences
 from jaxbuf.memory.claims import Claim, after, grant, grant_all
 from jaxbuf.memory.kind import MemoryKind, Sizes
@@ -78,7 +78,7 @@ def init_cache(
     *,
     slots: int,
     capacity: int,
-    limit: int | Array = 16,
+    limit: int | Int[Array, "n"] = 16,
     max_pending: int = 8,
     block_size: int = BLOCK_SIZE,
     page_size: int = 16,
@@ -91,7 +91,7 @@ def init_cache(
     entry_dtype: jnp.dtype | None = None,
     state_dtype: object = jnp.float32,
     target: Target | str | None = None,
-    kv_limit: int | Array | None = None,
+    kv_limit: int | Int[Array, "n"] | None = None,
 ) -> Cache:
     """An empty cache. Requests have the physical slots 1 to `slots`; slot 0 is null.
 
@@ -230,12 +230,12 @@ def forked_sizes(
 
 def make_launch(
     cache: Cache,
-    slots: Array | None,
-    lengths: Array | None,
+    slots: Int[Array, "rows"] | None,
+    lengths: Int[Array, "rows"] | None,
     time: int,
     *,
     keep: int | Array | None = None,
-    parents: Array | None = None,
+    parents: Int[Array, "rows time"] | None = None,
 ) -> Launch:
     """A checked launch; slots None: all that run, in order; lengths None: `time` of each. Errors as in
     `jaxbuf.models.decoder.prefill` and `extend`."""
@@ -269,21 +269,27 @@ def begin(cache: Cache, launch: Launch, *, drafts: bool = False) -> tuple[Plans,
     return plans, dataclasses.replace(cache, sequences=sequences.begin(cache.sequences, launch), shared=shared)
 
 
-def whole_plans(time: int, lengths: Array | None = None, chunk_size: int = 64, target: Target | None = None) -> Plans:
+def whole_plans(
+    time: int, lengths: Int[Array, "batch"] | None = None, chunk_size: int = 64, target: Target | None = None
+) -> Plans:
     """Plans for sequences of `time` tokens that start from nothing, without a cache; their memories are None."""
     return {kind: memory.whole(time, lengths, chunk_size, target) for kind, memory in KINDS.items()}
 
 
-def commit(cache: Cache, accepted: Array, *, slots: Array | None = None, path: Array | None = None) -> Cache:
-    """Makes the first `accepted` (int32 [rows]) pending tokens of each slot real; only integers move.
+def commit(
+    cache: Cache,
+    accepted: Int[Array, "rows"],
+    *,
+    slots: Int[Array, "rows"] | None = None,
+    path: Int[Array, "rows n"] | None = None,
+) -> Cache:
+    """Makes the first `accepted` pending tokens of each slot real; only integers move.
 
     Args:
       cache: After `extend`.
-      accepted: int32 [rows], how many, in [0, pending].
-      slots: int32 [rows], physical slots, none but 0 twice (under jit the first row of a slot counts); None: all that
-        run, in order.
-      path: int32 [rows, n], for a tree: the accepted nodes from the root to a leaf, of which the first `accepted`
-        count.
+      accepted: How many, in [0, pending].
+      slots: Physical slots, none but 0 twice (under jit the first row of a slot counts); None: all that run, in order.
+      path: For a tree: the accepted nodes from the root to a leaf, of which the first `accepted` count.
 
     Raises:
       ValueError: `accepted`, `path` or a slot is out of range, or a slot is repeated, where that is known; or a path,
@@ -298,14 +304,14 @@ def commit(cache: Cache, accepted: Array, *, slots: Array | None = None, path: A
     return dataclasses.replace(cache, sequences=sequences.commit(held, done), shared=shared)
 
 
-def rollback(cache: Cache, count: Array, *, slots: Array | None = None) -> Cache:
+def rollback(cache: Cache, count: Int[Array, "rows"], *, slots: Int[Array, "rows"] | None = None) -> Cache:
     """Makes the last `count` committed tokens of each slot pending again, in place of what was; only integers move.
 
     Args:
       cache: Made without trees.
-      count: int32 [rows], at most max_pending, and no more than every memory still holds: a recurrence the entries that
-        it has not folded, a convolution's ring the inputs of max_pending tokens, those read in vain among them. Pages
-        and blocks that a fork shares can't be written again, so that tokens there stay.
+      count: At most max_pending, and no more than every memory still holds: a recurrence the entries that it has not
+        folded, a convolution's ring the inputs of max_pending tokens, those read in vain among them. Pages and blocks
+        that a fork shares can't be written again, so that tokens there stay.
       slots: As in `commit`.
 
     Raises:
@@ -321,7 +327,9 @@ def rollback(cache: Cache, count: Array, *, slots: Array | None = None) -> Cache
     return dataclasses.replace(cache, sequences=held, shared=shared)
 
 
-def fork(cache: Cache, source: Array, target: Array, *, tokens: Array | None = None) -> Cache:
+def fork(
+    cache: Cache, source: Int[Array, "..."], target: Int[Array, "..."], *, tokens: Int[Array, "rows"] | None = None
+) -> Cache:
     """Makes each target slot hold what its source committed (beams, several samples of one prompt, held prefixes).
 
     Checkpoints, full blocks and full pages are shared, if the cache was made for it (see `init_cache`); what both slots
@@ -330,11 +338,11 @@ def fork(cache: Cache, source: Array, target: Array, *, tokens: Array | None = N
 
     Args:
       cache: Without pending tokens in the targets that are still wanted: they are dropped.
-      source, target: int32 [rows], or one number, as in `buffered.fork`.
-      tokens: int32 [rows], how many of the source's tokens each target gets, the first ones; None: all. Recurrent
-        layers need a checkpoint at or before that token and entries up to it (see `keep` of `prefill`), and a
-        convolution's ring the inputs before it: those of at most max_pending tokens back, of which tokens read in vain
-        take some. Without such layers any number does. Not for a cache with trees.
+      source, target: One a row, or one number, as in `buffered.fork`.
+      tokens: How many of the source's tokens each target gets, the first ones; None: all. Recurrent layers need a
+        checkpoint at or before that token and entries up to it (see `keep` of `prefill`), and a convolution's ring the
+        inputs before it: those of at most max_pending tokens back, of which tokens read in vain take some. Without such
+        layers any number does. Not for a cache with trees.
 
     Raises:
       ValueError: The arguments do not fit, or (where that is known) a slot is out of range, a target is repeated, or a
@@ -363,8 +371,8 @@ def fork(cache: Cache, source: Array, target: Array, *, tokens: Array | None = N
     return dataclasses.replace(cache, sequences=held, shared=shared, layers=tuple(layers))
 
 
-def reset(cache: Cache, slots: Array) -> Cache:
-    """Empties slots (int32 [rows]) for their next owner; only integers move. Shared rows, blocks and pages are given
+def reset(cache: Cache, slots: Int[Array, "rows"]) -> Cache:
+    """Empties slots for their next owner; only integers move. Shared rows, blocks and pages are given
     back, and the note of what was missing is cleared. A slot that is there several times is emptied once.
 
     Raises:
@@ -385,12 +393,12 @@ def raise_exhausted(cache: Cache) -> None:
         KINDS[kind].raise_missing(held)
 
 
-def with_limits(cache: Cache, limits: Array | int) -> Cache:
+def with_limits(cache: Cache, limits: Int32[Array, "rows"] | int) -> Cache:
     """The cache whose slots fold from other numbers of entries on, at most what it was made for.
 
     Args:
       cache: Of any model; without recurrent layers nothing changes.
-      limits: int32 [rows], of the slots that run in order, or one number for all.
+      limits: Of the slots that run in order, or one number for all.
     """
     if RECURRENCE not in cache.shared:
         return cache
@@ -398,16 +406,18 @@ def with_limits(cache: Cache, limits: Array | int) -> Cache:
     return dataclasses.replace(cache, shared=cache.shared | {RECURRENCE: changed})
 
 
-def with_kv_limits(cache: Cache, slots: Array, limits: Array | None) -> tuple[Array | int, Cache]:
+def with_kv_limits(
+    cache: Cache, slots: Int32[Array, "rows"], limits: Int32[Array, "rows"] | None
+) -> tuple[Int32[Array, "rows"] | int, Cache]:
     """Slots that read prompts stay KV-only up to other numbers of entries, at most what the cache was made for.
 
     Args:
       cache: Without recurrent layers, or made without kv_limit, nothing changes.
-      slots: int32 [rows], each of them empty, or in the midst of its prompt.
-      limits: int32 [rows]; None: the slots are not KV-only beyond their limit.
+      slots: Each of them empty, or in the midst of its prompt.
+      limits: None: the slots are not KV-only beyond their limit.
 
     Returns:
-      What `keep` has to be in `prefill`: int32 [rows], or 0; and the cache.
+      What `keep` has to be in `prefill`, and the cache.
     """
     if RECURRENCE not in cache.shared or cache.shared[RECURRENCE].cursor.kv_limit is None:
         return 0, cache
@@ -417,8 +427,8 @@ def with_kv_limits(cache: Cache, slots: Array, limits: Array | None) -> tuple[Ar
     return jnp.clip(given, 0, most), dataclasses.replace(cache, shared=cache.shared | {RECURRENCE: changed})
 
 
-def fold_limits(cache: Cache) -> Array:
-    """int32 [rows]: the entries from which each slot that runs folds; ones for a model without recurrent layers."""
+def fold_limits(cache: Cache) -> Int32[Array, "rows"]:
+    """The entries from which each slot that runs folds; ones for a model without recurrent layers."""
     slots = all_slots(cache)
     if RECURRENCE not in cache.shared:
         return jnp.ones_like(slots)
@@ -432,8 +442,8 @@ def recurrent_work(before: Cache, after: Cache) -> Work | None:
     return recurrent_memory.work(before.shared[RECURRENCE], after.shared[RECURRENCE], all_slots(before))
 
 
-def all_slots(cache: Cache) -> Array:
-    """int32 [rows]: every physical slot that runs, in order."""
+def all_slots(cache: Cache) -> Int32[Array, "rows"]:
+    """Every physical slot that runs, in order."""
     return sequences.slots_in_order(cache.rows)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float
 from jaxbuf.models.layers import Initializer, Norm
 from jaxbuf.models.tensor_parallel import devices_of
 from jaxbuf.recurrence.spec import RecurrenceSpec
@@ -64,8 +64,10 @@ class Mixer(Protocol):
         `jaxbuf.models.cache.Dtypes`."""
         ...
 
-    def __call__(self, parameters: Any, x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:
-        """Mixes x [rows, time, hidden]; returns an array like x, and the memory with what was read."""
+    def __call__(
+        self, parameters: Any, x: Float[Array, "rows time hidden"], memory: Any, plan: Any
+    ) -> tuple[Float[Array, "rows time hidden"], Any]:
+        """Mixes x; returns an array like it, and the memory with what was read."""
         ...
 
 

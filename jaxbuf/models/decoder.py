@@ -1,7 +1,4 @@
-"""The one decoder: parameters, the plain forward, and serving from a cache, of whatever `ModelConfig` describes.
-
-Letters in shapes: b batch, t time, D hidden size, V vocabulary.
-"""
+"""The one decoder: parameters, the plain forward, and serving from a cache, of whatever `ModelConfig` describes."""
 
 import dataclasses
 import functools
@@ -13,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Float32, Int
 from jaxbuf.memory.sequences import Launch
 from jaxbuf.models.cache import Cache as Cache
 from jaxbuf.models.cache import Plans, all_slots, begin, make_launch, memory_partitions, whole_plans
@@ -45,7 +42,7 @@ class DecoderLayer(nnx.Module):
       config: Static.
       mixers: Those of each mixer.
       mlp: GatedMLP, or None.
-      before_mixers, after_mixers, before_mlp, after_mlp: [D], the norms around the two; None where there is none.
+      before_mixers, after_mixers, before_mlp, after_mlp: [hidden], the norms around the two; None where there is none.
     """
 
     def __init__(self, config: LayerConfig, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
@@ -63,7 +60,7 @@ class DecoderLayer(nnx.Module):
 
 
 class MultiTokenPrediction(nnx.Module):
-    """The parameters of the layer that predicts one token further: fc [D, 2D], three norms and one layer."""
+    """The parameters of the layer that predicts one token further: fc [hidden, 2 · hidden], three norms, one layer."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         hidden, initializer = config.hidden_size, normal(config.initializer_range)
@@ -80,10 +77,10 @@ class Decoder(nnx.Module):
 
     Attributes:
       config: Static.
-      embed_tokens: [V, D].
+      embed_tokens: [vocab, hidden].
       layers: One DecoderLayer a layer.
-      norm: [D].
-      lm_head: [V, D], or None when the embedding is the head.
+      norm: [hidden].
+      lm_head: [vocab, hidden], or None when the embedding is the head.
       mtp: MultiTokenPrediction, or None.
     """
 
@@ -100,16 +97,20 @@ class Decoder(nnx.Module):
         self.mtp = None if mtp is None else MultiTokenPrediction(config, mtp, rngs=rngs, dtype=dtype)
 
 
-def embed(model: Decoder, tokens: Array) -> Array:
-    """Rows of the embedding table, [b, t, D]."""
+def embed(model: Decoder, tokens: Int[Array, "rows time"]) -> Float[Array, "rows time hidden"]:
+    """Rows of the embedding table."""
     with jax.named_scope("embedding"):
         return _scaled(model.embed_tokens[...][tokens], model.config.embedding_scale)
 
 
 def apply_layers(
-    mesh: Mesh | None, layers: Sequence[DecoderLayer], x: Array, memories: Iterable[Any], plans: Plans
-) -> tuple[Array, tuple]:
-    """Layers in order on x [b, t, D], with a memory for each of their mixers; returns them with what was read.
+    mesh: Mesh | None,
+    layers: Sequence[DecoderLayer],
+    x: Float[Array, "rows time hidden"],
+    memories: Iterable[Any],
+    plans: Plans,
+) -> tuple[Float[Array, "rows time hidden"], tuple]:
+    """Layers in order on x, with a memory for each of their mixers; returns them with what was read.
 
     On a mesh every device has its heads' part of the parameters and of the memories, and all of x.
     """
@@ -170,46 +171,46 @@ def _scaled(x: Array, scale: float) -> Array:
 
 
 def _run(model: Decoder, tokens: Array, memories: Iterable[Any], plans: Plans) -> tuple[Array, tuple]:
-    """All layers: hidden states [b, t, D] after the final norm, and the memories, one a mixer."""
+    """All layers: hidden states after the final norm, and the memories, one a mixer."""
     x, after = apply_layers(model.config.mesh, model.layers, embed(model, tokens), memories, plans)
     return rms_norm(x, model.norm, model.config.norm), after
 
 
 def forward(
     model: Decoder,
-    tokens: Array,
+    tokens: Int[Array, "batch time"],
     *,
-    lengths: Array | None = None,
+    lengths: Int[Array, "batch"] | None = None,
     chunk_size: int = 64,
     target: Target | str | None = None,
-) -> Array:
+) -> Float[Array, "batch time hidden"]:
     """Runs the model over whole sequences, without a cache. Differentiable.
 
     Args:
       model: The parameters; their dtype is the compute dtype.
-      tokens: int32 [b, t], right-padded.
-      lengths: int32 [b], real tokens of each row; None: all. Hidden states past a length are finite and unspecified.
+      tokens: Right-padded.
+      lengths: Real tokens of each row; None: all. Hidden states past a length are finite and unspecified.
       chunk_size: Of the chunk-parallel recurrence.
       target: What it is compiled for, as in `init_cache`; None: what the parameters lie on, where that is known.
 
     Returns:
-      Hidden states [b, t, D] after the final norm.
+      Hidden states after the final norm.
     """
     memories = [None for _ in model.config.mixers]
     found = resolve_target(target, model.norm.get_raw_value())
     return _run(model, tokens, memories, whole_plans(tokens.shape[1], lengths, chunk_size, found))[0]
 
 
-def last_hidden(hidden: Array, lengths: Array) -> Array:
-    """[b, 1, D]: the hidden state at each row's last real position, of hidden states [b, t, D] and int32 lengths [b].
+def last_hidden(hidden: Float[Array, "rows time hidden"], lengths: Int[Array, "rows"]) -> Float[Array, "rows 1 hidden"]:
+    """The hidden state at each row's last real position.
 
     A row without one gets what stands at its first position.
     """
     return jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
 
 
-def logits(model: Decoder, hidden: Array) -> Array:
-    """f32 [..., V] of hidden states [..., D]: by the model's own head if it has one, else by its embedding."""
+def logits(model: Decoder, hidden: Float[Array, "... hidden"]) -> Float32[Array, "... vocab"]:
+    """The logits of hidden states: by the model's own head if it has one, else by its embedding."""
     with jax.named_scope("head"):
         head = model.embed_tokens if model.lm_head is None else model.lm_head
         return _scaled(linear_float32(hidden, head), model.config.logits_scale)
@@ -218,24 +219,24 @@ def logits(model: Decoder, hidden: Array) -> Array:
 def prefill(
     model: Decoder,
     cache: Cache,
-    tokens: Array,
+    tokens: Int[Array, "rows time"],
     *,
-    lengths: Array | None = None,
-    slots: Array | None = None,
+    lengths: Int[Array, "rows"] | None = None,
+    slots: Int[Array, "rows"] | None = None,
     keep: int | Array = 0,
-) -> tuple[Array, Cache]:
+) -> tuple[Float[Array, "rows time hidden"], Cache]:
     """Reads prompts, or more of them, and commits what it read.
 
     Args:
       model: The parameters.
       cache: Each row goes on from its slot's own position.
-      tokens: int32 [rows, T], right-padded.
-      lengths: int32 [rows], real tokens of each row, in [0, T]; None: all T.
-      slots: int32 [rows], physical slots (0 is null and holds nothing), no other slot twice; None: all slots in order.
+      tokens: Right-padded.
+      lengths: Real tokens of each row, in [0, T]; None: all T.
+      slots: Physical slots (0 is null and holds nothing), no other slot twice; None: all slots in order.
       keep: How many last tokens stay as entries of the recurrence, unfolded.
 
     Returns:
-      Hidden states [rows, T, D] after the final norm (finite and unspecified past the lengths), and the cache.
+      Hidden states after the final norm (finite and unspecified past the lengths), and the cache.
 
     Raises:
       ValueError: slots is None and there are not as many rows as slots; a shape or dtype does not fit; or slots,
@@ -250,27 +251,27 @@ def prefill(
 def extend(
     model: Decoder,
     cache: Cache,
-    tokens: Array,
+    tokens: Int[Array, "rows time"],
     *,
-    lengths: Array | None = None,
-    slots: Array | None = None,
-    parents: Array | None = None,
+    lengths: Int[Array, "rows"] | None = None,
+    slots: Int[Array, "rows"] | None = None,
+    parents: Int[Array, "rows time"] | None = None,
     drafts: bool = False,
-) -> tuple[Array, Cache]:
+) -> tuple[Float[Array, "rows time hidden"], Cache]:
     """Reads T pending tokens a row; `commit` makes the first of them real. Earlier pending tokens are dropped.
 
     Args:
       model: The parameters.
       cache: Changed only past each slot's committed position (and by folds, which change no output).
-      tokens: int32 [rows, T], T at most the cache's max_pending.
+      tokens: T of each row, at most the cache's max_pending.
       lengths, slots: As in `prefill`.
-      parents: int32 [rows, T], for a tree of tokens: the one before each, of a lower index; -1 is the committed tail. A
-        token sees what was committed and its ancestors, and its position follows theirs. Needs a cache made with
-        trees=True. None: each token follows the one before.
+      parents: For a tree of tokens: the one before each, of a lower index; -1 is the committed tail. A token sees what
+        was committed and its ancestors, and its position follows theirs. Needs a cache made with trees=True. None: each
+        token follows the one before.
       drafts: Whether a row that lacks room for all its tokens reads the first one alone (static).
 
     Returns:
-      Hidden states [rows, T, D] after the final norm, and the cache. A draft whose embedding is not finite may make
+      Hidden states after the final norm, and the cache. A draft whose embedding is not finite may make
       the hidden states of other tokens of its row NaN, and with them what later layers keep of these, see
       `buffered.extend`: tokens must be ids of the vocabulary.
 

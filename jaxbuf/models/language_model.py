@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxbuf.arguments import MOST, check_range
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float32
 from jaxbuf.models import decoder
 from jaxbuf.models.chat_template import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
 from jaxbuf.models.config import ModelConfig
@@ -213,14 +213,14 @@ class LanguageModel:
             )
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
 
-    def logits(self, tokens: Tokens) -> Array:
+    def logits(self, tokens: Tokens) -> Float32[Array, "... time vocab"]:
         """Scores of the token after each position: for parity and small inputs, the whole result is kept.
 
         Args:
           tokens: int32 [batch, time], or one row [time].
 
         Returns:
-          f32 [batch, time, vocab], or [time, vocab] for one row.
+          [batch, time, vocab], or [time, vocab] for one row.
 
         Raises:
           ValueError: Not integers, rows that differ in length, no tokens, too many, or an id outside the vocabulary.
@@ -235,7 +235,7 @@ class LanguageModel:
 
     def score(
         self, tokens: Tokens, *, lengths: Array | np.ndarray | Sequence[int] | None = None, progress: bool | None = None
-    ) -> Array:
+    ) -> Float32[Array, "... time"]:
         """Log-probability of each token given those before it in its row.
 
         The rows are read through a cache in pieces, and logits exist for a block of a piece only, so a hundred thousand
@@ -247,7 +247,7 @@ class LanguageModel:
           progress: Whether to show a bar on standard error; None: on a terminal and in a notebook.
 
         Returns:
-          f32 [batch, time], or [time] for one row: natural logarithms. The first column is 0, for nothing comes before
+          [batch, time], or [time] for one row: natural logarithms. The first column is 0, for nothing comes before
           it; so is what lies past a row's length.
 
         Raises:

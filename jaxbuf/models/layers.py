@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.attention.contraction import contract
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Float32, Key
 from jaxbuf.models.tensor_parallel import Axis, Part, add_devices
 
 type Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
@@ -59,21 +59,27 @@ def cast[Model: nnx.Module](model: Model, dtype: jnp.dtype) -> Model:
     return replace_parameters(model, [p[...] if p.keep_float32 else p[...].astype(dtype) for p in parameters])
 
 
-def linear(x: Array, weight: nnx.Param | Array, bias: nnx.Param | Array | None = None) -> Array:
-    """x [..., in] times weight [out, in], plus bias [out] if there is one: [..., out] in x's dtype."""
+def linear(
+    x: Float[Array, "... in"],
+    weight: nnx.Param | Float[Array, "out in"],
+    bias: nnx.Param | Float[Array, "out"] | None = None,
+) -> Float[Array, "... out"]:
+    """x times weight, plus bias if there is one, in x's dtype."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = jnp.einsum("...i,oi->...o", x, weight[...], precision=precision)
     return y if bias is None else y + bias[...].reshape((1,) * (y.ndim - 1) + bias[...].shape)
 
 
-def output(x: Array, weight: nnx.Param, bias: nnx.Param | None, devices: int) -> Array:
+def output(
+    x: Float[Array, "... n"], weight: nnx.Param, bias: nnx.Param | None, devices: int
+) -> Float[Array, "... out"]:
     """`linear` of what each of so many devices has of x's last axis, summed over them."""
     y = add_devices(linear(x, weight), devices)
     return y if bias is None else y + bias[...].reshape((1,) * (y.ndim - 1) + bias[...].shape)
 
 
-def linear_float32(x: Array, weight: nnx.Param) -> Array:
-    """As `linear`, but f32 [..., out]: for gates and logits, which are never rounded to the compute dtype."""
+def linear_float32(x: Float[Array, "... in"], weight: nnx.Param) -> Float32[Array, "... out"]:
+    """As `linear`, but float32: for gates and logits, which are never rounded to the compute dtype."""
     return contract("...i,oi->...o", x, weight[...])
 
 
@@ -95,8 +101,8 @@ def norm_weight(rngs: nnx.Rngs, size: int, norm: Norm, *, dtype: jnp.dtype) -> n
     return parameter(rngs, (size,), (None,), zeros if norm.offset else ones, dtype=dtype)
 
 
-def rms_norm(x: Array, weight: nnx.Param, norm: Norm) -> Array:
-    """A norm of x [..., size], in float32; returns x's dtype."""
+def rms_norm(x: Float[Array, "*n"], weight: nnx.Param, norm: Norm) -> Float[Array, "*n"]:
+    """A norm of x, in float32; returns x's dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + norm.eps)
     scale = norm.offset + weight[...].astype(jnp.float32)
@@ -121,18 +127,20 @@ class GatedMLP(nnx.Module):
         self.down_bias = parameter(rngs, (hidden,), (None,), zeros, dtype=dtype) if bias else None
 
 
-def gated_mlp(layer: GatedMLP, x: Array, devices: int = 1) -> Array:
-    """x [b, t, hidden] -> [b, t, hidden]; `devices` share the channels."""
+def gated_mlp(
+    layer: GatedMLP, x: Float[Array, "rows time hidden"], devices: int = 1
+) -> Float[Array, "rows time hidden"]:
+    """The MLP of x; `devices` share the channels."""
     gate, up = linear(x, layer.gate_proj, layer.gate_bias), linear(x, layer.up_proj, layer.up_bias)
     return output(jax.nn.silu(gate) * up, layer.down_proj, layer.down_bias, devices)
 
 
-def zeros(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def zeros(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """Initial weights of norms centred at zero."""
     return jnp.zeros(shape, dtype)
 
 
-def ones(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def ones(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """Initial weights of plain norms."""
     return jnp.ones(shape, dtype)
 
@@ -155,12 +163,12 @@ def uniform(bound: float) -> Initializer:
     return initialize
 
 
-def log_rate(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def log_rate(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """A uniform in [1, 16], stored as its logarithm, as Mamba-2 starts it."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
 
 
-def step_bias(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def step_bias(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """The inverse softplus of a step log-uniform in [0.001, 0.1]: heads start with memories of different length."""
     step = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(1e-1)))
     return step + jnp.log(-jnp.expm1(-step))

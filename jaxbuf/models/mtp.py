@@ -1,6 +1,6 @@
 """The MTP layer: its forward, its memory, and the chain of tokens that it drafts.
 
-Letters in shapes: T time, D hidden size, V vocabulary. Position t of the layer reads the hidden state h_t and the token
+Position t of the layer reads the hidden state h_t and the token
 x_{t+1}, and its own hidden state there scores x_{t+2}.
 """
 
@@ -16,7 +16,7 @@ from jaxbuf.attention import paged
 from jaxbuf.attention.attention_plan import LaunchedAttention
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_memory import init_pages
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Float32, Int, Int32
 from jaxbuf.memory.sequences import Launch
 from jaxbuf.models.cache import Dtypes, Plans, init_memories, whole_plans
 from jaxbuf.models.config import ATTENTION, ModelConfig
@@ -35,12 +35,12 @@ class MTPCache:
 
     Attributes:
       kv: The layer's keys and values.
-      table: int32 [slots + 1, max_pages], the pages of each slot, which it has for good.
+      table: The pages of each slot, which it has for good.
       target: What launches on it are compiled for (static).
     """
 
     kv: PagedKV
-    table: Array
+    table: Int32[Array, "slots max_pages"]
     target: Target = dataclasses.field(metadata={"static": True})
 
 
@@ -76,13 +76,13 @@ def init_mtp(
     return MTPCache(kv, pages.table, resolve_target(target))
 
 
-def fork_mtp(memory: MTPCache, source: Array, target: Array) -> MTPCache:
+def fork_mtp(memory: MTPCache, source: Int[Array, "rows"], target: Int[Array, "rows"]) -> MTPCache:
     """Gives each slot in `target` what the slot in `source` holds; all are read before any is written.
 
     Args:
       memory: Of the MTP layer.
-      source, target: int32 [rows]; a row with a 0, or whose source is its target, is left out. No target twice (under
-        jit its first row counts).
+      source, target: A row with a 0, or whose source is its target, is left out. No target twice (under jit its first
+        row counts).
 
     Raises:
       ValueError: The two do not fit each other, or (where they are known) a slot is out of range or a target repeated.
@@ -95,23 +95,23 @@ def fork_mtp(memory: MTPCache, source: Array, target: Array) -> MTPCache:
 
 def mtp_forward(
     model: Decoder,
-    hidden: Array,
-    next_tokens: Array,
+    hidden: Float[Array, "batch time hidden"],
+    next_tokens: Int[Array, "batch time"],
     *,
-    lengths: Array | None = None,
+    lengths: Int[Array, "batch"] | None = None,
     target: Target | str | None = None,
-) -> Array:
+) -> Float[Array, "batch time hidden"]:
     """Runs the MTP layer over whole sequences: from h_t and x_{t+1} to a hidden state whose logits are x_{t+2}'s.
 
     Args:
       model: With an MTP layer.
-      hidden: [b, t, D] from `forward` (after the final norm), or from here, to predict a token further.
-      next_tokens: int32 [b, t]; next_tokens[:, i] follows the token that hidden[:, i] read.
-      lengths: int32 [b], real positions of each row; None: all.
+      hidden: From `forward` (after the final norm), or from here, to predict a token further.
+      next_tokens: The one at i follows the token that hidden[:, i] read.
+      lengths: Real positions of each row; None: all.
       target: As in `forward`.
 
     Returns:
-      [b, t, D] after the MTP layer's norm; `logits` turns it into the prediction.
+      Hidden states after the MTP layer's norm; `logits` turns it into the prediction.
 
     Raises:
       ValueError: The model has no MTP layer.
@@ -138,13 +138,13 @@ def _mtp_layer(model: Decoder, hidden: Array, next_tokens: Array, memory: Any, p
 def mtp_extend(
     model: Decoder,
     memory: MTPCache,
-    hidden: Array,
-    next_tokens: Array,
+    hidden: Float[Array, "rows time hidden"],
+    next_tokens: Int[Array, "rows time"],
     *,
-    start: Array,
-    lengths: Array | None = None,
-    slots: Array | None = None,
-) -> tuple[Array, MTPCache]:
+    start: Int32[Array, "rows"],
+    lengths: Int[Array, "rows"] | None = None,
+    slots: Int[Array, "rows"] | None = None,
+) -> tuple[Float[Array, "rows time hidden"], MTPCache]:
     """Reads T positions a row: the cached form of `mtp_forward`.
 
     Nothing is committed or dropped: what lies at or past `start` in the memory before the call is dead, so whoever
@@ -153,15 +153,15 @@ def mtp_extend(
     Args:
       model: With an MTP layer.
       memory: Written at the positions start .. start + lengths - 1; what would lie past its capacity is dropped.
-      hidden: [rows, T, D], h at the positions from start on: the model's (after its final norm), or this layer's own
-        from the position before, to predict a token further.
-      next_tokens: int32 [rows, T]; the token after each of these positions.
-      start: int32 [rows].
-      lengths: int32 [rows], real positions of each row; None: all T. A row with 0 reads and writes nothing.
-      slots: int32 [rows], physical slots (0 is null and holds nothing); None: all slots in order.
+      hidden: Those at the positions from start on: the model's (after its final norm), or this layer's own from the
+        position before, to predict a token further.
+      next_tokens: The token after each of these positions.
+      start: Of each row.
+      lengths: Real positions of each row; None: all T. A row with 0 reads and writes nothing.
+      slots: Physical slots (0 is null and holds nothing); None: all slots in order.
 
     Returns:
-      [rows, T, D] after the layer's norm (finite and unspecified past the lengths), and the memory.
+      Hidden states after the layer's norm (finite and unspecified past the lengths), and the memory.
 
     Raises:
       ValueError: The model has no MTP layer, a shape does not fit, or slots is None and there are not as many rows as
@@ -183,25 +183,27 @@ def mtp_extend(
     return further, dataclasses.replace(memory, kv=kv)
 
 
-def most_probable(scores: Array, number: Array, state: Any) -> tuple[Array, Array, Any]:
-    """The best token of each row of [rows, V], and the scores; the greedy `choose` of `draft_mtp`."""
+def most_probable(
+    scores: Float32[Array, "rows vocab"], number: Int32[Array, ""], state: Any
+) -> tuple[Int32[Array, "rows"], Float32[Array, "rows vocab"], Any]:
+    """The best token of each row, and the scores; the greedy `choose` of `draft_mtp`."""
     return jnp.argmax(scores, axis=-1).astype(jnp.int32), scores, state
 
 
 def draft_mtp(
     model: Decoder,
     memory: MTPCache,
-    hidden: Array,
-    next_tokens: Array,
+    hidden: Float[Array, "rows time hidden"],
+    next_tokens: Int[Array, "rows time"],
     *,
-    start: Array,
+    start: Int32[Array, "rows"],
     draft_tokens: int,
-    lengths: Array | None = None,
-    slots: Array | None = None,
-    most: Array | None = None,
+    lengths: Int[Array, "rows"] | None = None,
+    slots: Int[Array, "rows"] | None = None,
+    most: Int32[Array, ""] | int | None = None,
     choose: Callable[[Array, Array, Any], tuple[Array, Any, Any]] = most_probable,
     state: Any = (),
-) -> tuple[Array, Any, MTPCache]:
+) -> tuple[Int32[Array, "rows {draft_tokens}"], Any, MTPCache]:
     """Reads what was committed since the last drafts, then drafts `draft_tokens` tokens in a chain.
 
     With the model's h_0 .. h_{n-1} (it committed n tokens) and x_0 .. x_n (the newest, x_n, it has not read), the layer
@@ -218,20 +220,20 @@ def draft_mtp(
     Args:
       model: With an MTP layer.
       memory: What lies at or past `start` in it is dead; written at start .. start + lengths + draft_tokens - 2.
-      hidden: [rows, T, D], the model's hidden states (after its final norm) at the positions from start on.
-      next_tokens: int32 [rows, T], the token after each of these positions; index lengths - 1 is the newest token.
-      start: int32 [rows].
+      hidden: The model's hidden states (after its final norm) at the positions from start on.
+      next_tokens: The token after each of these positions; index lengths - 1 is the newest token.
+      start: Of each row.
       draft_tokens: At least 1 (static).
-      lengths: int32 [rows], positions of each row to read; None: all T. A row with 0 reads and writes nothing, and its
-        drafts and scores are unspecified.
+      lengths: Positions of each row to read; None: all T. A row with 0 reads and writes nothing, and its drafts and
+        scores are unspecified.
       slots: As in `mtp_extend`.
-      most: int32 scalar, how many drafts are needed: those past them, and past the first, are not made but 0; None: all
-      choose: (scores f32 [rows, V], int32 number of the draft from 0, state) -> the drafts int32 [rows], what to return
-        of them (arrays [rows, ...]), and the state for the next.
+      most: How many drafts are needed: those past them, and past the first, are not made but 0; None: all.
+      choose: (scores f32 [rows, vocab], int32 number of the draft from 0, state) -> the drafts int32 [rows], what to
+        return of them (arrays [rows, ...]), and the state for the next.
       state: What `choose` begins with.
 
     Returns:
-      The drafts int32 [rows, draft_tokens], what `choose` gave of each [rows, draft_tokens, ...] (by default the scores
+      The drafts, what `choose` gave of each [rows, draft_tokens, ...] (by default the scores
       that they were chosen from), and the memory.
 
     Raises:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Float, Float32, Int, Int32
 from jaxbuf.models import decoder
 from jaxbuf.models.shapes import power_of_two_from, power_of_two_to
 from jaxbuf.target import Target, resolve_target
@@ -202,22 +202,24 @@ class Logprobs:
     """Log-probabilities in the model's own distribution, natural logarithms.
 
     Attributes:
-      chosen: f32 [...], of the token at each place.
-      top_ids, top: int32 and f32 [..., k], the most probable tokens there, best first.
+      chosen: Of the token at each place.
+      top_ids, top: The most probable tokens there, best first.
     """
 
-    chosen: Array
-    top_ids: Array
-    top: Array
+    chosen: Float32[Array, "..."]
+    top_ids: Int32[Array, "... n"]
+    top: Float32[Array, "... n"]
 
 
-def token_logprobs(logits: Array, tokens: Array, top: int = 0, *, wanted: Array | None = None) -> Logprobs:
-    """Of tokens int32 [...] under logits f32 [..., vocab], with the `top` most probable ones beside each.
+def token_logprobs(
+    logits: Float32[Array, "*n vocab"], tokens: Int[Array, "*n"], top: int = 0, *, wanted: Bool[Array, ""] | None = None
+) -> Logprobs:
+    """Of tokens under logits, with the `top` most probable ones beside each.
 
     Args:
       logits, tokens: As said.
       top: How many (static), at most the vocabulary.
-      wanted: bool scalar, whether anybody asks for the most probable ones, which are zeros otherwise; None: yes.
+      wanted: Whether anybody asks for the most probable ones, which are zeros otherwise; None: yes.
     """
     norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - norm
@@ -237,14 +239,14 @@ def token_logprobs(logits: Array, tokens: Array, top: int = 0, *, wanted: Array 
 
 def hidden_logprobs(
     model: decoder.Decoder,
-    hidden: Array,
-    targets: Array,
+    hidden: Float[Array, "rows time hidden"],
+    targets: Int[Array, "rows time"],
     *,
     block: int,
     top: int = 0,
-    wanted: Array | None = None,
+    wanted: Bool[Array, ""] | None = None,
 ) -> Logprobs:
-    """`token_logprobs` of targets int32 [rows, time] under the logits of hidden [rows, time, D].
+    """`token_logprobs` of targets under the logits of hidden states.
 
     Logits exist for `block` places of each row at a time, which must divide time.
     """

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float
 
 TENSOR = "tensor"
 
@@ -101,7 +101,7 @@ def partition(axes: Sequence[Axis], devices: int) -> PartitionSpec:
     return PartitionSpec(*(TENSOR if parts and parts[0].is_spread(devices) else None for parts in axes))
 
 
-def add_devices(x: Array, devices: int, *, among: int | None = None) -> Array:
+def add_devices(x: Float[Array, "*n"], devices: int, *, among: int | None = None) -> Float[Array, "*n"]:
     """The sum of what each of so many devices has; for functions that `on_devices` runs.
 
     Args:

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxbuf.attention.paged import init_kv
 from jaxbuf.attention.paged_memory import PageTable
 from jaxbuf.attention.rotary import Rotary, rotate
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float
 from jaxbuf.models.config import ATTENTION
 from jaxbuf.models.layers import Initializer, Norm, linear, norm_weight, output, parameter, rms_norm, zeros
 from jaxbuf.models.tensor_parallel import Part, share
@@ -67,7 +67,9 @@ class Attention:
         sizes = {"pages": shared.pages, "page_size": shared.page_size}
         return init_kv(**sizes, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtypes.dtype)
 
-    def __call__(self, parameters: "AttentionParameters", x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:
+    def __call__(
+        self, parameters: "AttentionParameters", x: Float[Array, "rows time hidden"], memory: Any, plan: Any
+    ) -> tuple[Float[Array, "rows time hidden"], Any]:
         """Applies the layer; `plan` is one of `jaxbuf.attention.attention_plan`."""
         p, (batch, time) = parameters, x.shape[:2]
 

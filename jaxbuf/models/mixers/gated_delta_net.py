@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float
 from jaxbuf.models.layers import (
     Initializer,
     linear,
@@ -35,7 +35,9 @@ class GatedDeltaNet(RecurrentMixer):
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
         return GatedDeltaNetParameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
 
-    def __call__(self, parameters: "GatedDeltaNetParameters", x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:
+    def __call__(
+        self, parameters: "GatedDeltaNetParameters", x: Float[Array, "rows time hidden"], memory: Any, plan: Any
+    ) -> tuple[Float[Array, "rows time hidden"], Any]:
         """Applies the layer; `plan` is one of `jaxbuf.recurrence.recurrent_plan`."""
         p = parameters
         with jax.named_scope("projections"):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.attention.contraction import contract
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float
 from jaxbuf.models.layers import Initializer, linear, log_rate, ones, output, parameter, step_bias, uniform, zeros
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.models.tensor_parallel import Part, add_devices
@@ -43,7 +43,9 @@ class Mamba2(RecurrentMixer):
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
         return Mamba2Parameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
 
-    def __call__(self, parameters: "Mamba2Parameters", x: Array, memory: Any, plan: Any) -> tuple[Array, Any]:
+    def __call__(
+        self, parameters: "Mamba2Parameters", x: Float[Array, "rows time hidden"], memory: Any, plan: Any
+    ) -> tuple[Float[Array, "rows time hidden"], Any]:
         """Applies the layer; `plan` is one of `jaxbuf.recurrence.recurrent_plan`."""
         p, spec, (batch, time) = parameters, self.spec, x.shape[:2]
         with jax.named_scope("projections"):
