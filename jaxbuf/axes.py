@@ -33,6 +33,6 @@ nothing does, and where an argument can be wrong by a user's doing the function 
 """
 
 from jax import Array
-from jaxtyping import Bool, Float, Float32, Int, Int32, Key, Shaped
+from jaxtyping import Bool, Float, Float32, Int, Int32, Key, Shaped, UInt32
 
-__all__ = ["Array", "Bool", "Float", "Float32", "Int", "Int32", "Key", "Shaped"]
+__all__ = ["Array", "Bool", "Float", "Float32", "Int", "Int32", "Key", "Shaped", "UInt32"]

@@ -393,7 +393,7 @@ def raise_exhausted(cache: Cache) -> None:
         KINDS[kind].raise_missing(held)
 
 
-def with_limits(cache: Cache, limits: Int32[Array, "rows"] | int) -> Cache:
+def with_limits(cache: Cache, limits: Int32[Array, "rows"] | Int32[Array, ""] | int) -> Cache:
     """The cache whose slots fold from other numbers of entries on, at most what it was made for.
 
     Args:

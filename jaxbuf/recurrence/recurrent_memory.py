@@ -100,7 +100,7 @@ def work(before: RecurrentShared, after: RecurrentShared, slots: Int32[Array, "r
 def with_limits(
     shared: RecurrentShared,
     slots: Int32[Array, "rows"],
-    limits: Int32[Array, "rows"] | int,
+    limits: Int32[Array, "rows"] | Int32[Array, ""] | int,
     name: Literal["limit", "kv_limit"] = "limit",
 ) -> RecurrentShared:
     """The same with other fold thresholds, at most what the rings were made for."""

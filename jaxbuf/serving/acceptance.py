@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Float32, Int32, Key
 from jaxbuf.memory.tree import check_parents
 from jaxbuf.serving.sampling import Sampling, narrow, noise
 
@@ -13,16 +13,16 @@ UNNORMALISED = 1e-3  # of the logarithm of a sum of probabilities: rounding stay
 COINS = 2**32 - 1
 
 
-def log_distribution(logits: Array, sampling: Sampling) -> Array:
+def log_distribution(logits: Float32[Array, "rows *n vocab"], sampling: Sampling) -> Float32[Array, "rows *n vocab"]:
     """What `sample` draws from.
 
     Args:
-      logits: f32 [rows, ..., vocab], as `adjust` leaves them.
+      logits: As `adjust` leaves them.
       sampling: The settings of each row.
 
     Returns:
-      f32 log-probabilities, the shape of logits, after temperature, min_p, top_k and top_p; a greedy row's are 0 at the
-      most probable token and -inf elsewhere.
+      Log-probabilities after temperature, min_p, top_k and top_p; a greedy row's are 0 at the most probable token and
+      -inf elsewhere.
     """
     best = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
     greedy = jnp.where(_tokens(logits) == best, 0.0, -jnp.inf)
@@ -35,7 +35,13 @@ def log_distribution(logits: Array, sampling: Sampling) -> Array:
     return jnp.where(sampled.reshape(-1, *[1] * (logits.ndim - 1)), drawn, greedy)
 
 
-def accept(target: Array, draft: Array | None, drafts: Array, count: Array, key: Array) -> tuple[Array, Array]:
+def accept(
+    target: Float32[Array, "rows places vocab"],
+    draft: Float32[Array, "rows drafts vocab"] | None,
+    drafts: Int32[Array, "rows drafts"],
+    count: Int32[Array, "rows"],
+    key: Key[Array, "rows"],
+) -> tuple[Int32[Array, "rows"], Int32[Array, "rows"]]:
     """Keeps the drafts up to the first that is rejected, and draws the token after them.
 
     A draft x is kept with probability min(1, p(x) / q(x)), and what follows a rejected one is drawn from max(0, p - q),
@@ -44,17 +50,16 @@ def accept(target: Array, draft: Array | None, drafts: Array, count: Array, key:
     (from the same key, and but for rounding).
 
     Args:
-      target: f32 [rows, drafts + 1, vocab], the log-probabilities p after the newest token and after each draft, from
-        `log_distribution`.
-      draft: f32 [rows, drafts, vocab], the log-probabilities q that each draft was drawn from; None for drafts that
-        were not drawn, but chosen (q is 1 at the draft).
-      drafts: int32 [rows, drafts].
-      count: int32 [rows] in [0, drafts], how many of its drafts a row has; what lies past them is not looked at.
-      key: Random keys [rows], from `sampling.keys` at the position after the newest token. The drafts must not have
-        been drawn from the same ones, but from `draft_keys`, say.
+      target: The log-probabilities p after the newest token and after each draft, from `log_distribution`.
+      draft: The log-probabilities q that each draft was drawn from; None for drafts that were not drawn, but chosen (q
+        is 1 at the draft).
+      drafts: After the newest token, in their order.
+      count: In [0, drafts], how many of its drafts a row has; what lies past them is not looked at.
+      key: From `sampling.keys` at the position after the newest token. The drafts must not have been drawn from the
+        same ones, but from `draft_keys`, say.
 
     Returns:
-      accepted int32 [rows], in [0, count], and token int32 [rows], which follows them.
+      accepted, in [0, count], and the token which follows them.
 
     Raises:
       ValueError: A shape or dtype does not fit.
@@ -78,26 +83,29 @@ def accept(target: Array, draft: Array | None, drafts: Array, count: Array, key:
 
 
 def accept_tree(
-    target: Array, draft: Array | None, drafts: Array, parents: Array, key: Array, count: Array | None = None
-) -> tuple[Array, Array, Array]:
+    target: Float32[Array, "rows places vocab"],
+    draft: Float32[Array, "rows nodes vocab"] | None,
+    drafts: Int32[Array, "rows nodes"],
+    parents: Int32[Array, "rows nodes"],
+    key: Key[Array, "rows"],
+    count: Int32[Array, "rows"] | None = None,
+) -> tuple[Int32[Array, "rows nodes"], Int32[Array, "rows"], Int32[Array, "rows"]]:
     """Goes down a tree of drafts, from each kept one to the first kept of its children, and draws the token after them.
 
     The children of a node are tried in their order. The first is judged as in `accept`; once it is rejected, the next
     is judged by the residual in the place of p, and so on: the tokens are distributed as if each had been drawn from p.
 
     Args:
-      target: f32 [rows, nodes + 1, vocab], the log-probabilities p after the newest token (the root) and after each
-        node, from `log_distribution`.
-      draft: f32 [rows, nodes, vocab], the log-probabilities q that each node was drawn from, given the siblings before
-        it: for siblings drawn without replacement those have none. None for drafts that were not drawn, but chosen.
-      drafts: int32 [rows, nodes].
-      parents: int32 [rows, nodes], of a lower index than the node; -1 is the root.
-      key: Random keys [rows], as in `accept`.
-      count: int32 [rows], how many nodes a row has; what lies past them is not looked at. None: all.
+      target: The log-probabilities p after the newest token (the root) and after each node, from `log_distribution`.
+      draft: The log-probabilities q that each node was drawn from, given the siblings before it: for siblings drawn
+        without replacement those have none. None for drafts that were not drawn, but chosen.
+      drafts: The nodes' tokens.
+      parents: Of a lower index than the node; -1 is the root.
+      key: As in `accept`.
+      count: How many nodes a row has; what lies past them is not looked at. None: all.
 
     Returns:
-      path int32 [rows, nodes], the accepted nodes from the root down, -1 past them; accepted int32 [rows], their
-      number; token int32 [rows], which follows them.
+      path, the accepted nodes from the root down, -1 past them; accepted, their number; the token which follows them.
 
     Raises:
       ValueError: A shape or dtype does not fit, or (where the values are known) a parent is out of range.
@@ -121,8 +129,8 @@ def accept_tree(
     return *path_of(kept), draw(left, key)
 
 
-def path_of(kept: Array) -> tuple[Array, Array]:
-    """The path int32 [rows, nodes] (-1 past its end) and its length int32 [rows], of kept bool [rows, nodes]."""
+def path_of(kept: Bool[Array, "rows nodes"]) -> tuple[Int32[Array, "rows nodes"], Int32[Array, "rows"]]:
+    """The path (-1 past its end) and its length, of the nodes that were kept."""
     accepted = jnp.sum(kept.astype(jnp.int32), axis=1)
     path = jnp.argsort(~kept, axis=1).astype(jnp.int32)
     index = jnp.arange(kept.shape[1], dtype=jnp.int32)[None]
@@ -171,54 +179,53 @@ def _walk_chosen(target: Array, drafts: Array, parents: Array, coin: Array) -> t
     return kept.T, jnp.where(jnp.any(left > -jnp.inf, axis=-1, keepdims=True), left, after)
 
 
-def usable_log_q(log_q: Array, drafts: Array) -> Array:
+def usable_log_q(
+    log_q: Float32[Array, "rows drafts vocab"], drafts: Int32[Array, "rows drafts"]
+) -> Float32[Array, "rows drafts vocab"]:
     """What drafts were drawn from, as far as that can be: a draft that can't have been is taken for a chosen one.
 
     Where log_q is no distribution (NaN, infinite, not normalised), or gives the draft no probability, it becomes 0 at
     the draft and -inf elsewhere: of a draft that was chosen in whatever way, the tokens keep their distribution.
 
     Args:
-      log_q: f32 [rows, drafts, vocab].
-      drafts: int32 [rows, drafts].
-
-    Returns:
-      f32 [rows, drafts, vocab].
+      log_q: What the drafter gives for it.
+      drafts: The drafts.
     """
     total = jax.nn.logsumexp(log_q, axis=-1)
     drawn = (jnp.abs(total) < UNNORMALISED) & (_of(log_q, drafts) > -jnp.inf)
     return jnp.where(drawn[..., None], log_q, jnp.where(_tokens(log_q) == drafts[..., None], 0.0, -jnp.inf))
 
 
-def draft_keys(key: Array, place: Array | int) -> Array:
-    """Random keys [rows] to draw the drafts of a place from, independent of what `accept` draws from key [rows].
+def draft_keys(key: Key[Array, "rows"], place: Int32[Array, ""] | int) -> Key[Array, "rows"]:
+    """Random keys to draw the drafts of a place from, independent of what `accept` draws from `key`.
 
     Args:
-      key: Random keys [rows].
-      place: int32 scalar, which draft, from 0.
+      key: Of each row.
+      place: Which draft, from 0.
     """
     data = jnp.uint32(COINS - 1) - jnp.asarray(place).astype(jnp.uint32)
     return jax.vmap(jax.random.fold_in, in_axes=(0, None))(key, data)
 
 
-def draw(log_weights: Array, key: Array) -> Array:
-    """A token of each row, int32 [rows], from f32 [rows, vocab] (need not be normalised) and random keys [rows]."""
+def draw(log_weights: Float32[Array, "rows vocab"], key: Key[Array, "rows"]) -> Int32[Array, "rows"]:
+    """A token of each row, from log-weights (need not be normalised) and random keys."""
     # Where all rows are greedy no random numbers are made.
     choices = jnp.any(jnp.sum((log_weights > -jnp.inf).astype(jnp.int32), axis=-1) > 1)
     noisy = jax.lax.cond(choices, lambda: log_weights + noise(key, log_weights.shape[-1]), lambda: log_weights)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
 
 
-def coins(key: Array, number: int) -> Array:
-    """Uniform numbers f32 [rows, number] in [0, 1), of keys [rows] whose noise draws a token too."""
+def coins(key: Key[Array, "rows"], number: int) -> Float32[Array, "rows {number}"]:
+    """Uniform numbers in [0, 1), of keys whose noise draws a token too."""
     return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, jnp.uint32(COINS)), (number,)))(key)
 
 
-def passes(log_p: Array, log_q: Array, coin: Array) -> Array:
+def passes(log_p: Float32[Array, "*n"], log_q: Float32[Array, "*n"], coin: Float32[Array, "*n"]) -> Bool[Array, "*n"]:
     """Whether a draft is kept: with probability min(1, p / q) of its own p and q; never one of p = 0."""
     return coin < jnp.exp(jnp.where(log_p > -jnp.inf, log_p - log_q, -jnp.inf))
 
 
-def residual(log_p: Array, log_q: Array) -> Array:
+def residual(log_p: Float32[Array, "*n vocab"], log_q: Float32[Array, "*n vocab"]) -> Float32[Array, "*n vocab"]:
     """Log of max(0, p - q), unnormalised, over the last axis; of p where rounding leaves nothing."""
     above = log_q < log_p
     left = jnp.where(above, log_p + jnp.log(-jnp.expm1(jnp.where(above, log_q - log_p, -1.0))), -jnp.inf)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float32, Int32
 from jaxbuf.memory.tree import ancestors
 from jaxbuf.serving.carry import RUNNING, Carry, Speculation
 from jaxbuf.serving.sampling import is_finite
@@ -25,18 +25,18 @@ class AdaptiveState:
 
     Attributes:
       inner: The state of the drafter that drafts.
-      kept, judged: f32 [rows], drafts that were kept, and those that were judged: the kept ones and, if there was one,
-        the first that was not; older ones count less.
-      depth: int32 [rows], how many drafts in a chain the last proposal had.
-      verified, accepted: int32 [rows], the counts of `Speculation` that `kept` and `judged` know of.
+      kept, judged: Drafts that were kept, and those that were judged: the kept ones and, if there was one, the first
+        that was not; older ones count less.
+      depth: How many drafts in a chain the last proposal had.
+      verified, accepted: The counts of `Speculation` that `kept` and `judged` know of.
     """
 
     inner: Any
-    kept: Array
-    judged: Array
-    depth: Array
-    verified: Array
-    accepted: Array
+    kept: Float32[Array, "rows"]
+    judged: Float32[Array, "rows"]
+    depth: Int32[Array, "rows"]
+    verified: Int32[Array, "rows"]
+    accepted: Int32[Array, "rows"]
 
 
 @jax.tree_util.register_dataclass
@@ -143,11 +143,11 @@ def _inside(carry: Carry) -> Carry:
     return dataclasses.replace(carry, speculation=inner)
 
 
-def best_length(share: Array, most: int, cost: float) -> Array:
-    """The number of drafts in [0, most] with the most tokens for the cost, int32 [rows]; the least of equals.
+def best_length(share: Float32[Array, "rows"], most: int, cost: float) -> Int32[Array, "rows"]:
+    """The number of drafts in [0, most] with the most tokens for the cost; the least of equals.
 
     Args:
-      share: f32 [rows], the probability that a draft is kept.
+      share: The probability that a draft is kept.
       most: At least 1.
       cost: As in `Adaptive`.
     """

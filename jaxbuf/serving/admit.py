@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import distinct_slots
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Int, Int32
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import fold_limits, with_kv_limits, with_limits
@@ -53,23 +53,23 @@ class Beginning:
     """Rows that begin to run as soon as the prompts are read that they continue.
 
     Attributes:
-      rows: int32 [m], the rows, none twice; a negative number: nothing.
-      prompt: int32 [m], the place in `Arrivals` of the prompt that each continues.
-      limit: int32 [m], the entries from which each folds, at most the carry's: 1 is the recurrent form.
-      max_new_tokens: int32 [m]; a row gets no more than the carry's capacity has room for behind its prompt.
-      sampling: Of m rows.
-      stop_ids: int32 [m, n], padded with -1; n is the carry's.
-      allowed: int32 [m, ceil(vocab / 32)], as in `Carry`.
+      rows: The rows, none twice; a negative number: nothing.
+      prompt: The place in `Arrivals` of the prompt that each continues.
+      limit: The entries from which each folds, at most the carry's: 1 is the recurrent form.
+      max_new_tokens: A row gets no more than the carry's capacity has room for behind its prompt.
+      sampling: Of these rows.
+      stop_ids: Padded with -1; n is the carry's.
+      allowed: As in `Carry`.
       forks: Whether some row continues a prompt that is read into another row (static).
     """
 
-    rows: Array
-    prompt: Array
-    limit: Array
-    max_new_tokens: Array
+    rows: Int32[Array, "begins"]
+    prompt: Int32[Array, "begins"]
+    limit: Int32[Array, "begins"]
+    max_new_tokens: Int32[Array, "begins"]
     sampling: Sampling
-    stop_ids: Array
-    allowed: Array
+    stop_ids: Int32[Array, "begins n"]
+    allowed: Int32[Array, "begins words"]
     forks: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
@@ -79,27 +79,27 @@ class Arrivals:
     """A chunk of each of some prompts.
 
     Attributes:
-      rows: int32 [n], the empty row that each prompt is read into, none twice; a negative number: nothing.
-      tokens: int32 [n, T], right-padded.
-      lengths: int32 [n], the real ones.
-      start: int32 [n], how many tokens of the prompt earlier chunks had. A row that has not read exactly so many rests.
-      last: bool [n], whether the prompt ends with this chunk.
+      rows: The empty row that each prompt is read into, none twice; a negative number: nothing.
+      tokens: Right-padded.
+      lengths: The real ones.
+      start: How many tokens of the prompt earlier chunks had. A row that has not read exactly so many rests.
+      last: Whether the prompt ends with this chunk.
       begins: The rows that begin to run where a prompt ends; None: no token is drawn, and the rows stay empty. Who
         reads prompts for another loop finds in `Carry.hidden` what scores the next token.
-      prompt_top: int32 scalar, how many of the most probable tokens are reported beside each prompt token at most.
-      kv_limit: int32 [n], the entries up to which the rows that continue a prompt read no checkpoint, at most the
-        carry's. Those who read a longer prompt fold all of it. None: no row does without one.
+      prompt_top: How many of the most probable tokens are reported beside each prompt token at most.
+      kv_limit: The entries up to which the rows that continue a prompt read no checkpoint, at most the carry's. Those
+        who read a longer prompt fold all of it. None: no row does without one.
       report_prompt: Whether the log-probabilities of the prompts' tokens are reported (static).
     """
 
-    rows: Array
-    tokens: Array
-    lengths: Array
-    start: Array
-    last: Array
+    rows: Int32[Array, "prompts"]
+    tokens: Int32[Array, "prompts time"]
+    lengths: Int32[Array, "prompts"]
+    start: Int32[Array, "prompts"]
+    last: Bool[Array, "prompts"]
     begins: Beginning | None = None
-    prompt_top: Array | int = 0
-    kv_limit: Array | None = None
+    prompt_top: Int32[Array, ""] | int = 0
+    kv_limit: Int32[Array, "prompts"] | None = None
     report_prompt: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
@@ -177,12 +177,12 @@ def start(model: decoder.Decoder, sizes: CarrySizes, arrivals: Arrivals, drafter
 
 
 @partial(jax.jit, donate_argnames="carry")
-def release(carry: Carry, rows: Array) -> Carry:
+def release(carry: Carry, rows: Int[Array, "n"]) -> Carry:
     """Empties rows for the next requests, and gives their memory back.
 
     Args:
       carry: Donated.
-      rows: int32 [n]; a negative number: nothing.
+      rows: A negative number: nothing.
     """
     row = _checked(rows, carry)
     none = jnp.zeros_like(row)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Float, Float32, Int, Int32
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, with_limits
 from jaxbuf.models.language_model import LanguageModel
@@ -68,20 +68,20 @@ class Beam:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The best hypotheses of each prompt that ended at a stop token, best first; each is [prompts, beams].
+    """The best hypotheses of each prompt that ended at a stop token, best first.
 
     Attributes:
-      rank: f32, the ranking score; -inf where there is none.
+      rank: The ranking score; -inf where there is none.
       score: f32.
-      length: int32, its tokens, the stop token included.
-      parent, token: int32, the beam that it ended from, and the stop token.
+      length: Its tokens, the stop token included.
+      parent, token: The beam that it ended from, and the stop token.
     """
 
-    rank: Array
-    score: Array
-    length: Array
-    parent: Array
-    token: Array
+    rank: Float32[Array, "prompts beams"]
+    score: Float32[Array, "prompts beams"]
+    length: Int32[Array, "prompts beams"]
+    parent: Int32[Array, "prompts beams"]
+    token: Int32[Array, "prompts beams"]
 
 
 @jax.tree_util.register_dataclass
@@ -91,35 +91,33 @@ class Search:
 
     Attributes:
       cache: The model's memory.
-      last: int32 [prompts, beams], the newest token of each beam, which the model has not read yet.
-      score: f32 [prompts, beams], best first; -inf for a beam that is not alive.
-      tokens, parents: int32 [room, prompts, beams], of each step the token that every beam went on with, and the beam
-        of the step before that it went on from.
-      length: int32 scalar, tokens of each beam of a running prompt.
-      state: int32 [prompts]: RUNNING, STOPPED (the ended hypotheses are the result) or FULL (the beams compete, too).
+      last: The newest token of each beam, which the model has not read yet.
+      score: Best first; -inf for a beam that is not alive.
+      tokens, parents: Of each step the token that every beam went on with, and the beam of the step before that it went
+        on from.
+      length: Tokens of each beam of a running prompt.
+      state: RUNNING, STOPPED (the ended hypotheses are the result) or FULL (the beams compete, too).
       ended: What ended so far.
-      stop_ids: int32 [prompts, n], padded with -1.
-      allowed: int32 [prompts, ceil(vocab / 32)], the tokens that may be chosen, as bits (see `token_masks`).
-      max_new_tokens: int32 scalar.
-      length_penalty: f32 scalar.
-      early_stopping: bool scalar.
-      failed: bool scalar, whether some hypothesis was given up because the logits after it were NaN or infinite.
+      stop_ids: Padded with -1.
+      allowed: The tokens that may be chosen, as bits (see `token_masks`).
+      max_new_tokens, length_penalty, early_stopping: As in `beam_search`.
+      failed: Whether some hypothesis was given up because the logits after it were NaN or infinite.
     """
 
     cache: decoder.Cache
-    last: Array
-    score: Array
-    tokens: Array
-    parents: Array
-    length: Array
-    state: Array
+    last: Int32[Array, "prompts beams"]
+    score: Float32[Array, "prompts beams"]
+    tokens: Int32[Array, "room prompts beams"]
+    parents: Int32[Array, "room prompts beams"]
+    length: Int32[Array, ""]
+    state: Int32[Array, "prompts"]
     ended: Ended
-    stop_ids: Array
-    allowed: Array
-    max_new_tokens: Array
-    length_penalty: Array
-    early_stopping: Array
-    failed: Array
+    stop_ids: Int32[Array, "n"]
+    allowed: Int32[Array, "prompts words"]
+    max_new_tokens: Int32[Array, ""]
+    length_penalty: Float32[Array, ""]
+    early_stopping: Bool[Array, ""]
+    failed: Bool[Array, ""]
 
 
 def beam_search(
@@ -247,22 +245,28 @@ class Settings:
     """What a search is asked for.
 
     Attributes:
-      limit: int32 scalar, entries from which slots fold.
-      stop_ids: int32 [n], padded with -1.
+      limit: Entries from which slots fold.
+      stop_ids: Padded with -1.
       allowed, max_new_tokens, length_penalty, early_stopping: As in `Search`.
     """
 
-    limit: Array
-    stop_ids: Array
-    allowed: Array
-    max_new_tokens: Array
-    length_penalty: Array
-    early_stopping: Array
+    limit: Int32[Array, ""]
+    stop_ids: Int32[Array, "n"]
+    allowed: Int32[Array, "prompts words"]
+    max_new_tokens: Int32[Array, ""]
+    length_penalty: Float32[Array, ""]
+    early_stopping: Bool[Array, ""]
 
 
 @partial(jax.jit, static_argnames=("beams", "room"), donate_argnames="cache")
 def start_beams(
-    model: decoder.Decoder, cache: decoder.Cache, hidden: Array, settings: Settings, *, beams: int, room: int
+    model: decoder.Decoder,
+    cache: decoder.Cache,
+    hidden: Float[Array, "rows hidden"],
+    settings: Settings,
+    *,
+    beams: int,
+    room: int,
 ) -> Search:
     """Chooses the first token of every beam.
 
@@ -270,7 +274,7 @@ def start_beams(
       model: The parameters.
       cache: After `admit` read every prompt into the row of its first beam; rows that none was read into are padding.
         Donated.
-      hidden: [prompts · beams, D], the carry's.
+      hidden: The carry's.
       settings: What is asked for.
       beams: Of each prompt (static, as the following).
       room: Tokens that can be generated.
@@ -304,13 +308,13 @@ def start_beams(
 
 
 @partial(jax.jit, donate_argnames="search")
-def search_beams(model: decoder.Decoder, search: Search, steps: Array | int) -> Search:
+def search_beams(model: decoder.Decoder, search: Search, steps: Int[Array, ""] | int) -> Search:
     """Runs up to `steps` steps of a search: one `lax.while_loop`, inside which nothing returns to the host.
 
     Args:
       model: The parameters, the same as `start_beams` had.
       search: From there, or from here. Its memory is reused (it is donated, so the argument must not be used again).
-      steps: int32 scalar, data: another number does not compile again.
+      steps: Data: another number does not compile again.
     """
 
     def running(loop):

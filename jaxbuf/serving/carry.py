@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Float, Float32, Int32, Shaped
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots
@@ -61,12 +61,12 @@ class CarrySizes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counters:
-    """int32 [rows] each: what `stats.Stats` is made from."""
+    """What `stats.Stats` is made from."""
 
-    steps: Array
-    folds: Array
-    checkpoint_reads: Array
-    live_entries: Array
+    steps: Int32[Array, "rows"]
+    folds: Int32[Array, "rows"]
+    checkpoint_reads: Int32[Array, "rows"]
+    live_entries: Int32[Array, "rows"]
 
 
 @jax.tree_util.register_dataclass
@@ -76,12 +76,12 @@ class Speculation:
 
     Attributes:
       state: The drafter's own, any pytree of arrays.
-      drafted, accepted: int32 [rows], drafts that were verified so far, and those of them that became tokens.
+      drafted, accepted: Drafts that were verified so far, and those of them that became tokens.
     """
 
     state: Any
-    drafted: Array
-    accepted: Array
+    drafted: Int32[Array, "rows"]
+    accepted: Int32[Array, "rows"]
 
 
 @jax.tree_util.register_dataclass
@@ -92,63 +92,63 @@ class Carry:
     Attributes:
       cache: The model's memory.
       history: The text of every row, its prompt and what was generated so far, and its stop tokens.
-      last: int32 [rows], the newest token, which the model has not read yet.
-      hidden: [rows, D], the model's hidden state of the last prompt token that it read, which scores the one after it.
-      state: int32 [rows]: EMPTY, RUNNING, STOPPED (at a stop token, which is in the text), FULL (max_new_tokens),
-        FAILED (no token could be chosen after the last one) or STARVED (memory did not suffice for the next one).
-      max_new_tokens: int32 [rows].
+      last: The newest token, which the model has not read yet.
+      hidden: The model's hidden state of the last prompt token that it read, which scores the one after it.
+      state: EMPTY, RUNNING, STOPPED (at a stop token, which is in the text), FULL (max_new_tokens), FAILED (no token
+        could be chosen after the last one) or STARVED (memory did not suffice for the next one).
+      max_new_tokens: Of each row.
       sampling: The settings of each row.
-      allowed: int32 [rows, ceil(vocab / 32)], the tokens that each row may sample, as bits (see `token_masks`): ids
-        that the tokenizer lacks may not be.
-      logprobs: [rows, capacity], of the token at each place of the text. A prompt's are in the model's own
+      allowed: The tokens that each row may sample, as bits (see `token_masks`): ids that the tokenizer lacks may not
+        be.
+      logprobs: Of the token at each place of the text. A prompt's are in the model's own
         distribution, generated ones in the one that the row's settings ask for. [rows, 0] if nobody asked.
       counters: What was done so far.
-      lacking: bool [rows], rows that rested in the last launch, because a pool of memory had no room for them; and
-        empty ones that could not read a prompt, or continue one that was not read, see `admit`.
+      lacking: Rows that rested in the last launch, because a pool of memory had no room for them; and empty ones that
+        could not read a prompt, or continue one that was not read, see `admit`.
       speculation: None without a drafter.
     """
 
     cache: decoder.Cache
     history: History
-    last: Array
-    hidden: Array
-    state: Array
-    max_new_tokens: Array
+    last: Int32[Array, "rows"]
+    hidden: Float[Array, "rows hidden"]
+    state: Int32[Array, "rows"]
+    max_new_tokens: Int32[Array, "rows"]
     sampling: Sampling
-    allowed: Array
+    allowed: Int32[Array, "rows words"]
     logprobs: Logprobs
     counters: Counters
-    lacking: Array
+    lacking: Bool[Array, "rows"]
     speculation: Speculation | None = None
 
     @property
-    def active(self) -> Array:
-        """bool [rows]: which rows run, and had the memory for it in the last step."""
+    def active(self) -> Bool[Array, "rows"]:
+        """Which rows run, and had the memory for it in the last step."""
         return (self.state == RUNNING) & ~self.lacking
 
     @property
-    def position(self) -> Array:
-        """int32 [rows]: the position of the newest token, as many as the model has committed."""
+    def position(self) -> Int32[Array, "rows"]:
+        """The position of the newest token, as many as the model has committed."""
         return self.cache.sequences.committed[all_slots(self.cache)]
 
 
-def slots_of(rows: Array) -> Array:
-    """int32: the slot of each row; the null slot for what is no row (NOWHERE, or a negative number)."""
+def slots_of(rows: Int32[Array, "n"]) -> Int32[Array, "n"]:
+    """The slot of each row; the null slot for what is no row (NOWHERE, or a negative number)."""
     return jnp.where((rows >= 0) & (rows < NOWHERE), rows + 1, 0)
 
 
-def put_rows[T](old: T, rows: Array, new: T) -> T:
+def put_rows[T](old: T, rows: Int32[Array, "n"], new: T) -> T:
     """Arrays [rows, ...] with `new` [n, ...] at n of the rows; a row that is NOWHERE is dropped."""
     return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), old, new)
 
 
-def get_rows[T](arrays: T, rows: Array) -> T:
-    """What belongs to rows (int32 [n]) in arrays [rows, ...]: [n, ...]; that of some row where one is NOWHERE."""
+def get_rows[T](arrays: T, rows: Int32[Array, "n"]) -> T:
+    """What belongs to rows in arrays [rows, ...]: [n, ...]; that of some row where one is NOWHERE."""
     return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), arrays)
 
 
-def append_token(history: History, token: Array, real: Array) -> History:
-    """The history with one more token (int32 [rows]) in the rows where `real` (bool [rows])."""
+def append_token(history: History, token: Int32[Array, "rows"], real: Bool[Array, "rows"]) -> History:
+    """The history with one more token in the rows where `real`."""
     return _append(history, token[:, None], real.astype(jnp.int32))
 
 
@@ -158,13 +158,19 @@ def _append(history: History, tokens: Array, number: Array) -> History:
     return dataclasses.replace(history, tokens=text, length=history.length + number)
 
 
-def put_places(old: Array, new: Array, start: Array, number: Array, rows: Array | None = None) -> Array:
-    """Writes the first `number` (int32 [n]) of new [n, T, ...] to the places from `start` (int32 [n]) on.
+def put_places(
+    old: Shaped[Array, "rows capacity ..."],
+    new: Shaped[Array, "n time ..."],
+    start: Int32[Array, "n"],
+    number: Int32[Array, "n"],
+    rows: Int32[Array, "n"] | None = None,
+) -> Shaped[Array, "rows capacity ..."]:
+    """Writes the first `number` of each row of `new` to the places from `start` on.
 
     Args:
-      old: [rows, capacity, ...].
+      old: Of all rows.
       new, start, number: As said; nothing is written past the capacity.
-      rows: int32 [n], whose places; None: all in order.
+      rows: Whose places; None: all in order.
     """
     ahead = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     place = jnp.where(ahead < number[:, None], start[:, None] + ahead, NOWHERE)
@@ -172,15 +178,21 @@ def put_places(old: Array, new: Array, start: Array, number: Array, rows: Array 
     return old.at[row[:, None], place].set(new, mode="drop")
 
 
-def record(carry: Carry, tokens: Array, number: Array, failed: Array, logprobs: Logprobs | None = None) -> Carry:
+def record(
+    carry: Carry,
+    tokens: Int32[Array, "rows time"],
+    number: Int32[Array, "rows"],
+    failed: Bool[Array, "rows"],
+    logprobs: Logprobs | None = None,
+) -> Carry:
     """Writes down what was chosen, and decides which rows are done.
 
     Args:
       carry: Changed in its history, last, state and logprobs.
-      tokens: int32 [rows, T].
-      number: int32 [rows], how many of the T tokens are real: 0 for a row that does not run. A stop token is the last.
-      failed: bool [rows], the rows that have no candidate for the token after those.
-      logprobs: [rows, T], of those tokens, if they are reported.
+      tokens: What was chosen.
+      number: How many of the T tokens are real: 0 for a row that does not run. A stop token is the last.
+      failed: The rows that have no candidate for the token after those.
+      logprobs: Of those tokens, if they are reported.
     """
     found = carry.logprobs
     if logprobs is not None:
@@ -200,13 +212,18 @@ def reports(carry: Carry) -> bool:
     return carry.logprobs.chosen.shape[1] > 0
 
 
-def chosen_logprobs(sampling: Sampling, tokens: Array, logits: Array, adjusted: Callable[[], Array]) -> Logprobs:
-    """What rows report of the tokens int32 [rows, T]: [rows, T], in the distribution that each row asks for.
+def chosen_logprobs(
+    sampling: Sampling,
+    tokens: Int32[Array, "rows time"],
+    logits: Float32[Array, "rows time vocab"],
+    adjusted: Callable[[], Array],
+) -> Logprobs:
+    """What rows report of the tokens, in the distribution that each row asks for.
 
     Args:
       sampling: The settings of the rows.
       tokens: What was chosen.
-      logits: f32 [rows, T, vocab], the model's own, that the tokens were chosen from.
+      logits: The model's own, that the tokens were chosen from.
       adjusted: Makes the same as the settings changed them, see `sampling.adjust`, if some row asks for it.
     """
     processed = sampling.processed_logprobs

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Float, Float32, Int32
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, fold_limits, with_limits
 from jaxbuf.models.language_model import LanguageModel
@@ -139,14 +139,14 @@ class MTPState:
 
     Attributes:
       memory: Positions before those of `hidden` are final; the rest is dead.
-      hidden: [rows, 1 + draft_tokens, D], the model's hidden states, of which `number` (int32 [rows]) are real.
-      tokens: int32 [rows, 1 + draft_tokens], the token after each; the last real one is the newest.
+      hidden: The model's hidden states, of which `number` are real.
+      tokens: The token after each; the last real one is the newest.
     """
 
     memory: MTPCache
-    hidden: Array
-    tokens: Array
-    number: Array
+    hidden: Float[Array, "rows places hidden"]
+    tokens: Int32[Array, "rows places"]
+    number: Int32[Array, "rows"]
 
 
 @jax.tree_util.register_dataclass
@@ -364,18 +364,24 @@ def _later[T](arrays: T, number: Array) -> T:
     return jax.tree.map(shifted, arrays)
 
 
-def draw_drafts(carry: Carry, history: History, logits: Array, number: Array, branches: int = 1) -> tuple[Array, Array]:
+def draw_drafts(
+    carry: Carry,
+    history: History,
+    logits: Float32[Array, "rows vocab"],
+    number: Int32[Array, ""] | Int32[Array, "rows"],
+    branches: int = 1,
+) -> tuple[Int32[Array, "rows {branches}"], Float32[Array, "rows vocab"]]:
     """Draws a row's candidates for one place, without replacement, under the settings that its tokens are chosen by.
 
     Args:
       carry: Before the step.
       history: With the drafts before this place counted as generated.
-      logits: f32 [rows, vocab], the drafter's.
-      number: int32 scalar or [rows], of the place, from 0.
+      logits: The drafter's.
+      number: Of the place, from 0.
       branches: How many candidates.
 
     Returns:
-      int32 [rows, branches], and f32 [rows, vocab]: the log-probabilities that the first was drawn from, zeros if no
+      The candidates, and the log-probabilities that the first was drawn from, zeros if no
       row is sampled. On greedy rows, and past the last token that has any probability, they are the most probable of
       the others.
     """
@@ -404,16 +410,18 @@ def _best(scores: Array, otherwise: Array, number: int) -> Array:
     return jnp.concatenate(chosen, axis=1)
 
 
-def without_siblings(log_q: Array, candidates: Array, rank: np.ndarray) -> Array:
+def without_siblings(
+    log_q: Float32[Array, "rows n vocab"], candidates: Int32[Array, "rows n branches"], rank: np.ndarray
+) -> Float32[Array, "rows n vocab"]:
     """What each of several candidates was drawn from, once those before it were taken away.
 
     Args:
-      log_q: f32 [rows, n, vocab], what the first candidate of each draft's place was drawn from.
-      candidates: int32 [rows, n, branches], of that place.
+      log_q: What the first candidate of each draft's place was drawn from.
+      candidates: Of that place.
       rank: [n], which of them the draft is.
 
     Returns:
-      f32 [rows, n, vocab], log-probabilities; 0 at the candidate alone where nothing was left to draw from.
+      Log-probabilities; 0 at the candidate alone where nothing was left to draw from.
     """
     token = jax.lax.broadcasted_iota(jnp.int32, log_q.shape, 2)
     left = log_q

@@ -2,14 +2,16 @@
 
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Int32
 from jaxbuf.serving.sampling import History
 
 REMAINDERS = 4096  # counters of the tokens that followed: ids that are equal modulo this share one
 MOST_VOTES = 255  # the most that a counter tells
 
 
-def propose_ngram(history: History, draft_tokens: int, longest: int = 3) -> tuple[Array, Array]:
+def propose_ngram(
+    history: History, draft_tokens: int, longest: int = 3
+) -> tuple[Int32[Array, "rows {draft_tokens}"], Int32[Array, "rows"]]:
     """Drafts the tokens that followed when a row's last tokens occurred before in its prompt and generation.
 
     The longest occurrences count, of at most `longest` tokens; of these the ones that the same token follows most
@@ -22,7 +24,7 @@ def propose_ngram(history: History, draft_tokens: int, longest: int = 3) -> tupl
       longest: The most tokens that are looked for (static).
 
     Returns:
-      drafts int32 [rows, draft_tokens], and count int32 [rows]: draft_tokens, or 0 where not even the last token
+      drafts, and count: draft_tokens, or 0 where not even the last token
       occurred before (its drafts are 0).
 
     Raises:
@@ -36,7 +38,7 @@ def propose_ngram(history: History, draft_tokens: int, longest: int = 3) -> tupl
 
 def propose_ngram_tree(
     history: History, draft_tokens: int, branches: int, longest: int = 3
-) -> tuple[Array, Array, Array]:
+) -> tuple[Int32[Array, "rows {draft_tokens}"], Int32[Array, "rows {draft_tokens}"], Int32[Array, "rows"]]:
     """Drafts what followed several earlier occurrences of a row's last tokens, as a tree.
 
     The occurrences are the longest `branches`, and of equally long ones the latest: a tree has room for what follows
@@ -49,8 +51,7 @@ def propose_ngram_tree(
       branches: At least 1 (static).
 
     Returns:
-      drafts int32 [rows, draft_tokens], their parents int32 [rows, draft_tokens] (-1: the last token), and count int32
-      [rows], how many there are.
+      drafts, their parents (-1: the last token), and count, how many there are.
 
     Raises:
       ValueError: branches is below 1, or as in `propose_ngram`.

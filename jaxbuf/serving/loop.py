@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Int
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, recurrent_work
 from jaxbuf.serving.carry import RUNNING, Carry, Speculation, chosen_logprobs, record, reports
@@ -17,7 +17,9 @@ from jaxbuf.serving.token_masks import only
 
 
 @partial(jax.jit, donate_argnames="carry")
-def generate_tokens(model: decoder.Decoder, carry: Carry, steps: Array | int, drafter: Drafter | None = None) -> Carry:
+def generate_tokens(
+    model: decoder.Decoder, carry: Carry, steps: Int[Array, ""] | int, drafter: Drafter | None = None
+) -> Carry:
     """Runs up to `steps` decoding steps; ends early when no row runs.
 
     A step gives every running row one token, or with a drafter up to 1 + draft_tokens. A row for which a pool of memory
@@ -29,7 +31,7 @@ def generate_tokens(model: decoder.Decoder, carry: Carry, steps: Array | int, dr
     Args:
       model: The parameters, the same as `admit` had.
       carry: From `admit`, or from here.
-      steps: int32 scalar, data: another number does not compile again.
+      steps: Data: another number does not compile again.
       drafter: The one that `admit` had.
     """
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Float32, Int32, Key, UInt32
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.serving.token_masks import only
 
@@ -125,27 +125,26 @@ class Sampling:
     """The settings of each row.
 
     Attributes:
-      temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty: f32 [rows].
-      top_k, min_tokens: int32 [rows].
-      bias_ids, bias: int32 and f32 [rows, n], padded with id -1.
-      seed: uint32 [rows].
-      top_logprobs: int32 [rows], how many of the most probable tokens are reported; 0 also where nothing is.
-      processed_logprobs: bool [rows], whether log-probabilities are those of the distribution that is drawn from.
+      temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, min_tokens, seed: As in
+        `SamplingParams`.
+      bias_ids, bias: Padded with id -1.
+      top_logprobs: How many of the most probable tokens are reported; 0 also where nothing is.
+      processed_logprobs: Whether log-probabilities are those of the distribution that is drawn from.
     """
 
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    presence_penalty: Array
-    frequency_penalty: Array
-    repetition_penalty: Array
-    bias_ids: Array
-    bias: Array
-    min_tokens: Array
-    seed: Array
-    top_logprobs: Array
-    processed_logprobs: Array
+    temperature: Float32[Array, "rows"]
+    top_k: Int32[Array, "rows"]
+    top_p: Float32[Array, "rows"]
+    min_p: Float32[Array, "rows"]
+    presence_penalty: Float32[Array, "rows"]
+    frequency_penalty: Float32[Array, "rows"]
+    repetition_penalty: Float32[Array, "rows"]
+    bias_ids: Int32[Array, "rows n"]
+    bias: Float32[Array, "rows n"]
+    min_tokens: Int32[Array, "rows"]
+    seed: UInt32[Array, "rows"]
+    top_logprobs: Int32[Array, "rows"]
+    processed_logprobs: Bool[Array, "rows"]
 
 
 def pack(params: Sequence[SamplingParams], *, biases: int | None = None) -> Sampling:
@@ -185,25 +184,25 @@ class History:
     """The text of every row, which penalties, stop tokens and drafters look at.
 
     Attributes:
-      tokens: int32 [rows, capacity], the prompt, then what was generated. What lies past the length is not cleared.
-      prompt_length: int32 [rows], tokens of the prompt.
-      length: int32 [rows], of both.
-      stop_ids: int32 [rows, n], padded with -1: forbidden until min_tokens were generated.
+      tokens: The prompt, then what was generated. What lies past the length is not cleared.
+      prompt_length: Tokens of the prompt.
+      length: Of both.
+      stop_ids: Padded with -1: forbidden until min_tokens were generated.
     """
 
-    tokens: Array
-    prompt_length: Array
-    length: Array
-    stop_ids: Array
+    tokens: Int32[Array, "rows capacity"]
+    prompt_length: Int32[Array, "rows"]
+    length: Int32[Array, "rows"]
+    stop_ids: Int32[Array, "rows n"]
 
     @property
-    def count(self) -> Array:
-        """int32 [rows]: the tokens that were generated."""
+    def count(self) -> Int32[Array, "rows"]:
+        """The tokens that were generated."""
         return self.length - self.prompt_length
 
 
-def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
-    """Applies logit_bias, min_tokens and the penalties to logits f32 [rows, vocab].
+def adjust(logits: Float32[Array, "rows vocab"], sampling: Sampling, history: History) -> Float32[Array, "rows vocab"]:
+    """Applies logit_bias, min_tokens and the penalties to logits.
 
     Nothing is counted unless some row asks for it: then the counts are made anew from the tokens, so that no counter as
     large as the vocabulary is kept.
@@ -233,8 +232,8 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
     return jax.lax.cond(adjusts(sampling, history), penalised, lambda logits: logits, logits)
 
 
-def adjusts(sampling: Sampling, history: History) -> Array:
-    """bool scalar: whether some row asks for what `adjust` does."""
+def adjusts(sampling: Sampling, history: History) -> Bool[Array, ""]:
+    """Whether some row asks for what `adjust` does."""
     return (
         jnp.any(sampling.bias_ids >= 0)
         | jnp.any(_forbidden_stops(sampling, history))
@@ -248,19 +247,25 @@ def _forbidden_stops(sampling: Sampling, history: History) -> Array:
     return (history.count < sampling.min_tokens)[:, None] & (history.stop_ids >= 0)
 
 
-def choose(logits: Array, allowed: Array, sampling: Sampling, history: History, position: Array) -> tuple[Array, Array]:
+def choose(
+    logits: Float32[Array, "rows vocab"],
+    allowed: Int32[Array, "rows words"],
+    sampling: Sampling,
+    history: History,
+    position: Int32[Array, "rows"],
+) -> tuple[Int32[Array, "rows"], Bool[Array, "rows"]]:
     """Chooses a token for each row: `sample` of the logits as `adjust` leaves them, from tokens that are allowed.
 
     Where all rows are greedy and none adjusts anything, the logits are read, and none are written.
 
     Args:
-      logits: f32 [rows, vocab], the model's.
-      allowed: int32 [rows, ceil(vocab / 32)], the tokens that each row may sample, see `token_masks`.
+      logits: The model's.
+      allowed: The tokens that each row may sample, see `token_masks`.
       sampling, history: Of the rows.
-      position: int32 [rows], as in `sample`.
+      position: As in `sample`.
 
     Returns:
-      The tokens, int32 [rows], and bool [rows]: whether there was a candidate.
+      The tokens, and whether there was a candidate.
     """
 
     def as_asked():
@@ -276,24 +281,23 @@ def choose(logits: Array, allowed: Array, sampling: Sampling, history: History, 
     return jax.lax.cond(asked, as_asked, most_probable)
 
 
-def has_candidate(logits: Array) -> Array:
-    """Whether a token can be chosen from logits f32 [..., vocab], as `adjust` leaves them: bool [...].
+def has_candidate(logits: Float32[Array, "*n vocab"]) -> Bool[Array, "*n"]:
+    """Whether a token can be chosen from logits, as `adjust` leaves them.
 
     It can't where all tokens are forbidden (-inf), and where a candidate's logit is NaN or infinite.
     """
     return jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum of anything and NaN is NaN
 
 
-def sample(logits: Array, sampling: Sampling, position: Array) -> Array:
+def sample(
+    logits: Float32[Array, "rows vocab"], sampling: Sampling, position: Int32[Array, "rows"]
+) -> Int32[Array, "rows"]:
     """Chooses a token for each row; a row without a candidate (see `has_candidate`) gets a meaningless one.
 
     Args:
-      logits: f32 [rows, vocab].
+      logits: As `adjust` leaves them.
       sampling: The settings of each row.
-      position: int32 [rows], the position that the token will have: it selects the row's random numbers.
-
-    Returns:
-      int32 [rows].
+      position: The position that the token will have: it selects the row's random numbers.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     chosen = jax.lax.cond(
@@ -310,25 +314,25 @@ def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
 
 
-def keys(sampling: Sampling, position: Array) -> Array:
-    """Random keys [rows]: what a row draws the token at `position` (int32 [rows]) from."""
+def keys(sampling: Sampling, position: Int32[Array, "rows"]) -> Key[Array, "rows"]:
+    """Random keys: what a row draws the token at `position` from."""
     return jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(sampling.seed, position)
 
 
-def noise(key: Array, vocab: int) -> Array:
-    """Gumbel noise f32 [rows, vocab] of keys [rows]."""
+def noise(key: Key[Array, "rows"], vocab: int) -> Float32[Array, "rows {vocab}"]:
+    """Gumbel noise of keys."""
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(key)
 
 
-def narrow(logits: Array, sampling: Sampling) -> Array:
+def narrow(logits: Float32[Array, "rows *n vocab"], sampling: Sampling) -> Float32[Array, "rows *n vocab"]:
     """Applies temperature, min_p, top_k and top_p: -inf for each token left out, 0 for the most probable one.
 
     Args:
-      logits: f32 [rows, ..., vocab].
+      logits: As `adjust` leaves them.
       sampling: The settings of each row. A greedy row's logits are taken at temperature 1.
 
     Returns:
-      f32, the shape of logits: unnormalised log-probabilities.
+      Unnormalised log-probabilities.
     """
     vocab = logits.shape[-1]
 

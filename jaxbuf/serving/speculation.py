@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Float, Float32, Int32
 from jaxbuf.memory.tree import ancestors, check_parents
 from jaxbuf.models import decoder
 from jaxbuf.models.config import ModelConfig
@@ -25,18 +25,18 @@ class Proposal:
     The program that verifies takes nothing on trust: see `usable`, and `acceptance.usable_log_q`.
 
     Attributes:
-      drafts: int32 [rows, draft_tokens]: without parents the tokens after the newest one, in their order.
-      count: int32 [rows], how many of them are real, in [0, draft_tokens].
-      log_q: f32 [rows, draft_tokens, vocab], the log-probabilities that the drafts were drawn from, greedy rows' aside,
-        and of a tree given the siblings before (see `acceptance.accept_tree`); None for drafts that were not drawn.
-      parents: int32 [rows, draft_tokens], for a tree: the draft before each one, of a lower index; -1 is the newest
-        token. None: each follows the one before.
+      drafts: Without parents the tokens after the newest one, in their order.
+      count: How many of them are real, in [0, draft_tokens].
+      log_q: The log-probabilities that the drafts were drawn from, greedy rows' aside, and of a tree given the siblings
+        before (see `acceptance.accept_tree`); None for drafts that were not drawn.
+      parents: For a tree: the draft before each one, of a lower index; -1 is the newest token. None: each follows the
+        one before.
     """
 
-    drafts: Array
-    count: Array
-    log_q: Array | None = None
-    parents: Array | None = None
+    drafts: Int32[Array, "rows drafts"]
+    count: Int32[Array, "rows"]
+    log_q: Float32[Array, "rows drafts vocab"] | None = None
+    parents: Int32[Array, "rows drafts"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,30 +44,30 @@ class Reading:
     """A chunk of prompts that the model has read.
 
     Attributes:
-      rows: int32 [n], the row that each was read into; NOWHERE, past all rows, where nothing was.
-      tokens: int32 [n, T].
-      start: int32 [n], how many tokens of the prompt came before; 0: the row has a new prompt.
-      lengths: int32 [n], how many of the tokens were read: real ones, or none where memory did not suffice.
-      hidden: [n, T, D], the model's hidden states of the tokens.
-      before: [n, D], of the token before them; anything where start is 0.
-      begins: int32 [m], the rows that begin to run; NOWHERE where none does.
-      source: int32 [m], the row that read the prompt of each, most often the same.
+      rows: The row that each was read into; NOWHERE, past all rows, where nothing was.
+      tokens: The chunk.
+      start: How many tokens of the prompt came before; 0: the row has a new prompt.
+      lengths: How many of the tokens were read: real ones, or none where memory did not suffice.
+      hidden: The model's hidden states of the tokens.
+      before: Of the token before them; anything where start is 0.
+      begins: The rows that begin to run; NOWHERE where none does.
+      source: The row that read the prompt of each, most often the same.
       forks: Whether some may be another (static).
     """
 
-    rows: Array
-    tokens: Array
-    start: Array
-    lengths: Array
-    hidden: Array
-    before: Array
-    begins: Array
-    source: Array
+    rows: Int32[Array, "prompts"]
+    tokens: Int32[Array, "prompts time"]
+    start: Int32[Array, "prompts"]
+    lengths: Int32[Array, "prompts"]
+    hidden: Float[Array, "prompts time hidden"]
+    before: Float[Array, "prompts hidden"]
+    begins: Int32[Array, "begins"]
+    source: Int32[Array, "begins"]
     forks: bool = False
 
     @property
-    def slots(self) -> Array:
-        """int32 [n]: the slots of `rows`."""
+    def slots(self) -> Int32[Array, "prompts"]:
+        """The slots of `rows`."""
         return slots_of(self.rows)
 
     def begun[T](self, old: T, new: T) -> T:
@@ -118,14 +118,13 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, model: decoder.Decoder, carry: Carry, most: Array) -> tuple[Proposal, Any]:
+    def propose(self, model: decoder.Decoder, carry: Carry, most: Int32[Array, "rows"]) -> tuple[Proposal, Any]:
         """Drafts tokens that may follow carry.last; carry.speculation.state is the drafter's.
 
         Args:
           model: The one that verifies.
           carry: Before the step.
-          most: int32 [rows], how many drafts in a chain a row can use, at most draft_tokens; 0 for rows that do not
-            run.
+          most: How many drafts in a chain a row can use, at most draft_tokens; 0 for rows that do not run.
 
         Returns:
           The proposal, and the state. The count is at most `most`; of a tree it is 0 where `most` is, and drafts that
@@ -133,17 +132,24 @@ class Drafter(Protocol):
         """
         ...
 
-    def settle(self, model: decoder.Decoder, state: Any, hidden: Array, tokens: Array, number: Array) -> Any:
+    def settle(
+        self,
+        model: decoder.Decoder,
+        state: Any,
+        hidden: Float[Array, "rows places hidden"],
+        tokens: Int32[Array, "rows places"],
+        number: Int32[Array, "rows"],
+    ) -> Any:
         """The state after the step.
 
         Args:
           model: The one that verified.
           state: From `propose`.
-          hidden: [rows, 1 + draft_tokens, D], the model's hidden states of the newest token and the drafts; of a tree,
-            of the newest token and the path that was kept.
-          tokens: int32 [rows, 1 + draft_tokens], the new tokens: accepted drafts and one more.
-          number: int32 [rows], how many of them are real; 0 for rows that did not run. Of the tokens read (on the
-            path), as many were committed.
+          hidden: The model's hidden states of the newest token and the drafts; of a tree, of the newest token and the
+            path that was kept.
+          tokens: The new tokens: accepted drafts and one more.
+          number: How many of them are real; 0 for rows that did not run. Of the tokens read (on the path), as many were
+            committed.
         """
         ...
 
@@ -158,14 +164,16 @@ def drafts_trees(drafter: Drafter | None) -> bool:
     return bool(getattr(drafter, "trees", False))
 
 
-def most_drafts(carry: Carry, draft_tokens: int) -> Array:
-    """int32 [rows]: how many drafts a row can use, that no step go past max_new_tokens; 0 if it does not run."""
+def most_drafts(carry: Carry, draft_tokens: int) -> Int32[Array, "rows"]:
+    """How many drafts a row can use, that no step go past max_new_tokens; 0 if it does not run."""
     left = jnp.clip(carry.max_new_tokens - carry.history.count - 1, 0, draft_tokens)
     return jnp.where(carry.state == RUNNING, left, 0)
 
 
-def within_depth(parents: Array, count: Array, most: Array) -> Array:
-    """int32 [rows]: how many of a tree's drafts come before the first one that lies deeper than `most` (int32 [rows]).
+def within_depth(
+    parents: Int32[Array, "rows nodes"], count: Int32[Array, "rows"], most: Int32[Array, "rows"]
+) -> Int32[Array, "rows"]:
+    """How many of a tree's drafts come before the first one that lies deeper than `most`.
 
     The drafts of a tree are in the order of their depth, so these are the ones that `most` new tokens can keep.
 
@@ -177,8 +185,8 @@ def within_depth(parents: Array, count: Array, most: Array) -> Array:
     return jnp.sum(jnp.cumprod((shallow & (nodes < count[:, None])).astype(jnp.int32), axis=1), axis=1)
 
 
-def with_root(parents: Array) -> Array:
-    """int32 [rows, T]: the parents that `extend` takes, of the newest token and the drafts, from a proposal's."""
+def with_root(parents: Int32[Array, "rows nodes"]) -> Int32[Array, "rows nodes+1"]:
+    """The parents that `extend` takes, of the newest token and the drafts, from a proposal's."""
     return jnp.pad(parents + 1, ((0, 0), (1, 0)), constant_values=-1)
 
 
@@ -272,24 +280,24 @@ class Verified(NamedTuple):
     """What became of a step's drafts.
 
     Attributes:
-      tokens: int32 [rows, T].
-      number: int32 [rows], how many of them are real: nothing after a stop token, 0 for a row that does not run.
-      accepted: int32 [rows], how many of those are drafts.
-      path: int32 [rows, T] for a tree, else None: the place in the logits that each token was chosen from. The tokens
+      tokens: The new ones.
+      number: How many of them are real: nothing after a stop token, 0 for a row that does not run.
+      accepted: How many of those are drafts.
+      path: For a tree, else None: the place in the logits that each token was chosen from. The tokens
         that were read there are what to commit.
-      failed: bool [rows], running rows that have no candidate for their next token.
-      adjusted: f32 [rows, T, vocab], the logits as the settings changed them.
+      failed: Running rows that have no candidate for their next token.
+      adjusted: The logits as the settings changed them.
     """
 
-    tokens: Array
-    number: Array
-    accepted: Array
-    path: Array | None
-    failed: Array
-    adjusted: Array
+    tokens: Int32[Array, "rows places"]
+    number: Int32[Array, "rows"]
+    accepted: Int32[Array, "rows"]
+    path: Int32[Array, "rows places"] | None
+    failed: Bool[Array, "rows"]
+    adjusted: Float32[Array, "rows places vocab"]
 
 
-def verify(carry: Carry, proposal: Proposal, logits: Array) -> Verified:
+def verify(carry: Carry, proposal: Proposal, logits: Float32[Array, "rows places vocab"]) -> Verified:
     """Chooses the next tokens of every row: the drafts that the model keeps, and one more.
 
     A row that has no candidate behind one of its drafts keeps no draft in this step: so the place without a candidate
@@ -298,7 +306,7 @@ def verify(carry: Carry, proposal: Proposal, logits: Array) -> Verified:
     Args:
       carry: Before the step; its cache may be after it, not committed.
       proposal: Of T - 1 drafts; see `usable`.
-      logits: f32 [rows, T, vocab], the model's after the newest token and after each draft.
+      logits: The model's after the newest token and after each draft.
     """
     drafts, parents = proposal.drafts, proposal.parents
     length = drafts.shape[1]

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Float32, Int32
 
 BITS = 32  # of a word
 
@@ -20,14 +20,14 @@ def pack_mask(tokens: np.ndarray) -> np.ndarray:
     return np.packbits(padded, axis=-1, bitorder="little").view("<i4").astype(np.int32)
 
 
-def unpack_mask(mask: Array, vocab: int) -> Array:
-    """bool [rows, vocab] of a mask int32 [rows, ceil(vocab / 32)]."""
+def unpack_mask(mask: Int32[Array, "rows words"], vocab: int) -> Bool[Array, "rows {vocab}"]:
+    """Which tokens each row's mask has."""
     bits = (mask[..., None] >> jnp.arange(BITS, dtype=jnp.int32)[None, None]) & 1
     return bits.reshape(mask.shape[0], -1)[:, :vocab] > 0
 
 
-def has_tokens(mask: Array, tokens: Array) -> Array:
-    """bool [rows, n]: whether each row's mask (int32 [rows, words]) has its tokens, int32 [rows, n].
+def has_tokens(mask: Int32[Array, "rows words"], tokens: Int32[Array, "rows n"]) -> Bool[Array, "rows n"]:
+    """Whether each row's mask has its tokens.
 
     No mask has a token below 0 or past its last word.
     """
@@ -37,8 +37,8 @@ def has_tokens(mask: Array, tokens: Array) -> Array:
     return inside & ((word >> (known % BITS)) & 1 > 0)
 
 
-def only(mask: Array, logits: Array) -> Array:
-    """Logits f32 [rows, ..., vocab], of which those that are not in their row's mask are -inf."""
+def only(mask: Int32[Array, "rows words"], logits: Float32[Array, "rows *n vocab"]) -> Float32[Array, "rows *n vocab"]:
+    """Logits, of which those that are not in their row's mask are -inf."""
     allowed = unpack_mask(mask, logits.shape[-1])
     allowed = allowed.reshape(allowed.shape[0], *[1] * (logits.ndim - 2), allowed.shape[1])
     return jnp.where(allowed, logits, -jnp.inf)

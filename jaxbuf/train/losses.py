@@ -3,24 +3,28 @@
 import jax.numpy as jnp
 import optax
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Bool, Float32, Int
 from jaxbuf.models.decoder import Decoder, forward, logits
 from jaxbuf.models.mtp import mtp_forward
 
 
 def language_model_loss(
-    model: Decoder, tokens: Array, *, mask: Array | None = None, mtp_weight: float = 0.3
-) -> tuple[Array, dict[str, Array]]:
+    model: Decoder,
+    tokens: Int[Array, "batch time"],
+    *,
+    mask: Bool[Array, "batch time"] | None = None,
+    mtp_weight: float = 0.3,
+) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
     """Next-token cross entropy, plus that of the MTP layer (the token after the next) if the model has one.
 
     Args:
       model: The parameters.
-      tokens: int32 [b, t], t at least 3 with an MTP layer, else 2.
-      mask: bool [b, t], which tokens count as targets; None: all. They are all read.
+      tokens: Rows of at least 3 with an MTP layer, else 2.
+      mask: Which tokens count as targets; None: all. They are all read.
       mtp_weight: Weight of the MTP layer's loss in the sum.
 
     Returns:
-      The loss, a f32 scalar in nats per token, and metrics (f32 scalars): "next_token_loss", "next_token_accuracy",
+      The loss in nats per token, and metrics: "next_token_loss", "next_token_accuracy",
       "tokens" (counted targets), and with an MTP layer "mtp_loss" and "mtp_accuracy".
     """
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
