@@ -74,8 +74,8 @@ def _one_by_one(block: list[str]) -> Iterator[str]:
 
 
 def shorten_types(app, what, name, obj, options, lines: list[str]) -> None:
-    """Each module has its own alias of jax.Array, by whose full name napoleon shows it."""
-    lines[:] = [re.sub(r"jaxbuf[.\w]*\.Array\b", "jax.Array", line) for line in lines]
+    """Arrays' types as they are written: napoleon puts the name of jaxtyping before them."""
+    lines[:] = [re.sub(r"\bjaxtyping\.(?=\w+\[)", "", line) for line in lines]
 
 
 def setup(app) -> None:

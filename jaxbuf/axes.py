@@ -1,35 +1,55 @@
 """The glossary of axes: how annotations say the shapes and dtypes of arrays, and what each axis is.
 
-`Float32[Array, "batch time heads"]` is an array of float32 numbers with three axes. In one call of a function, axes of
-one name are equally long, but for one written "#rows", which may be of length 1 instead. `""` is a scalar, `...` stands
-for any axes, and "{slots}+1" for a sum with the function's argument. The words are jaxtyping's: `Float` is any
-floating-point dtype, `Int` any of integers, `Shaped` any at all, `Key` are random keys.
+`Float32[Array, "batch time heads"]` is an array of float32 numbers with three axes. In one call of a function, and in
+one object of a dataclass, axes of one name are equally long, but for one written `#rows`, which may be of length 1
+instead. `""` is a scalar, `...` and `*n` stand for any axes, and `{slots}+1` for a sum with the function's argument.
+The words are jaxtyping's: `Float` is any floating-point dtype, `Int` any of integers, `Shaped` any at all, `Key` are
+random keys.
 
-The tests check what functions get and return against their annotations (`tests/array_checks.py`); outside of tests
-nothing does, and where an argument can be wrong by a user's doing the function itself says so.
+The tests check what functions get and return (`tests/array_checks.py`). Outside of tests nothing does: what a user can
+get wrong, the functions themselves say.
 
     batch        sequences that are computed together, without a cache
-    rows         sequences of one launch on a cache, or rows of a carry; each has a slot
+    rows         sequences of a launch on a cache, each in its slot; in the compiled loop, the requests that can run
     slots        places for a sequence in a memory, the null slot 0 among them
-    time         tokens of a sequence; of a launch those that it reads, the draft tokens included
+    time         tokens of a sequence; of a launch those that it reads, draft tokens among them
 
     heads        of queries in softmax attention, of values in a recurrence
-    kv_heads     heads of keys and values in softmax attention; key_heads: heads of q and k in a recurrence
-    head_dim     numbers of a head; key_dim, value_dim: of a head's key and value in a recurrence
+    kv_heads     heads of keys and values in softmax attention
+    group        heads that read one of them
+    head_dim     numbers of a head's query, key or value in softmax attention
+    key_heads    heads of queries and keys in a recurrence
+    key_dim      numbers of a head's query or key in a recurrence
+    value_dim    numbers of a head's value in a recurrence
     hidden       numbers of a token between layers
-    channels     numbers of a token in a short convolution; width: its taps
-    vocab        tokens that there are; words: 32 of them a word of a bit mask
+    channels     numbers of a token in a short convolution
+    width        taps of a convolution
+    vocab        tokens that a model knows
+    words        of 32 bits, one bit for each token that a model knows
+    in           numbers that a projection reads
+    out          numbers that it gives
 
-    states       checkpoint rows of a pool, the null row 0 among them
+    states       rows of a pool of checkpoints, the null row 0 among them
     ring         places for a slot's last tokens: entries of a recurrence, inputs of a convolution
-    blocks       of a ring's entries in a pool, the null block 0 among them; max_blocks: those of a slot
+    blocks       of entries in a pool, the null block 0 among them
+    max_blocks   blocks of one slot
     block_size   entries of a block
-    pages        of keys and values in a pool, the null page 0 among them; max_pages: those of a slot
+    pages        of keys and values in a pool, the null page 0 among them
+    max_pages    pages of one slot
     page_size    tokens of a page
     max_pending  tokens of a launch at most
 
-    drafts       draft tokens of a row; nodes: the same in a tree; places: drafts and the newest token before them
-    capacity     tokens that a row's text can hold
+    prompts      that are read at once
+    begins       rows that begin to run
+    capacity     tokens that a row's text has room for
+    drafts       draft tokens of a row
+    nodes        draft tokens of a row, as a tree
+    places       draft tokens of a row, and the newest token before them
+    branches     candidates for one draft
+    beams        hypotheses of a prompt
+    room         steps of a beam search
+
+    n            any number: the docstring says of what
 """
 
 from jax import Array

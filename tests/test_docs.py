@@ -132,7 +132,7 @@ def check_what_is_read(pages: dict[str, str]) -> None:
             ),
             "marks that were not read": re.findall(r".*`.*|.*\*\*\w+\*\*.*", shown),
             "letters that nobody typed": re.findall(r".*[“”‘’–]\w.*", shown),
-            "a module's own name of jax.Array": re.findall(r"jaxbuf[.\w]*\.Array\b", shown),
+            "a module's own name of arrays": re.findall(r"jaxbuf[.\w]*\.Array\b|jaxtyping\.\w+", shown),
             "a problem of Sphinx": re.findall(r"system-message|problematic", article),
         }
         wrong |= {(name, symptom): found for symptom, found in symptoms.items() if found}

@@ -61,6 +61,8 @@ def init_table(*, slots: int, capacity: int, page_size: int = 16) -> Int32[Array
 def init_kv(*, pages: int, kv_heads: int, head_dim: int, dtype: jnp.dtype, page_size: int = 16) -> PagedKV:
     """Returns an empty pool of `pages` pages, the null page among them, each of `page_size` tokens.
 
+    A token has `kv_heads` keys and values of `head_dim` numbers, which have the dtype that is given.
+
     Raises:
       ValueError: A size below 1 or not a whole number, or more tokens than int32 can number.
     """

@@ -17,9 +17,9 @@ from jaxbuf.memory.tree import check_parents
 def init_ring(
     *, slots: int, channels: int, width: int, max_pending: int, dtype: jnp.dtype
 ) -> Float[Array, "{slots}+1 {width}-1+{max_pending} {channels}"]:
-    """Returns an empty ring; row 0 is the null slot.
+    """Returns an empty ring of a convolution of so many channels; row 0 is the null slot.
 
-    It has room for the pending inputs and the width - 1 inputs before them. So a pending input never overwrites one
+    It has room for max_pending inputs and the width - 1 inputs before them. So a pending input never overwrites one
     that the next step may read, however many of the pending ones are accepted. The dtype is that of the inputs.
 
     Raises:
