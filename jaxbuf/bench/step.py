@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import inspect
 import math
 import os
 import re
@@ -43,7 +44,8 @@ from jaxbuf.serving.profiling import Operation, operations, trace
 FORMS = {"recurrent": "float32", "buffered": "float32", "split": "split", "split8": "split8"}
 USUAL = ("recurrent", "buffered")
 DTYPES = ("float32", "bfloat16", "float16")
-SIZES: dict[str, int] = configuration.__kwdefaults__ or {}  # of the random model, by option: the full ones
+# Of the random model, by option: the full ones.
+SIZES: dict[str, int] = {name: size.default for name, size in inspect.signature(configuration).parameters.items()}
 CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"  # XLA's own choice, spelled out
 COMMAND_BUFFERS = {  # what of a program XLA may record as CUDA graphs
     "default": {},

@@ -231,7 +231,7 @@ def prefill(
       model: The parameters.
       cache: Each row goes on from its slot's own position.
       tokens: Right-padded.
-      lengths: Real tokens of each row, in [0, T]; None: all T.
+      lengths: Real tokens of each row, in [0, time]; None: all.
       slots: Physical slots (0 is null and holds nothing), no other slot twice; None: all slots in order.
       keep: How many last tokens stay as entries of the recurrence, unfolded.
 

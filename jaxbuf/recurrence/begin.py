@@ -66,7 +66,7 @@ class Step:
     ancestors: Bool[Array, "rows time time"] | None = None
 
     @property
-    def folds(self) -> Bool[Array, "rows"]:
+    def folds(self) -> Bool[Array, "... rows"]:
         """Which rows fold in this launch."""
         return self.write < NOWHERE
 
