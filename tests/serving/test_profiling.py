@@ -116,7 +116,7 @@ def test_a_pallas_kernel_is_placed_by_the_name_of_its_function():
 
     lowered = program.trace(jax.ShapeDtypeStruct((128,), jnp.float32)).lower(lowering_platforms=("cuda",))
     module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
-    scopes = profiling._scopes(profiling._fields(module))
+    scopes = profiling._scopes(profiling._parsed("HloModuleProto", module))
     assert profiling._place(scopes, "command_buffer_7", "double_mosaic_gpu_kernel") == "recurrence"
     assert profiling._place(scopes, "command_buffer_7", "stable_mosaic_gpu_kernel") == "other"
 
