@@ -114,11 +114,16 @@ def operations(directory: str | os.PathLike[str]) -> list[Operation]:
         warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)
         for file in sorted(runs[-1].glob("*.xplane.pb")):
             data = file.read_bytes()
-            programs = _programs(data)
-            for program, operation, name, duration in _events(data):
-                scope = _place(programs.get(program, {}), operation, name)
-                if scope is not None:
-                    found.append(Operation(program.rpartition("(")[0].removeprefix("jit_"), scope, name, duration))
+            programs, ran = _programs(data), collections.defaultdict(list)
+            for program, *event in _events(data):
+                ran[program].append(event)
+            for program, events in ran.items():
+                scopes = _scopes_of(program, {operation for operation, *_ in events}, programs)
+                name = program.rpartition("(")[0].removeprefix("jit_")
+                for operation, event, duration in events:
+                    scope = _place(scopes, operation, event)
+                    if scope is not None:
+                        found.append(Operation(name, scope, event, duration))
     if not found:
         raise ValueError(f"the trace in {str(runs[-1])!r} holds no operation of a compiled program")
     return found
@@ -135,6 +140,18 @@ def _sum(program: str, scope: str, events: list[tuple[str, float]]) -> ScopeTime
 def scope_of(path: str) -> str:
     """The scope of an operation from its name in the program, as "jit(start)/layer_0/mlp/add"."""
     return next((part for part in path.split("/") if part in SCOPES), OTHER)
+
+
+def _scopes_of(program: str, ran: set[str], programs: dict[str, dict[str, str | None]]) -> dict[str, str | None]:
+    """The scopes of a program that ran, called "name(id)".
+
+    Events of a program from a compilation cache have the id that it had in the process that compiled it. So of the
+    programs of that name it is the one with the most of the operations that ran, and the id decides between equals.
+    """
+    name = program.rpartition("(")[0]
+    alike = [other for other in programs if other.rpartition("(")[0] == name]
+    best = max(alike, key=lambda other: (len(ran & programs[other].keys()), other == program), default="")
+    return programs.get(best, {})
 
 
 def _place(scopes: dict[str, str | None], operation: str, name: str) -> str | None:
