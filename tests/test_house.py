@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole: one version, one lock, one direction of imports, nothing of one machine."""
+"""What holds for the repository as a whole: one version, one lock a jax, one direction of imports, no machine named."""
 
 import ast
 import collections
@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import jaxbuf
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxbuf"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+LOCK, NEWEST_LOCK = "requirements.lock", "requirements.newest.lock"
 
 # What each part of the package may import of the others; within itself a part is free.
 LAYERS = {
@@ -64,8 +66,8 @@ def pyproject() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def locked_versions() -> dict[str, str]:
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
+def locked_versions(lock: str) -> dict[str, str]:
+    lines = (ROOT / lock).read_text().splitlines()
     pins = (re.match(r"([\w.-]+)(?:\[[\w,-]+\])?==([^ ;\\]+)", line) for line in lines)
     return {canonicalize_name(pin[1]): pin[2] for pin in pins if pin}
 
@@ -126,23 +128,33 @@ def test_scripts_explain_themselves_from_any_directory(script, tmp_path):
     assert done.stderr == ""
 
 
-def test_the_lock_satisfies_every_requirement_that_it_was_made_from():
+@pytest.mark.parametrize(
+    ("lock", "used"), [(LOCK, ("test", "train", "plots", "docs")), (NEWEST_LOCK, ("test", "train", "plots"))]
+)
+def test_a_lock_satisfies_every_requirement_that_it_was_made_from(lock, used):
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
-    locked = locked_versions()
-    wanted = [*project["dependencies"], *extras["test"], *extras["train"], *extras["plots"], *extras["docs"]]
-    wanted += pyproject()["build-system"]["requires"] + pyproject()["tool"]["uv"]["constraint-dependencies"]
+    locked = locked_versions(lock)
+    wanted = [*project["dependencies"], *(requirement for extra in used for requirement in extras[extra])]
+    wanted += pyproject()["build-system"]["requires"]
+    if lock == LOCK:
+        wanted += pyproject()["tool"]["uv"]["constraint-dependencies"]
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)
-        assert name in locked, f"{name} is not in requirements.lock"
+        assert name in locked, f"{name} is not in {lock}"
         assert requirement.specifier.contains(locked[name], prereleases=True), (
-            f"{requirement}: {locked[name]} is locked"
+            f"{requirement}: {locked[name]} is in {lock}"
         )
 
 
+def test_the_newest_lock_has_a_newer_jax():
+    assert Version(locked_versions(NEWEST_LOCK)["jax"]) > Version(locked_versions(LOCK)["jax"])
+
+
 def test_the_tests_run_on_what_is_locked():
+    locked = locked_versions(NEWEST_LOCK if Path(sys.prefix).name == ".venv-newest" else LOCK)
     installed = {canonicalize_name(found.name): found.version for found in importlib.metadata.distributions()}
-    wrong = {name: pin for name, pin in locked_versions().items() if installed.get(name, pin) != pin}
+    wrong = {name: pin for name, pin in locked.items() if installed.get(name, pin) != pin}
     assert wrong == {}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+LOCKS = ("requirements.lock", "requirements.newest.lock")
 UV = """#!/usr/bin/env bash
 echo "$*" >> "$UV_CALLS"
 case "$*" in
@@ -18,7 +19,7 @@ case "$*" in
     chmod +x "$directory/bin/python"
     ;;
   "pip sync"*)
-    touch .venv/half
+    touch "$(dirname "$(dirname "$5")")/half"
     [ -z "${INTERRUPTED-}" ]
     ;;
 esac
@@ -36,7 +37,7 @@ class Clone:
         for folder in (self.root / "jaxbuf", self.elsewhere, programs):
             folder.mkdir(parents=True)
         shutil.copytree(ROOT / "scripts", self.root / "scripts")
-        for name in (".python-version", "requirements.lock", "pyproject.toml", "jaxbuf/version.py"):
+        for name in (".python-version", *LOCKS, "pyproject.toml", "jaxbuf/version.py"):
             shutil.copy(ROOT / name, self.root / name)
         (programs / "uv").write_text(UV)
         (programs / "uv").chmod(0o755)
@@ -82,6 +83,21 @@ def test_nothing_is_installed_into_the_environment_that_is_active(clone):
     clone.test()
     assert list(clone.elsewhere.iterdir()) == []
     assert (clone.root / ".venv" / "bin" / "python").exists()
+
+
+def test_the_newest_packages_have_an_environment_of_their_own(clone):
+    first = clone.test("--newest", "-k", "fold")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == "python -m pytest -m not slow and not exhaustive -k fold\n"
+    assert "setting up .venv-newest from requirements.newest.lock" in first.stderr
+    assert clone.new_calls() == ["venv --quiet", "pip sync", "pip install"]
+    assert (clone.root / ".venv-newest" / "bin" / "python").exists() and not (clone.root / ".venv").exists()
+    clone.test()
+    clone.new_calls()
+    with (clone.root / "requirements.newest.lock").open("a") as lock:
+        lock.write("# changed\n")
+    assert clone.test().returncode == 0 and clone.new_calls() == []
+    assert clone.test("--newest").returncode == 0 and clone.new_calls() == ["pip sync", "pip install"]
 
 
 def test_an_interrupted_set_up_is_not_believed(clone):
@@ -138,18 +154,37 @@ def test_a_machine_with_no_uv_and_no_python_is_told_so(clone, tmp_path):
     assert done.stderr == "test: neither uv nor a python3 that runs was found: install one of them\n"
 
 
-def test_everything_runs_even_if_a_part_fails(clone):
+@pytest.mark.parametrize(
+    ("level", "pytests"),
+    [
+        ("--all", ["not exhaustive"]),
+        ("--exhaustive", ["", "not slow and not exhaustive"]),
+    ],
+)
+def test_everything_runs_even_if_a_part_fails(clone, level, pytests):
     clone.test()
     for program in ("ruff", "pyright"):
         path = clone.root / ".venv" / "bin" / program
         path.write_text(f"#!/bin/sh\necho {program} $*\n[ {program} != ruff ]\n")
         path.chmod(0o755)
-    done = clone.test("-x", "--all")
+    done = clone.test("-x", level)
     assert done.returncode == 1
-    assert done.stdout.splitlines()[1::2] == [
+    assert [line for line in done.stdout.splitlines() if not line.startswith("== ")] == [
         "ruff check .",
         "ruff format --check .",
         "pyright --pythonpath .venv/bin/python",
-        "python -m pytest -m not exhaustive -x",
+        *(f"python -m pytest -m {markers} -x" for markers in pytests),
     ]
     assert "failed: .venv/bin/ruff check ." in done.stderr
+
+
+@pytest.mark.parametrize(("status", "failed"), [(0, False), (1, True), (5, False)])
+def test_the_newest_packages_are_asked_for_fast_tests_and_there_may_be_none(clone, status, failed):
+    clone.test()
+    clone.test("--newest")
+    for program in ("ruff", "pyright"):
+        (clone.root / ".venv" / "bin" / program).symlink_to("/bin/true")
+    (clone.root / ".venv-newest" / "bin" / "python").write_text(f'#!/bin/sh\n[ "$1" = -c ] || exit {status}\n')
+    done = clone.test("--exhaustive", "-x")
+    assert done.returncode == failed
+    assert ("failed: on_newest_jax -x" in done.stderr) is failed

@@ -7,11 +7,13 @@ the programs themselves lie beside them, with the scope that every operation com
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -23,9 +25,6 @@ OTHER = "other"
 CONTAINERS = ("while", "conditional", "call")
 # In the module that its custom call carries, the function of a Pallas kernel is called so; its kernel is that_kernel.
 PALLAS, PALLAS_NAME = "mosaic_gpu_v2", re.compile(rb"\\00((?!stable_)\w+_mosaic_gpu)\\00")
-
-
-type Fields = collections.defaultdict[int, list]
 
 
 @contextlib.contextmanager
@@ -115,11 +114,16 @@ def operations(directory: str | os.PathLike[str]) -> list[Operation]:
         warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)
         for file in sorted(runs[-1].glob("*.xplane.pb")):
             data = file.read_bytes()
-            programs = _programs(data)
-            for program, operation, name, duration in _events(data):
-                scope = _place(programs.get(program, {}), operation, name)
-                if scope is not None:
-                    found.append(Operation(program.rpartition("(")[0].removeprefix("jit_"), scope, name, duration))
+            programs, ran = _programs(data), collections.defaultdict(list)
+            for program, *event in _events(data):
+                ran[program].append(event)
+            for program, events in ran.items():
+                scopes = _scopes_of(program, {operation for operation, *_ in events}, programs)
+                name = program.rpartition("(")[0].removeprefix("jit_")
+                for operation, event, duration in events:
+                    scope = _place(scopes, operation, event)
+                    if scope is not None:
+                        found.append(Operation(name, scope, event, duration))
     if not found:
         raise ValueError(f"the trace in {str(runs[-1])!r} holds no operation of a compiled program")
     return found
@@ -136,6 +140,18 @@ def _sum(program: str, scope: str, events: list[tuple[str, float]]) -> ScopeTime
 def scope_of(path: str) -> str:
     """The scope of an operation from its name in the program, as "jit(start)/layer_0/mlp/add"."""
     return next((part for part in path.split("/") if part in SCOPES), OTHER)
+
+
+def _scopes_of(program: str, ran: set[str], programs: dict[str, dict[str, str | None]]) -> dict[str, str | None]:
+    """The scopes of a program that ran, called "name(id)".
+
+    Events of a program from a compilation cache have the id that it had in the process that compiled it. So of the
+    programs of that name it is the one with the most of the operations that ran, and the id decides between equals.
+    """
+    name = program.rpartition("(")[0]
+    alike = [other for other in programs if other.rpartition("(")[0] == name]
+    best = max(alike, key=lambda other: (len(ran & programs[other].keys()), other == program), default="")
+    return programs.get(best, {})
 
 
 def _place(scopes: dict[str, str | None], operation: str, name: str) -> str | None:
@@ -161,26 +177,64 @@ def _events(data: bytes) -> Iterator[tuple[str, str, str, float]]:
                     yield program, str(stats["hlo_op"]), event.name, event.duration_ns * 1e-9
 
 
-# The programs are in no event, so ProfileData does not show them; they are read from the file itself. The numbers are
-# those of the fields in XLA's xplane.proto (XSpace, XPlane, XEventMetadata, XStat) and hlo.proto (HloProto, and its
-# modules, computations and instructions).
+# The programs are in no event or stat, which is all that jax.profiler.ProfileData shows, also in jax 0.12; jaxlib's
+# private HloModule parses a program but does not find it in the file, and the HLO of the client's live executables
+# lacks the ids by which events name programs. So the file is parsed by the fields of XLA's xplane.proto and hlo.proto
+# that are needed; the others are skipped.
+PROTO = """
+message XSpace { repeated XPlane planes = 1; }
+message XPlane { string name = 2; repeated EventMetadataEntry event_metadata = 4; }
+message EventMetadataEntry { XEventMetadata value = 2; }
+message XEventMetadata { string name = 2; repeated XStat stats = 5; }
+message XStat { bytes bytes_value = 6; }
+message HloProto { HloModuleProto hlo_module = 1; }
+message HloModuleProto { repeated HloComputationProto computations = 3; }
+message HloComputationProto { repeated HloInstructionProto instructions = 2; int64 id = 5; }
+message HloInstructionProto {
+  string name = 1; string opcode = 2; OpMetadata metadata = 7; int64 parameter_number = 9;
+  string custom_call_target = 28; int64 id = 35; repeated int64 operand_ids = 36;
+  repeated int64 called_computation_ids = 38; bytes backend_config = 43;
+}
+message OpMetadata { string op_name = 2; }
+"""
+
+
+@functools.cache
+def _messages() -> dict[str, Any]:
+    """The classes of the messages in PROTO, by name."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # a tenth of a second, for this alone
+
+    file = descriptor_pb2.FileDescriptorProto(name="profile.proto", package="jaxbuf", syntax="proto2")
+    for name, fields in re.findall(r"message (\w+) {(.*?)}", PROTO, re.DOTALL):
+        message = file.message_type.add(name=name)
+        for repeated, kind, field, number in re.findall(r"(repeated )?(\w+) (\w+) = (\d+);", fields):
+            added = message.field.add(name=field, number=int(number))
+            added.label = added.LABEL_REPEATED if repeated else added.LABEL_OPTIONAL
+            if kind in ("string", "bytes", "int64"):
+                added.type = getattr(added, f"TYPE_{kind.upper()}")
+            else:
+                added.type, added.type_name = added.TYPE_MESSAGE, f".jaxbuf.{kind}"
+    classes = message_factory.GetMessages([file], descriptor_pool.DescriptorPool())
+    return {name.removeprefix("jaxbuf."): each for name, each in classes.items()}
+
+
+def _parsed(kind: str, data: bytes) -> Any:
+    return _messages()[kind].FromString(data)
 
 
 def _programs(data: bytes) -> dict[str, dict[str, str | None]]:
     """For every program, called "name(id)", the scope of each operation; None for a container."""
-    found = {}
-    for plane in map(_fields, _fields(data)[1]):
-        if _text(plane, 2) != "/host:metadata":
-            continue
-        for entry in map(_fields, plane[4]):
-            metadata = _fields(entry[2][0])
-            for stat in map(_fields, metadata[5]):
-                for proto in map(_fields, stat[6]):
-                    found[_text(metadata, 2)] = _scopes(_fields(proto[1][0]))
-    return found
+    metadata = [plane for plane in _parsed("XSpace", data).planes if plane.name == "/host:metadata"]
+    programs = [entry.value for plane in metadata for entry in plane.event_metadata]
+    return {
+        program.name: _scopes(_parsed("HloProto", stat.bytes_value).hlo_module)
+        for program in programs
+        for stat in program.stats
+        if stat.bytes_value
+    }
 
 
-def _scopes(module: Fields) -> dict[str, str | None]:
+def _scopes(module: Any) -> dict[str, str | None]:
     """The scope of each instruction of a program.
 
     XLA drops the name of some, of a decoding step's matrix products for one. A fusion without a name has the scope of
@@ -188,77 +242,30 @@ def _scopes(module: Fields) -> dict[str, str | None]:
     """
     scopes: dict[str, str | None] = {}
     insides: dict[int, tuple[dict[int, str | None], str | None]] = {}  # the scopes of its parameters, and of most in it
-    for computation in map(_fields, module[3]):  # a computation comes after those it calls
+    for computation in module.computations:  # a computation comes after those it calls
         parameters: dict[int, str | None] = {}
         flows_into: dict[int, str | None] = {}
         named: collections.Counter[str] = collections.Counter()
-        for instruction in map(_fields, reversed(computation[2])):  # and an instruction after those it uses
-            name, kind, identity = _text(instruction, 1), _text(instruction, 2), instruction[35][0]
-            path = "".join(_text(_fields(metadata), 2) for metadata in instruction[7])
-            called = insides[_numbers(instruction, 38)[0]] if kind == "fusion" else ({}, None)
+        for instruction in reversed(computation.instructions):  # and an instruction after those it uses
+            name, kind, path = instruction.name, instruction.opcode, instruction.metadata.op_name
+            called = insides[instruction.called_computation_ids[0]] if kind == "fusion" else ({}, None)
             if path:
                 named[scope_of(path)] += 1
-            scope = scope_of(path) if path else called[1] or flows_into.get(identity)
+            scope = scope_of(path) if path else called[1] or flows_into.get(instruction.id)
             scopes[name] = None if kind in CONTAINERS else scope or OTHER
-            for kernel in _kernels(name, instruction):
+            for kernel in _kernels(instruction):
                 scopes.setdefault(kernel, scopes[name])
             if kind == "parameter":
-                parameters[instruction[9][0] if instruction[9] else 0] = scope
-            for place, operand in enumerate(_numbers(instruction, 36)):
+                parameters[instruction.parameter_number] = scope
+            for place, operand in enumerate(instruction.operand_ids):
                 flows_into[operand] = called[0].get(place) or scope or flows_into.get(operand)
         most = named.most_common(1)
-        insides[computation[5][0]] = parameters, most[0][0] if most else None
+        insides[computation.id] = parameters, most[0][0] if most else None
     return scopes
 
 
-def _kernels(name: str, instruction: Fields) -> Iterator[str]:
+def _kernels(instruction: Any) -> Iterator[str]:
     """What a GPU calls the kernels of an instruction."""
-    yield re.sub("[^0-9A-Za-z_]", "_", name)
-    if _text(instruction, 28) == PALLAS:
-        for configuration in instruction[43]:
-            yield from (found.decode() + "_kernel" for found in PALLAS_NAME.findall(bytes(configuration)))
-
-
-def _fields(message: bytes | memoryview) -> Fields:
-    """The values of an encoded protocol buffer by field: numbers, or views of bytes."""
-    view, at = memoryview(message), 0
-    fields: Fields = collections.defaultdict(list)
-    while at < len(view):
-        key, at = _number(view, at)
-        kind = key & 7
-        if kind == 0:
-            value, at = _number(view, at)
-        else:
-            size, at = _number(view, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
-            value, at = view[at : at + size], at + size
-        fields[key >> 3].append(value)
-    return fields
-
-
-def _text(fields: Fields, field: int) -> str:
-    return "".join(bytes(value).decode() for value in fields[field])
-
-
-def _numbers(fields: Fields, field: int) -> list[int]:
-    """A field of many numbers, packed or one by one."""
-    numbers = []
-    for value in fields[field]:
-        if isinstance(value, int):
-            numbers.append(value)
-            continue
-        at = 0
-        while at < len(value):
-            number, at = _number(value, at)
-            numbers.append(number)
-    return numbers
-
-
-def _number(view: memoryview, at: int) -> tuple[int, int]:
-    """A number in base 128, least digit first, and where the next value starts."""
-    number = shift = 0
-    while True:
-        byte = view[at]
-        number |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return number, at
+    yield re.sub("[^0-9A-Za-z_]", "_", instruction.name)
+    if instruction.custom_call_target == PALLAS:
+        yield from (found.decode() + "_kernel" for found in PALLAS_NAME.findall(instruction.backend_config))

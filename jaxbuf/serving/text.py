@@ -1,4 +1,8 @@
-"""From tokens that come a few at a time to text, which is certain before it is shown and ends at a stop string."""
+"""From tokens that come a few at a time to text, which is certain before it is shown and ends at a stop string.
+
+`tokenizers.decoders.DecodeStream` is not used: it raises where a byte token turns the characters of its run back into
+undecoded bytes, and tells neither the undecoded bytes at the end of a text nor which token completed a stop string.
+"""
 
 import re
 from collections.abc import Sequence

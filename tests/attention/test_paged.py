@@ -1,5 +1,6 @@
 """Paged attention against a float64 loop over queries: pages in any order, with NaN wherever nothing live lies."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,11 +72,6 @@ def written(kv, table, slots, k, v, start, lengths):
     return PagedKV(keys.reshape(kv.keys.shape), values.reshape(kv.values.shape))
 
 
-def assert_same(kv, expected):
-    np.testing.assert_array_equal(kv.keys, expected.keys)
-    np.testing.assert_array_equal(kv.values, expected.values)
-
-
 def test_random_schedules(inputs, table, slots, rng):
     """Prefill and pending tokens, accepted in part; each step, whatever is not committed is NaN before it."""
     expected = np.stack([attention(*row) for row in zip(*inputs, strict=True)])
@@ -92,7 +88,7 @@ def test_random_schedules(inputs, table, slots, rng):
         dead = np.arange(time)[None] >= lengths[:, None]
         k[dead] = v[dead] = np.nan
         out, kv = run_step(committed, table, q, k, v, slots, position, lengths)
-        assert_same(kv, written(committed, table, slots, k, v, position, lengths))
+        chex.assert_trees_all_equal(kv, written(committed, table, slots, k, v, position, lengths))
         assert np.isfinite(out).all()
         for row in range(ROWS):
             real = slice(position[row], position[row] + lengths[row])
@@ -122,7 +118,7 @@ def test_one_by_one_gives_what_prefill_gives(inputs, table, slots):
         start = zero + np.int32(position)
         out, kv = run_step(kv, table, *launch(inputs, start, PENDING), slots, start, zero + np.int32(1))
         np.testing.assert_allclose(out[:, 0], together[:, position], atol=1e-5)
-    assert_same(kv, filled)
+    chex.assert_trees_all_equal(kv, filled)
 
 
 @pytest.mark.parametrize("value", [1.0, np.nan, np.inf])
@@ -175,7 +171,7 @@ def test_null_slot_reads_zeros_and_writes_nothing(inputs, table):
     out, kv = run_step(nan_pool(), table, q, k, v, slots, zero, np.full(ROWS, PENDING, np.int32))
     np.testing.assert_array_equal(out[slots == 0], 0.0)
     assert (np.abs(out[slots > 0]).max(axis=(1, 2, 3)) > 0).all()
-    assert_same(kv, written(nan_pool(), table, slots, k, v, zero, np.where(slots > 0, PENDING, 0)))
+    chex.assert_trees_all_equal(kv, written(nan_pool(), table, slots, k, v, zero, np.where(slots > 0, PENDING, 0)))
 
 
 def test_what_has_no_page_is_dropped(inputs, table, slots):
@@ -188,7 +184,7 @@ def test_what_has_no_page_is_dropped(inputs, table, slots):
     kv = written(nan_pool(), table, slots, longer[1], longer[2], np.zeros(ROWS, np.int32), start)
     q, k, v = launch(longer, start, PENDING)
     out, after = run_step(kv, table, q, k, v, slots, start, np.full(ROWS, PENDING, np.int32))
-    assert_same(after, written(kv, table, slots, k, v, start, np.full(ROWS, 2)))
+    chex.assert_trees_all_equal(after, written(kv, table, slots, k, v, start, np.full(ROWS, 2)))
     assert np.isfinite(out).all()
     for row in range(ROWS):
         expected = attention(*(x[row, : capacity[row]] for x in longer))[-2:]

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -313,8 +314,7 @@ def test_saving_needs_no_more_than_the_parameters_say(model, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     lm = load(tmp_path)
     assert lm.config == tied
-    for name, param in named_parameters(lm.model).items():
-        np.testing.assert_array_equal(param[...], named_parameters(small)[name][...])
+    chex.assert_trees_all_equal(lm.model, small)
 
 
 def test_progress_counts_the_bytes_of_the_checkpoint(model, tmp_path):
@@ -533,8 +533,7 @@ def test_a_loaded_model_is_saved_with_all_its_files(tmp_path):
     assert copy.dtype == demo.dtype and copy.config == demo.config and copy.generation_config == demo.generation_config
     text = "def f(x): return 'é'"
     assert copy.encode(text) == demo.encode(text)
-    for name, param in named_parameters(copy.model).items():
-        np.testing.assert_array_equal(param[...], named_parameters(demo.model)[name][...], err_msg=name)
+    chex.assert_trees_all_equal(copy.model, demo.model)
     config = "tokenizer_config.json"
     assert (tmp_path / "copy" / config).read_bytes() == (demo.directory / config).read_bytes()
 

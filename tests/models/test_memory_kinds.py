@@ -7,6 +7,7 @@ import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -345,8 +346,7 @@ def test_a_fork_is_not_cut_where_the_memory_does_not_reach(rng):
         with pytest.raises(ValueError, match=f"tokens must be in {message}"):
             decoder.fork(cache, np.int32([1]), np.int32([2]), tokens=np.int32([tokens]))
         same = jax.jit(decoder.fork)(cache, np.int32([1]), np.int32([2]), tokens=np.int32([tokens]))
-        for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(same), strict=True):
-            np.testing.assert_array_equal(old, new)
+        chex.assert_trees_all_equal(same, cache)
     assert decoder.fork(cache, np.int32([1]), np.int32([2]), tokens=np.int32([7])).sequences.committed.tolist()[2] == 7
     with pytest.raises(ValueError, match="tokens need a cache made without trees"):
         trees = decoder.init_cache(config, slots=2, capacity=16, trees=True)

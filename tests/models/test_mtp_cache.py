@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,9 +143,9 @@ def test_rows_that_read_nothing_change_nothing(model, rng):
     nothing, whole, null = np.zeros(ROWS, np.int32), np.full(ROWS, PENDING, np.int32), np.zeros(ROWS, np.int32)
     for lengths, slots in ((nothing, np.arange(ROWS, dtype=np.int32)), (whole, null)):
         _, after = run_extend(model, memory, hidden, tokens, start, lengths, slots)
-        jax.tree.map(np.testing.assert_array_equal, after, memory)
+        chex.assert_trees_all_equal(after, memory)
         _, _, after = run_draft(model, memory, hidden, tokens, start, lengths, slots)
-        jax.tree.map(np.testing.assert_array_equal, after, memory)
+        chex.assert_trees_all_equal(after, memory)
 
 
 def test_drafts_past_the_capacity_leave_other_slots_alone(model, rng):

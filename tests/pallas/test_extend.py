@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -279,8 +280,7 @@ def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng):
     for t in range(3):
         _, one_by_one = extend_on_gpu(SMALL, one_by_one, [x[:, t : t + 1] for x in inputs], **rows)
         one_by_one = buffered.commit(one_by_one, jnp.array([1, 1]), **rows)
-    for found, expected in zip(jax.tree.leaves(at_once.pool), jax.tree.leaves(one_by_one.pool), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    chex.assert_trees_all_equal(at_once.pool, one_by_one.pool)
 
 
 @pytest.mark.parametrize(

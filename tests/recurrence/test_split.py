@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,8 +149,7 @@ def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng, state_dtype):
             _, one_by_one = extend(GDN, one_by_one, *(x[:, t : t + 1] for x in inputs), slots=slots)
             one_by_one = buffered.commit(one_by_one, one, slots=slots)
     assert (np.asarray(at_once.cursor.folded)[1:] == 24).all()
-    for found, expected in zip(jax.tree.leaves(at_once), jax.tree.leaves(one_by_one), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    chex.assert_trees_all_equal(at_once, one_by_one)
 
 
 @both

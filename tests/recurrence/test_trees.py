@@ -1,5 +1,6 @@
 """Trees of pending tokens in the recurrence and in the convolution's ring: each equals its branches run alone."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,16 +37,12 @@ def test_a_chain_of_parents_is_no_tree(twin, rng):
     step, _ = jax.jit(buffered.begin, static_argnums=3)(twin.cache.cursor, SLOTS, full, TIME)
     plain, straight = extend(twin.spec, twin.cache, *inputs, slots=SLOTS, lengths=full, parents=None)
     out, tree = extend(twin.spec, twin.cache, *inputs, slots=SLOTS, lengths=full, parents=CHAIN)
-    np.testing.assert_array_equal(out, plain)
-    for a, b in zip(stored(tree, step), stored(straight, step), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal((out, stored(tree, step)), (plain, stored(straight, step)))
     accepted = rng.integers(0, TIME + 1, ROWS).astype(np.int32)
-    for a, b in zip(
-        jax.tree.leaves(commit(tree, accepted, slots=SLOTS, path=CHAIN + 1).cursor),
-        jax.tree.leaves(commit(straight, accepted, slots=SLOTS, path=None).cursor),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(
+        commit(tree, accepted, slots=SLOTS, path=CHAIN + 1).cursor,
+        commit(straight, accepted, slots=SLOTS, path=None).cursor,
+    )
 
 
 def test_zero_drafts_is_a_plain_step(twin, rng):

@@ -101,6 +101,39 @@ def test_kernels_of_a_cuda_graph_are_placed_by_their_names(operation, name, scop
     assert profiling._place(scopes | {"gemm_fusion_3": "head"}, operation, name) == scope
 
 
+def test_a_program_from_a_compilation_cache_is_in_its_scopes(tmp_path):
+    """Its events have the id that it had when it was compiled, where the trace describes it under another."""
+
+    def program():
+        @jax.jit
+        def scoped_sine(x):
+            with jax.named_scope("recurrence"):
+                return jnp.sin(x) @ x
+
+        return scoped_sine
+
+    x = jnp.ones((64, 64))
+    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    try:
+        program()(x)
+        from_cache = program()
+        from_cache(x).block_until_ready()
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    with profiling.trace(tmp_path):
+        from_cache(x).block_until_ready()
+    assert {row.scope for row in profiling.time_by_scope(tmp_path) if row.program == "scoped_sine"} == {"recurrence"}
+
+
+def test_of_programs_of_one_name_the_one_whose_operations_ran_is_taken():
+    programs = {"jit_f(1)": {"dot.1": "mlp"}, "jit_f(2)": {"dot.1": "head", "add": "head"}, "jit_g(3)": {"add": "mlp"}}
+    assert profiling._scopes_of("jit_f(1)", {"dot.1"}, programs) == programs["jit_f(1)"]
+    assert profiling._scopes_of("jit_f(2)", {"dot.1"}, programs) == programs["jit_f(2)"]
+    assert profiling._scopes_of("jit_f(1)", {"dot.1", "add"}, programs) == programs["jit_f(2)"]
+    assert profiling._scopes_of("jit_h(1)", {"add"}, programs) == {}
+
+
 def test_a_pallas_kernel_is_placed_by_the_name_of_its_function():
     """In a CUDA graph its event has nothing else; the program is lowered for a GPU, and none is needed."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -116,7 +149,7 @@ def test_a_pallas_kernel_is_placed_by_the_name_of_its_function():
 
     lowered = program.trace(jax.ShapeDtypeStruct((128,), jnp.float32)).lower(lowering_platforms=("cuda",))
     module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
-    scopes = profiling._scopes(profiling._fields(module))
+    scopes = profiling._scopes(profiling._parsed("HloModuleProto", module))
     assert profiling._place(scopes, "command_buffer_7", "double_mosaic_gpu_kernel") == "recurrence"
     assert profiling._place(scopes, "command_buffer_7", "stable_mosaic_gpu_kernel") == "other"
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,8 +113,7 @@ def test_rows_without_a_request_ask_for_nothing(rng):
     empty, carry = init_carry(lm.config, batch.sizes), read_prompts(lm, batch.sizes, batch.arrivals)
     assert carry.sampling.temperature.tolist() == [1, 0]
     carry = release(carry, np.int32([0]))
-    for now, none in zip(jax.tree.leaves(carry.sampling), jax.tree.leaves(empty.sampling), strict=True):
-        np.testing.assert_array_equal(now[0], none[0])
+    chex.assert_trees_all_equal(*(jax.tree.map(lambda leaf: leaf[0], x.sampling) for x in (carry, empty)))
 
 
 @pytest.mark.slow

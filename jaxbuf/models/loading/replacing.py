@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -35,11 +35,12 @@ def replacing(directory: Path, *, dropped: Sequence[str] = ()) -> Iterator[Path]
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory} must be a directory or not exist")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(directory.parent):  # between making and locking, no other process may take ours for a leftover
-        _remove_leftovers(directory)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=SUFFIX, dir=directory.parent))
-        lock = _lock(scratch, wait=True)
-    try:
+    with ExitStack() as stack:
+        with _locked(directory.parent):  # between making and locking, no other process may take ours for a leftover
+            _remove_leftovers(directory)
+            scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=SUFFIX, dir=directory.parent))
+            stack.enter_context(_locked(scratch))
+            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         new = scratch / "new"
         new.mkdir()
         if directory.exists():
@@ -51,10 +52,6 @@ def replacing(directory: Path, *, dropped: Sequence[str] = ()) -> Iterator[Path]
         with _locked(directory.parent):
             _swap(new, directory, scratch / "old")
         _sync_one(directory.parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
 
 
 def _swap(new: Path, directory: Path, old: Path) -> None:
@@ -80,13 +77,12 @@ def _exchange(one: Path, other: Path) -> bool:
 def _remove_leftovers(directory: Path) -> None:
     name = re.compile(re.escape(f".{directory.name}.") + r"\w{8}" + re.escape(SUFFIX))
     for leftover in [entry for entry in directory.parent.iterdir() if name.fullmatch(entry.name)]:
-        lock = _lock(leftover, wait=False)
-        if lock is None:
-            continue
-        if not directory.exists() and (leftover / "old").exists() and (leftover / "new").exists():
-            (leftover / "old").rename(directory)  # it died between the two names
-        shutil.rmtree(leftover, ignore_errors=True)
-        os.close(lock)
+        with _locked(leftover, wait=False) as locked:
+            if not locked:
+                continue
+            if not directory.exists() and (leftover / "old").exists() and (leftover / "new").exists():
+                (leftover / "old").rename(directory)  # it died between the two names
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _keep_the_rest(directory: Path, new: Path, dropped: Sequence[str]) -> None:
@@ -108,11 +104,9 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    for folder, _, files in os.walk(directory):
-        for file in files:
-            if not (Path(folder) / file).is_symlink():
-                _sync_one(Path(folder) / file)
-        _sync_one(Path(folder))
+    for path in [*directory.rglob("*"), directory]:
+        if not path.is_symlink():
+            _sync_one(path)
 
 
 def _sync_one(path: Path) -> None:
@@ -124,23 +118,13 @@ def _sync_one(path: Path) -> None:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    lock = _lock(directory, wait=True)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _lock(directory: Path, *, wait: bool) -> int | None:
-    """An open descriptor that locks a directory until it is closed or the process ends; None if it can't be had."""
-    with suppress(OSError):  # also a file system without locks: nothing is taken for a leftover there
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
+def _locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Locks a directory until the block or the process ends; yields whether it could."""
+    with ExitStack() as stack:
+        locked = False
+        with suppress(OSError):  # also a file system without locks: nothing is taken for a leftover there
+            descriptor = os.open(directory, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
-    return None
+            locked = True
+        yield locked
