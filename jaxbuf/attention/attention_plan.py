@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.attention import paged
 from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.paged import PagedKV
+from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.axes import Array, Float, Int32
 from jaxbuf.memory.sequences import Launch
@@ -95,9 +95,8 @@ class LaunchedAttention(_Positions):
         k: Float[Array, "rows time kv_heads head_dim"],
         v: Float[Array, "rows time kv_heads head_dim"],
     ) -> tuple[Float[Array, "rows time heads head_dim"], PagedKV]:
-        """Appends k and v, and attends: `paged.append`, then `paged.attend`."""
+        """`append_and_attend`."""
         launch = self.launch
         where: dict[str, Any] = {"slots": launch.slots, "start": launch.start, "lengths": launch.lengths}
-        where |= {"order": self.order, "target": launch.target}
-        memory = paged.append(memory, self.table, k, v, **where)
-        return paged.attend(q, memory, self.table, **where, ancestors=launch.ancestors), memory
+        where |= {"order": self.order, "ancestors": launch.ancestors, "target": launch.target}
+        return append_and_attend(q, k, v, memory, self.table, **where)

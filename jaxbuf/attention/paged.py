@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.arguments import check_sizes, checked_slots
-from jaxbuf.attention.causal import MASKED, split_heads
+from jaxbuf.attention.causal import MASKED, check_heads, split_heads
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.pages import places
 from jaxbuf.axes import Array, Bool, Float, Int, Int32
@@ -180,8 +180,7 @@ def attend(
     slots = checked_slots(slots, table.shape[0])
     # What lies past the launch's own tokens is stale: it must not count as live, or its NaN would be weighed with zero.
     lengths = jnp.minimum(lengths, time)
-    if ancestors is not None and (ancestors.shape != (rows, time, time) or ancestors.dtype != jnp.bool_):
-        raise ValueError(f"ancestors must be bool {(rows, time, time)}, got {ancestors.dtype} {ancestors.shape}")
+    _check_ancestors(ancestors, rows, time)
     grouped = split_heads(q, kv.keys.shape[2])
     end = jnp.minimum(start + lengths, table.shape[1] * kv.keys.shape[1])
     end = jnp.where((slots > 0) & (lengths > 0), end, 0)  # where nothing is asked, nothing is read
@@ -280,6 +279,28 @@ def _attend_block(q: Array, kv: PagedKV, row: _Row, first: Array) -> Array:
 def _check_places(pages: int, page_size: int) -> None:
     if pages * page_size > np.iinfo(np.int32).max:
         raise ValueError(f"pages ({pages}) of {page_size} tokens must be fewer: int32 numbers all of their tokens")
+
+
+def check_launch(
+    q: Array, k: Array, v: Array, kv: PagedKV, *, ancestors: Array | None = None, **integers: Array
+) -> None:
+    """Raises a ValueError unless queries, keys and values fit the pool and one another, and so do the integers."""
+    rows, time = q.shape[:2]
+    check_heads(q, kv.keys.shape[2])
+    for name, x, token in (
+        ("q", q, q.shape[2:3] + kv.keys.shape[3:]),
+        ("k", k, kv.keys.shape[2:]),
+        ("v", v, k.shape[2:]),
+    ):
+        if x.shape != (rows, time, *token):
+            raise ValueError(f"{name} must have shape {(rows, time, *token)}, got {x.shape}")
+    _check_launch(kv, rows, k.shape[2:], **integers)
+    _check_ancestors(ancestors, rows, time)
+
+
+def _check_ancestors(ancestors: Array | None, rows: int, time: int) -> None:
+    if ancestors is not None and (ancestors.shape != (rows, time, time) or ancestors.dtype != jnp.bool_):
+        raise ValueError(f"ancestors must be bool {(rows, time, time)}, got {ancestors.dtype} {ancestors.shape}")
 
 
 def _check_launch(kv: PagedKV, rows: int, token: tuple[int, ...], **integers: Array) -> None:

@@ -65,6 +65,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "prefill": {},
     "chunked": {},
     "attend": {},
+    "append_and_attend": _hopper("attend"),
     "append": {},
     "causal_attention": {},
 }

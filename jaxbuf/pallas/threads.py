@@ -7,6 +7,7 @@ GPU interpreter, which has neither threads nor instructions.
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -243,6 +244,45 @@ def store_rows(x: Array, layout, axis: int, ref, interpret: bool) -> None:
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 
     inline_mlir(write, (layout, plgpu.RefType()), None)(x, ref)
+
+
+def store_top_rows(x: Array, layout, ref, first, interpret: bool) -> None:
+    """Writes those rows of an array to global memory for which there is room.
+
+    Args:
+      x: [64, length] of float32 or of two bytes each, in `layout`, where a thread holds pairs of neighbouring columns.
+      layout: x's layout.
+      ref: [n, length] in global memory. Row i of x is row first + i there.
+      first: Scalar.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    n = ref.shape[0]
+    if interpret:
+
+        def write_row(i, _):
+            ref[first + i] = lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+        lax.fori_loop(0, jnp.minimum(x.shape[0], n - first), write_row, None)
+        return
+
+    def write(_, x, ref, first):
+        i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
+        first = arith.index_cast(ir.IndexType.get(), first.registers.flat[0])
+        for (row, column), numbers in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
+            row = arith.addi(row, first)
+            stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, row, _number(n)))
+            if mgpu.utils.bitwidth(x.mlir_dtype) == 32:
+                pair, kinds = [vector.extract(numbers, [], [i]) for i in range(2)], "f,f"
+                text = "@p st.global.v2.f32 [$1], {$2, $3};"
+            else:
+                pair, kinds = [vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), numbers), [], [0])], "r"
+                text = "@p st.global.b32 [$1], $2;"
+            text = f"{{.reg .pred p; setp.ne.s32 p, $0, 0; {text}}}"
+            operands = [stores, target.point(row, column), *pair]
+            constraints = f"r,l,{kinds},~{{memory}}"
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    inline_mlir(write, (layout, plgpu.RefType(), plgpu.Layout.WG_SPLAT), None)(x, ref, first)
 
 
 def inline_mlir(function, arguments, result):

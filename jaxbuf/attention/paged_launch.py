@@ -1,0 +1,168 @@
+"""One softmax layer of a launch on pages: its new tokens are appended, and its queries attend to all that is there."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.arguments import checked_slots
+from jaxbuf.attention import paged
+from jaxbuf.attention.paged import PagedKV
+from jaxbuf.attention.pages import places
+from jaxbuf.axes import Array, Bool, Float, Int32
+from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.target import Target
+
+
+def append_and_attend(
+    q: Float[Array, "rows time heads head_dim"],
+    k: Float[Array, "rows time kv_heads head_dim"],
+    v: Float[Array, "rows time kv_heads head_dim"],
+    kv: PagedKV,
+    table: Int32[Array, "slots+1 max_pages"],
+    *,
+    slots: Int32[Array, "rows"],
+    start: Int32[Array, "rows"],
+    lengths: Int32[Array, "rows"] | None = None,
+    order: Int32[Array, "slots+1 max_pending"] | None = None,
+    ancestors: Bool[Array, "rows time time"] | None = None,
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
+) -> tuple[Float[Array, "rows time heads head_dim"], PagedKV]:
+    """`paged.append` of k and v, then `paged.attend` of q.
+
+    Args:
+      q, k, v: As there.
+      kv: The layer's pool.
+      table, slots, start, lengths, order, ancestors: As there; no slot twice but the null one.
+      implementation: "xla", "gpu" (an NVIDIA Hopper GPU), or "auto": the target's kernel where it serves the call, else
+        "xla".
+      interpret: Run the kernel that was named in Pallas' interpreter, on any platform: slow, for tests.
+      target: As in `jaxbuf.recurrence.launch.extend_pool`.
+
+    Returns:
+      out like q, and the pool. Of queries past `lengths` the outputs are finite where q is.
+
+    Raises:
+      ValueError: A shape or dtype does not fit, or the implementation asked for can't serve the call; it says why.
+    """
+    asked = ask("append_and_attend", implementation, target, (q,), interpret=interpret)
+    lengths = jnp.full_like(start, q.shape[1]) if lengths is None else lengths
+    paged.check_launch(q, k, v, kv, slots=slots, start=start, lengths=lengths, ancestors=ancestors)
+    slots = checked_slots(slots, table.shape[0], once=True)
+    where = {"slots": slots, "start": start, "lengths": lengths, "order": order}
+    return _append_and_attend(asked, q, k, v, kv, table, where, ancestors)
+
+
+@partial(jax.jit, static_argnums=0)
+def _append_and_attend(
+    asked: Asked | None, q: Array, k: Array, v: Array, kv: PagedKV, table: Array, where: dict, ancestors: Array | None
+) -> tuple[Array, PagedKV]:
+    if asked is not None:
+        from jaxbuf.pallas.attend import gpu, supports
+
+        call = _call(q, kv, table, where["order"])
+        if asked.takes(supports(call, q=q.dtype, k=k.dtype, v=v.dtype)):
+            integers = _integers(call, gpu.arrange(call).all_workers, table, **where, ancestors=ancestors)
+            out, pages = gpu.append_and_attend(call, integers, (kv.keys, kv.values), q, k, v, interpret=asked.interpret)
+            return out, PagedKV(*pages)
+    kv = paged.append(kv, table, k, v, **where, implementation="xla")
+    return paged.attend(q, kv, table, **where, ancestors=ancestors, implementation="xla"), kv
+
+
+def _call(q: Array, kv: PagedKV, table: Array, order: Array | None):
+    from jaxbuf.pallas.attend import Call
+
+    (rows, time, heads, head_dim), (_, page_size, kv_heads, _) = q.shape, kv.keys.shape
+    return Call(
+        rows=rows,
+        time=time,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        max_pages=table.shape[1],
+        listed=0 if order is None else order.shape[1],
+        dtype=kv.keys.dtype,
+    )
+
+
+def _integers(
+    call, workers: int, table: Array, *, slots: Array, start: Array, lengths: Array, order: Array | None, ancestors
+):
+    """What the kernel goes by: see `jaxbuf.pallas.attend.call.Integers`."""
+    from jaxbuf.pallas.attend.call import TILE, Integers
+
+    rows, time, page_size, capacity = call.rows, call.time, call.page_size, table.shape[1] * call.page_size
+    asked = (slots > 0) & (lengths > 0)
+    pages = jnp.where(asked[:, None], table[slots], 0)
+    listed = None if order is None else order[slots]
+    end = jnp.where(asked, jnp.minimum(start + call.listed, capacity), 0)
+    # The first place where nothing is committed, and the first page that is not there.
+    first_open = jnp.where(asked, end if listed is None else jnp.minimum(jnp.min(listed, axis=1), end), 0)
+    index = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    first_open = jnp.minimum(first_open, page_size * jnp.min(jnp.where(pages > 0, table.shape[1], index), axis=1))
+    blocks = jnp.maximum(-(-end // call.block_places), 1)
+
+    # Where the new tokens go, and who sees them.
+    offset = jnp.arange(time, dtype=jnp.int32)[None]
+    place = places(order, slots, start, time)
+    inside = (place >= 0) & (place < capacity)
+    page = jnp.take_along_axis(pages, jnp.clip(place // page_size, 0, table.shape[1] - 1), axis=1)
+    real = (offset < lengths[:, None]) & inside & (page > 0)
+    append = jnp.where(real, page * page_size + place % page_size, -1)
+    sees = jnp.tril(jnp.ones((time, time), bool))[None] if ancestors is None else ancestors
+    bits = jnp.sum(jnp.where(sees & real[:, None], 1 << offset[:, None], 0), axis=2, dtype=jnp.int32)
+    visible = jnp.repeat(bits, call.token_queries, axis=1)
+    visible = jnp.pad(visible, ((0, 0), (0, call.tiles * TILE - call.queries)))
+
+    shares, joins = _divide(blocks, call.head_sets, workers)
+    pages = jnp.pad(pages, ((0, 0), (0, call.padded_pages - table.shape[1])))
+    bit = jnp.sum(jnp.where(real, 1 << offset, 0), axis=1, dtype=jnp.int32)
+    fields = jnp.stack([blocks, first_open // call.block_places, end, bit], axis=1)
+    return Integers(fields, pages, listed, append, visible, shares, joins)
+
+
+def _divide(blocks: Array, head_sets: int, workers: int) -> tuple[Array, Array]:
+    """Divides the blocks of all items, in order, among workers; fewer workers than there are, if so many blocks.
+
+    Args:
+      blocks: int32 [rows], of each row for each set of heads, at least 1.
+      head_sets: How many sets.
+      workers: How many there are.
+
+    Returns:
+      `workers` and `joins` of `Integers`.
+    """
+    rows = blocks.shape[0]
+    until = head_sets * jnp.cumsum(blocks, dtype=jnp.int32)
+    total, begin = until[-1], until - head_sets * blocks
+    busy = jnp.minimum(total, workers)
+    # floor(i · total / busy), without numbers beyond int32.
+    each, more = total // busy, total % busy
+    cut = jnp.arange(workers + 1, dtype=jnp.int32)
+    cut = jnp.minimum(cut, busy)
+    cut = cut * each + jnp.minimum(cut, more)  # the first `more` workers have one more
+
+    def find(unit):
+        """The row, head and block of a unit."""
+        row = jnp.minimum(jnp.searchsorted(until, unit, side="right").astype(jnp.int32), rows - 1)
+        inside = unit - begin[row]
+        return row, inside // blocks[row], inside % blocks[row]
+
+    count = cut[1:] - cut[:-1]
+    (row, head, block), (last_row, last_head, _) = find(cut[:-1]), find(cut[1:] - 1)
+    segments = jnp.where(count > 0, (last_row - row) * head_sets + last_head - head + 1, 0)
+    shares = jnp.stack([jnp.where(count > 0, x, 0) for x in (row, head, block, count, segments)], axis=1)
+
+    def worker_of(unit):
+        large = more * (each + 1)  # units of the workers that have one more
+        return jnp.where(unit < large, unit // (each + 1), more + (unit - large) // jnp.maximum(each, 1))
+
+    # The item that each worker begins with, if another one began it.
+    first = begin[row] + head * blocks[row]
+    begun_by, ended_by = worker_of(first), worker_of(first + blocks[row] - 1)
+    second = (count > 0) & (block > 0) & (begun_by == jnp.arange(workers, dtype=jnp.int32) - 1)
+    joins = jnp.stack([jnp.where(second, row * head_sets + head, -1), begun_by, ended_by], axis=1)
+    return shares, joins

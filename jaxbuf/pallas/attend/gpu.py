@@ -1,0 +1,537 @@
+"""`append_and_attend` on NVIDIA GPUs (Hopper): Pallas Mosaic GPU.
+
+Every worker reads an equal share of the blocks of all items, so that a batch takes as long as its bytes whatever the
+rows' lengths. One warpgroup of a worker brings the pages of block after block to shared memory, through a ring of tiles
+(a block's keys, then its values), and appends the new tokens. One or two others multiply, each for 64 queries: with the
+keys of a block on the tensor cores, an online softmax, and the weights with the values. A block has the keys of all
+heads where their queries fit in the tiles: pages are then read from end to end. Blocks that hold committed tokens alone
+are not masked. In the others, what is dead is selected away, in the scores and in the values' shared memory.
+
+New tokens are not read from the pages. They are a block of their own behind an item's last one, from the launch's
+inputs.
+
+A worker that has read all of an item writes its outputs. Of an item that workers share each writes what it found (sums,
+weights, the largest scores), and a second kernel joins these.
+
+Floor: (keys and values of the committed tokens + k, v, their appends + q + out) / read bandwidth.
+
+Precision: products of 2-byte operands with float32 sums; the softmax is in float32, and its weights are rounded to the
+pages' dtype for the second product.
+"""
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxbuf.axes import Array
+from jaxbuf.pallas.attend.call import (
+    BLOCKS,
+    CLEAN,
+    COUNT,
+    END,
+    FIRST_BLOCK,
+    FIRST_HEADS,
+    FIRST_ROW,
+    FIRST_WORKER,
+    ITEM,
+    KEYS,
+    LAST_WORKER,
+    REAL,
+    SEGMENTS,
+    TILE,
+    Call,
+    Integers,
+)
+from jaxbuf.pallas.threads import COMPILER, THREADS, load, store, store_top_rows
+
+PROCESSORS = 132  # of an H100 or H200
+SHARED_MEMORY = 226 * 2**10  # of a multiprocessor, for tiles and queries
+MOST_TOKENS, HEAD_DIMS, PAGE_SIZES = 16, (64, 128, 256), (8, 16, 32, 64)
+MOST_RING_TILES = 10
+MASKED = np.float32(-1e30)  # a score, in the exponent of 2: finite, so that differences are no NaN
+
+WGMMA = plgpu.Layout.WGMMA
+ROWS, COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
+PART = 64  # columns of values that are cleared at once
+APPENDED = 8  # vectors that are appended at once
+JOINING = 16  # blocks of threads that share the queries of an item that is joined
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a call is arranged on a multiprocessor.
+
+    Attributes:
+      workers: How many there are.
+      query_buffers: Segments whose queries each worker has at once.
+      ring: Tiles of each worker's ring.
+      registers: Of each thread that multiplies, and of each that brings; None: as the compiler has it.
+    """
+
+    workers: int
+    query_buffers: int
+    ring: int
+    registers: tuple[int, int] | None
+
+    @property
+    def all_workers(self) -> int:
+        return PROCESSORS * self.workers
+
+
+def arrange(call: Call) -> Schedule:
+    # Where heads are short, a worker alone waits for its products too often.
+    workers = 2 if call.head_dim < 256 and call.tiles == 1 else 1
+    row = call.head_dim * call.dtype.itemsize
+    room, buffer = SHARED_MEMORY // workers, call.tiles * TILE * row
+    query_buffers = 2 if room - 2 * buffer >= 5 * KEYS * row else 1
+    ring = min(MOST_RING_TILES, (room - query_buffers * buffer) // (KEYS * row))
+    registers = {2: None, 3: (216, 72), 4: (208, 40)}[workers * (call.tiles + 1)]
+    return Schedule(workers, query_buffers, ring, registers)
+
+
+def append_and_attend(
+    call: Call,
+    integers: Integers,
+    pages: tuple[Array, Array],
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, tuple[Array, Array]]:
+    """`jaxbuf.attention.paged_launch.append_and_attend`; `supports` says for which sizes.
+
+    Args:
+      call: The call's sizes and dtype.
+      integers: Of the launch.
+      pages: Keys and values as in `PagedKV`. They are written in place.
+      q: [rows, time, heads, head_dim].
+      k, v: [rows, time, kv_heads, head_dim].
+      interpret: Run in Pallas' GPU interpreter.
+
+    Returns:
+      out [rows, time, heads, head_dim], and the pages.
+    """
+    # A row of a page: a token with one of its heads, or with one head of each set.
+    flat = pages[0].shape[0], call.page_size * call.together, call.head_sets * call.head_dim
+    refs = [jax.new_ref(x.reshape(flat)) for x in pages]
+    inputs = [jnp.swapaxes(x.reshape(call.rows, call.time, call.head_sets, -1, call.head_dim), 1, 2) for x in (q, k, v)]
+    inputs = [x.reshape(call.items, -1, call.head_dim) for x in inputs]
+    inputs = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in inputs]  # tiles have rows by eight
+    order = () if integers.order is None else (integers.order,)
+    given = integers.table, integers.rows, integers.append, integers.visible, integers.workers, *order, *inputs
+    out, parts, sums = _attend_blocks(call, interpret)(*given, *refs)
+    out = jax.new_ref(out)
+    _join_segments(call, interpret)(integers.joins, parts, sums, out)
+    out = jax.freeze(out).reshape(call.rows, call.head_sets, call.time, call.token_queries, call.head_dim)
+    out = jnp.swapaxes(out, 1, 2).reshape(call.rows, call.time, call.heads, call.head_dim)
+    keys, values = (jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, pages, strict=True))
+    return out, (keys, values)
+
+
+class Segment(NamedTuple):
+    """What a worker reads of an item: `count` blocks from `first` on. `ends`: the item's last one is among them."""
+
+    row: Array
+    heads: Array
+    first: Array
+    count: Array
+    ends: Array
+
+
+class Kind(enum.Enum):
+    """What lies in a block: committed tokens alone; or others among them; or new tokens."""
+
+    CLEAN, MASKED, NEW = range(3)
+
+
+class Memory(NamedTuple):
+    """The workers' shared memory: tiles [n, KEYS, head_dim], queries [m, tiles · TILE, head_dim], and barriers that
+    open when a tile or the queries of a segment are there (`full`), when they were used (`free`), and when the dead
+    values of a tile were cleared."""
+
+    tiles: Any
+    queries: Any
+    full: Any
+    free: Any
+    queries_full: Any
+    queries_free: Any
+    cleared: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """A worker's number, and its part of its multiprocessor's shared memory.
+
+    Attributes:
+      call, schedule: The call, and how it is arranged.
+      memory: Of the multiprocessor.
+      number: Among all workers.
+      place: Among those of the multiprocessor.
+    """
+
+    call: Call
+    schedule: Schedule
+    memory: Memory
+    number: Array
+    place: Array
+
+    def tile(self, number: Array):
+        """Tile `number` of all that the worker brings: its shared memory, and its barriers full, free and cleared."""
+        ring, memory = self.schedule.ring, self.memory
+        at = self.place * ring + lax.rem(number, np.int32(ring))
+        return memory.tiles.at[at], memory.full.at[at], memory.free.at[at], memory.cleared.at[at]
+
+    def queries(self, number: Array):
+        """The queries of the worker's segment `number`: their shared memory, and the barriers full and free."""
+        buffers, memory = self.schedule.query_buffers, self.memory
+        at = self.place * buffers + lax.rem(number, np.int32(buffers))
+        return memory.queries.at[at], memory.queries_full.at[at], memory.queries_free.at[at]
+
+    def wait_for_all(self, tiles: Array, segments: Array) -> None:
+        """Waits until everything that was brought was used."""
+        sizes = (self.tile, tiles, self.schedule.ring), (self.queries, segments, self.schedule.query_buffers)
+        for place, number, size in sizes:
+
+            def wait(i, _, place=place):
+                plgpu.barrier_wait(place(i)[2])
+
+            lax.fori_loop(jnp.maximum(number - size, 0), number, wait, None)
+
+
+def _attend_blocks(call: Call, interpret: bool):
+    schedule = arrange(call)
+    warpgroups = call.tiles + 1  # of a worker
+    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    tiles, buffers = schedule.workers * schedule.ring, schedule.workers * schedule.query_buffers
+    segments = call.items + schedule.all_workers
+
+    def attend_blocks(table, rows, append, visible, shares, *rest):  # A profile shows this name.
+        order, (q, k, v, keys, values, out, parts, sums, *memory) = (rest[0], rest[1:]) if call.listed else (None, rest)
+        warpgroup = lax.axis_index("warpgroup")
+        place, role = lax.div(warpgroup, np.int32(warpgroups)), lax.rem(warpgroup, np.int32(warpgroups))
+        number = lax.axis_index("block") * schedule.workers + place
+        worker = Worker(call, schedule, Memory(*memory), number, place)
+
+        def each_segment(function: Callable[[Segment, Any], Any]) -> Any:
+            def step(_, carry):
+                row, heads, first, left, state = carry
+                blocks = rows[row, BLOCKS]
+                count = jnp.minimum(left, blocks - first)
+                state = function(Segment(row, heads, first, count, first + count == blocks), state)
+                wraps = heads + 1 == call.head_sets
+                row, heads = jnp.where(wraps, row + 1, row), jnp.where(wraps, 0, heads + 1)
+                return row, heads, jnp.int32(0), left - count, state
+
+            begin = tuple(shares[number, field] for field in (FIRST_ROW, FIRST_HEADS, FIRST_BLOCK, COUNT))
+            state = jnp.int32(0), jnp.int32(0)  # tiles and segments until now
+            return lax.fori_loop(0, shares[number, SEGMENTS], step, (*begin, state))[-1]
+
+        def set_registers(which: int, action) -> None:
+            if schedule.registers and not interpret:
+                plgpu.set_max_registers(schedule.registers[which], action=action)
+
+        @pl.when(role < call.tiles)
+        def _():
+            set_registers(0, "increase")
+            integers = table, rows, order, visible
+            compute = functools.partial(_compute, worker, role, integers, (out, parts, sums), interpret)
+            each_segment(compute)
+
+        @pl.when(role == call.tiles)
+        def _():
+            set_registers(1, "decrease")
+            bring = functools.partial(_bring, worker, (table, append), (q, k, v), (keys, values))
+            worker.wait_for_all(*each_segment(bring))
+
+    return plgpu.kernel(
+        attend_blocks,
+        out_type=(
+            jax.ShapeDtypeStruct((call.items, call.queries, call.head_dim), call.dtype),
+            jax.ShapeDtypeStruct((segments, call.queries, call.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((segments, 2, call.tiles * TILE), jnp.float32),
+        ),
+        grid=(PROCESSORS,),
+        grid_names=("block",),
+        num_threads=schedule.workers * warpgroups,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((tiles, KEYS, call.head_dim), call.dtype, transforms=transforms),
+            plgpu.SMEM((buffers, call.tiles * TILE, call.head_dim), call.dtype, transforms=transforms),
+            plgpu.Barrier(num_arrivals=call.block_pages, num_barriers=tiles),
+            plgpu.Barrier(num_arrivals=call.tiles, num_barriers=tiles),
+            plgpu.Barrier(num_barriers=buffers),
+            plgpu.Barrier(num_arrivals=call.tiles, num_barriers=buffers),
+            plgpu.Barrier(num_barriers=tiles),
+        ],
+        compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+    )
+
+
+def _bring(worker: Worker, integers, inputs, pools, segment: Segment, state):
+    """Brings the queries and blocks of a segment to shared memory, and appends the item's new tokens in its last one.
+
+    The state is how many tiles and how many segments there were before.
+    """
+    call, (table, append), (q, k, v), (tile, number) = worker.call, integers, inputs, state
+    row, heads = segment.row, segment.heads
+    target, full, free = worker.queries(number)
+    pl.when(number >= worker.schedule.query_buffers)(lambda: plgpu.barrier_wait(free))
+    item, column = row * call.head_sets + heads, heads * call.head_dim
+    plgpu.copy_gmem_to_smem(q.at[item], target.at[pl.ds(0, q.shape[1])], full)
+
+    def bring_block(j, tile):
+        pages, size = _pages(call, table, row, segment.first + j), KEYS // call.block_pages
+        first = lax.rem(segment.first + j, np.int32(call.page_blocks)) * KEYS
+        for offset, pool in enumerate(pools):
+            target, full, free, _ = worker.tile(tile + offset)
+            pl.when(tile + offset >= worker.schedule.ring)(functools.partial(plgpu.barrier_wait, free))
+            for i, page in enumerate(pages):
+                source = pool.at[page, pl.ds(first, size), pl.ds(column, call.head_dim)]
+                plgpu.copy_gmem_to_smem(source, target.at[pl.ds(i * size, size)], full)
+        return tile + len(pools)
+
+    tile = lax.fori_loop(0, segment.count, bring_block, tile)
+    vectors = call.time * call.together
+
+    def append_some(i, _):
+        """Appends some of the new tokens' keys and values: all are on their way before the first arrives."""
+        numbers = [i * APPENDED + j for j in range(min(APPENDED, vectors))]
+        places = [
+            append[row, jnp.minimum(lax.div(number, np.int32(call.together)), call.time - 1)] for number in numbers
+        ]
+        found = [[load(x.at[item, jnp.minimum(n, vectors - 1)], _vector(call)) for x in (k, v)] for n in numbers]
+        for number, place, pair in zip(numbers, places, found, strict=True):
+            line = place * call.together + lax.rem(number, np.int32(call.together))
+            page, inside = (op(line, np.int32(call.page_size * call.together)) for op in (lax.div, lax.rem))
+
+            @pl.when((place >= 0) & (number < vectors))
+            def _(page=page, inside=inside, pair=pair):
+                for pool, x in zip(pools, pair, strict=True):
+                    store(pool.at[page, inside, pl.ds(column, call.head_dim)], x)
+
+    @pl.when(segment.ends)
+    def _():
+        for offset, new in enumerate((k, v)):
+            target, full, free, _ = worker.tile(tile + offset)
+            pl.when(tile + offset >= worker.schedule.ring)(functools.partial(plgpu.barrier_wait, free))
+            for _ in range(call.block_pages):  # The barrier counts copies: as many as of pages, all the same.
+                plgpu.copy_gmem_to_smem(new.at[item], target.at[pl.ds(0, new.shape[1])], full)
+        lax.fori_loop(0, -(-call.time * call.together // APPENDED), append_some, None)
+
+    return tile + 2 * segment.ends.astype(jnp.int32), number + 1
+
+
+def _pages(call: Call, table, row: Array, block: Array) -> list[Array]:
+    """The pages that a block of a row lies on."""
+    first = lax.div(block, np.int32(call.page_blocks)) * call.block_pages
+    return [table[row, first + i] for i in range(call.block_pages)]
+
+
+def _spread(x: Array, axis: int, dims: tuple[int, int]) -> Array:
+    """x [dims[axis]], repeated along the other axis."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, dims, [axis]), WGMMA)
+
+
+def _filled(value, dims: tuple[int, ...], layout, dtype=jnp.float32) -> Array:
+    return plgpu.layout_cast(jnp.full(dims, value, dtype), layout)
+
+
+def _compute(worker: Worker, role, integers, found, interpret: bool, segment: Segment, state):
+    """Attends to the blocks of a segment, and in an item's last one to its new tokens, with the queries of a tile.
+
+    The state is as in `_bring`; role: which tile.
+    """
+    call, (table, rows, order, visible), (tile, number) = worker.call, integers, state
+    row, together = segment.row, call.together
+    scale = np.float32(call.head_dim**-0.5 * math.log2(math.e))
+    dims, out_dims = (TILE, KEYS), (TILE, call.head_dim)
+    end, clean = rows[row, END], rows[row, CLEAN]
+    all_queries, queries_full, queries_free = worker.queries(number)
+    queries = all_queries.at[pl.ds(role * TILE, TILE)]
+    query = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROWS) + role * TILE
+    head_of_query = lax.div(lax.rem(query, np.int32(call.token_queries)), np.int32(call.group))
+    plgpu.barrier_wait(queries_full)
+
+    def index(axis: int) -> Array:
+        return plgpu.broadcasted_iota(jnp.int32, dims, axis, layout=WGMMA)
+
+    def is_live(axis: int, kind: Kind, block: Array) -> Array:
+        """bool [64, 64]: whether there is something at the place that the index along the axis numbers."""
+        inside = lax.div(index(axis), np.int32(together))
+        if kind is Kind.NEW:
+            return (lax.shift_right_logical(_filled(rows[row, REAL], dims, WGMMA, jnp.int32), inside) & 1) > 0
+        place = inside + block * call.block_places
+        live = place < end
+        for i, page in enumerate(_pages(call, table, row, block)):
+            live &= (lax.div(inside, np.int32(call.page_size)) != i) | (page > 0)
+        for i in range(call.listed):
+            live &= place != order[row, i]
+        return live
+
+    def is_used(kind: Kind, block: Array) -> Array | None:
+        """bool [64, 64]: whether a query sees a key; None: all do."""
+        used = None
+        if together > 1:  # Only the keys of a query's own head are.
+            used = _spread(head_of_query, 0, dims) == (index(1) & (together - 1))
+        if kind is Kind.CLEAN:
+            return used
+        if kind is Kind.NEW:
+            bits = _spread(load(visible.at[row, pl.ds(role * TILE, TILE)], ROWS), 0, dims)
+            live = (lax.shift_right_logical(bits, lax.div(index(1), np.int32(together))) & 1) > 0
+        else:
+            live = is_live(1, kind, block)
+        return live if used is None else used & live
+
+    def add_block(kind: Kind, j, carry):
+        highest, total, out, tile = carry
+        block = segment.first + j
+        keys, full, free, _ = worker.tile(tile)
+        plgpu.barrier_wait(full)
+        scores = _multiply_keys(queries, keys, interpret) * scale
+        plgpu.barrier_arrive(free)
+        used = is_used(kind, block)
+        if used is not None:
+            scores = jnp.where(used, scores, _filled(MASKED, dims, WGMMA))
+        before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - _spread(highest, 0, dims))
+        if kind is not Kind.CLEAN:  # Where nothing is used yet, `highest` is MASKED itself.
+            weights = jnp.where(used, weights, _filled(0, dims, WGMMA))
+        kept = jnp.exp2(before - highest)
+        total = total * kept + jnp.sum(weights, axis=1)
+        out = out * _spread(kept, 0, out_dims)
+        values, full, free, cleared = worker.tile(tile + 1)
+        plgpu.barrier_wait(full)
+        if kind is not Kind.CLEAN:
+
+            @pl.when(role == 0)
+            def _():
+                _clear(values, is_live(0, kind, block))
+                if call.tiles > 1:
+                    plgpu.barrier_arrive(cleared)
+
+            if call.tiles > 1:
+                pl.when(role > 0)(lambda: plgpu.barrier_wait(cleared))
+        out = _add_values(out, weights.astype(call.dtype), values, interpret)
+        plgpu.barrier_arrive(free)
+        return highest, total, out, tile + 2
+
+    carry = _filled(MASKED, (TILE,), ROWS), _filled(0, (TILE,), ROWS), _filled(0, out_dims, WGMMA), tile
+    masked_from = jnp.clip(clean - segment.first, 0, segment.count)
+    new = segment.ends.astype(jnp.int32)
+    loops = (Kind.CLEAN, 0, masked_from), (Kind.MASKED, masked_from, segment.count), (Kind.NEW, 0, new)
+    for kind, begin, until in loops:
+        carry = lax.fori_loop(begin, until, functools.partial(add_block, kind), carry)
+    highest, total, out, tile = carry
+    outs, parts, all_sums = found
+    item = row * call.head_sets + segment.heads
+    alone = segment.ends & (segment.first == 0)
+
+    @pl.when(alone)
+    def _():
+        # The best key weighs 1; without any key, 0 / 1.
+        share = 1 / jnp.where(total > 0, total, _filled(1, (TILE,), ROWS))
+        result = (out * _spread(share, 0, out_dims)).astype(call.dtype)
+        store_top_rows(result, WGMMA, outs.at[item], role * TILE, interpret)
+
+    @pl.when(~alone)
+    def _():
+        at = item + worker.number
+        store_top_rows(out, WGMMA, parts.at[at], role * TILE, interpret)
+        store(all_sums.at[at, 0, pl.ds(role * TILE, TILE)], highest)
+        store(all_sums.at[at, 1, pl.ds(role * TILE, TILE)], total)
+
+    plgpu.barrier_arrive(queries_free)
+    return tile, number + 1
+
+
+def _multiply_keys(queries, keys, interpret: bool) -> Array:
+    """float32 [64, 64]: queries [64, head_dim] times keys [64, head_dim], both in shared memory."""
+    if interpret:  # The interpreter does not know the instruction.
+        a, b = (x[...].astype(jnp.float32) for x in (queries, keys))
+        return jnp.dot(a, b.T, precision="highest")
+
+    def multiply(ref):
+        plgpu.wgmma(ref, queries, keys.transpose((1, 0)))
+        return ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((TILE, KEYS), jnp.float32))
+
+
+def _add_values(total: Array, weights: Array, values, interpret: bool) -> Array:
+    """total + weights · values: [64, head_dim] in registers, [64, 64] in registers, [64, head_dim] in shared memory."""
+    if interpret:
+        a, b = (x.astype(jnp.float32) for x in (weights, values[...]))
+        return total + jnp.dot(a, b, precision="highest")
+
+    def add(ref):
+        plgpu.wgmma(ref, weights, values)
+
+    return pl.run_state(add)(plgpu.ACC.init(total))
+
+
+def _clear(values, live: Array) -> None:
+    """Writes zeros in place of dead values: theirs may be NaN, of which no weight makes zero."""
+    for part in range(0, values.shape[1], PART):
+        columns = pl.ds(part, PART)
+        x = load(values.at[:, columns], WGMMA)
+        store(values.at[:, columns], jnp.where(live, x, jnp.zeros_like(x)))
+    plgpu.commit_smem()
+
+
+def _vector(call: Call):
+    """The layout of a vector of head_dim numbers."""
+    return ROWS if call.head_dim < THREADS else plgpu.Layout.WG_STRIDED((call.head_dim,), call.head_dim // THREADS)
+
+
+def _join_segments(call: Call, interpret: bool):
+    """Writes the outputs of the items that workers share."""
+    layout, blocks = _vector(call), min(call.queries, JOINING)
+
+    def join_segments(joins, parts, sums, out):  # A profile shows this name.
+        place = lax.axis_index("worker")
+        item, first, last = (joins[place, field] for field in (ITEM, FIRST_WORKER, LAST_WORKER))
+
+        def join(query, worker, carry):
+            highest, total, x = carry
+            segment = jnp.maximum(item, 0) + worker
+            its, its_total = sums[segment, 0, query], sums[segment, 1, query]
+            part = load(parts.at[segment, query], layout)
+            before, highest = highest, jnp.maximum(highest, its)
+            kept, weight = jnp.exp2(before - highest), jnp.exp2(its - highest)
+            x = x * jnp.broadcast_to(kept, x.shape) + part * jnp.broadcast_to(weight, x.shape)
+            return highest, total * kept + its_total * weight, x
+
+        def join_query(i, _):
+            query = lax.axis_index("query") + i * blocks
+            carry = jnp.float32(MASKED), jnp.float32(0), _filled(0, (call.head_dim,), layout)
+            for worker in (first, first + 1):  # There are two at least, and their loads do not wait for each other.
+                carry = join(query, worker, carry)
+            _, total, x = lax.fori_loop(first + 2, last + 1, functools.partial(join, query), carry)
+            x = x / jnp.broadcast_to(jnp.where(total > 0, total, 1), x.shape)
+            store(out.at[item, query], x.astype(call.dtype))
+
+        @pl.when(item >= 0)
+        def _():
+            count = lax.div(call.queries - lax.axis_index("query") + (blocks - 1), np.int32(blocks))
+            lax.fori_loop(0, count, join_query, None)
+
+    return plgpu.kernel(
+        join_segments,
+        out_type=(),
+        grid=(arrange(call).all_workers, blocks),
+        grid_names=("worker", "query"),
+        compiler_params=COMPILER,  # There are no barriers: no thread reads what another one wrote.
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+    )
