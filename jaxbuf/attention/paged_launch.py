@@ -1,6 +1,7 @@
 """One softmax layer of a launch on pages: its new tokens are appended, and its queries attend to all that is there."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxbuf.attention import paged
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.pages import places
 from jaxbuf.axes import Array, Bool, Float, Int32
-from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.pallas.dispatch import ask
 from jaxbuf.target import Target
 
 
@@ -19,12 +20,12 @@ def append_and_attend(
     k: Float[Array, "rows time kv_heads head_dim"],
     v: Float[Array, "rows time kv_heads head_dim"],
     kv: PagedKV,
-    table: Int32[Array, "slots+1 max_pages"],
+    table: Int32[Array, "slots max_pages"],
     *,
     slots: Int32[Array, "rows"],
     start: Int32[Array, "rows"],
     lengths: Int32[Array, "rows"] | None = None,
-    order: Int32[Array, "slots+1 max_pending"] | None = None,
+    order: Int32[Array, "slots max_pending"] | None = None,
     ancestors: Bool[Array, "rows time time"] | None = None,
     implementation: str = "auto",
     interpret: bool = False,
@@ -52,23 +53,33 @@ def append_and_attend(
     paged.check_launch(q, k, v, kv, slots=slots, start=start, lengths=lengths, ancestors=ancestors)
     slots = checked_slots(slots, table.shape[0], once=True)
     where = {"slots": slots, "start": start, "lengths": lengths, "order": order}
-    return _append_and_attend(asked, q, k, v, kv, table, where, ancestors)
-
-
-@partial(jax.jit, static_argnums=0)
-def _append_and_attend(
-    asked: Asked | None, q: Array, k: Array, v: Array, kv: PagedKV, table: Array, where: dict, ancestors: Array | None
-) -> tuple[Array, PagedKV]:
     if asked is not None:
-        from jaxbuf.pallas.attend import gpu, supports
+        from jaxbuf.pallas.attend import supports
 
-        call = _call(q, kv, table, where["order"])
+        call = _call(q, kv, table, order)
         if asked.takes(supports(call, q=q.dtype, k=k.dtype, v=v.dtype)):
-            integers = _integers(call, gpu.arrange(call).all_workers, table, **where, ancestors=ancestors)
-            out, pages = gpu.append_and_attend(call, integers, (kv.keys, kv.values), q, k, v, interpret=asked.interpret)
-            return out, PagedKV(*pages)
+            return _on_gpu(call, asked.interpret, q, k, v, kv, table, where, ancestors)
     kv = paged.append(kv, table, k, v, **where, implementation="xla")
     return paged.attend(q, kv, table, **where, ancestors=ancestors, implementation="xla"), kv
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _on_gpu(
+    call,
+    interpret: bool,
+    q: Array,
+    k: Array,
+    v: Array,
+    kv: PagedKV,
+    table: Array,
+    where: dict[str, Any],
+    ancestors: Array | None,
+) -> tuple[Array, PagedKV]:
+    from jaxbuf.pallas.attend import gpu
+
+    integers = _integers(call, gpu.arrange(call).all_workers, table, **where, ancestors=ancestors)
+    out, pages = gpu.append_and_attend(call, integers, (kv.keys, kv.values), q, k, v, interpret=interpret)
+    return out, PagedKV(*pages)
 
 
 def _call(q: Array, kv: PagedKV, table: Array, order: Array | None):
@@ -92,9 +103,9 @@ def _integers(
     call, workers: int, table: Array, *, slots: Array, start: Array, lengths: Array, order: Array | None, ancestors
 ):
     """What the kernel goes by: see `jaxbuf.pallas.attend.call.Integers`."""
-    from jaxbuf.pallas.attend.call import TILE, Integers
+    from jaxbuf.pallas.attend.call import KEYS, TILE, Integers
 
-    rows, time, page_size, capacity = call.rows, call.time, call.page_size, table.shape[1] * call.page_size
+    time, page_size, capacity = call.time, call.page_size, table.shape[1] * call.page_size
     asked = (slots > 0) & (lengths > 0)
     pages = jnp.where(asked[:, None], table[slots], 0)
     listed = None if order is None else order[slots]
@@ -103,7 +114,7 @@ def _integers(
     first_open = jnp.where(asked, end if listed is None else jnp.minimum(jnp.min(listed, axis=1), end), 0)
     index = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
     first_open = jnp.minimum(first_open, page_size * jnp.min(jnp.where(pages > 0, table.shape[1], index), axis=1))
-    blocks = jnp.maximum(-(-end // call.block_places), 1)
+    blocks = jnp.maximum(-(-end // KEYS), 1)
 
     # Where the new tokens go, and who sees them.
     offset = jnp.arange(time, dtype=jnp.int32)[None]
@@ -114,30 +125,30 @@ def _integers(
     append = jnp.where(real, page * page_size + place % page_size, -1)
     sees = jnp.tril(jnp.ones((time, time), bool))[None] if ancestors is None else ancestors
     bits = jnp.sum(jnp.where(sees & real[:, None], 1 << offset[:, None], 0), axis=2, dtype=jnp.int32)
-    visible = jnp.repeat(bits, call.token_queries, axis=1)
+    visible = jnp.repeat(bits, call.group, axis=1)
     visible = jnp.pad(visible, ((0, 0), (0, call.tiles * TILE - call.queries)))
 
-    shares, joins = _divide(blocks, call.head_sets, workers)
+    shares, joins = _divide(blocks, call.kv_heads, workers)
     pages = jnp.pad(pages, ((0, 0), (0, call.padded_pages - table.shape[1])))
     bit = jnp.sum(jnp.where(real, 1 << offset, 0), axis=1, dtype=jnp.int32)
-    fields = jnp.stack([blocks, first_open // call.block_places, end, bit], axis=1)
+    fields = jnp.stack([blocks, first_open // KEYS, end, bit], axis=1)
     return Integers(fields, pages, listed, append, visible, shares, joins)
 
 
-def _divide(blocks: Array, head_sets: int, workers: int) -> tuple[Array, Array]:
+def _divide(blocks: Array, heads: int, workers: int) -> tuple[Array, Array]:
     """Divides the blocks of all items, in order, among workers; fewer workers than there are, if so many blocks.
 
     Args:
-      blocks: int32 [rows], of each row for each set of heads, at least 1.
-      head_sets: How many sets.
+      blocks: int32 [rows], of each row for each head, at least 1.
+      heads: Of keys.
       workers: How many there are.
 
     Returns:
       `workers` and `joins` of `Integers`.
     """
     rows = blocks.shape[0]
-    until = head_sets * jnp.cumsum(blocks, dtype=jnp.int32)
-    total, begin = until[-1], until - head_sets * blocks
+    until = heads * jnp.cumsum(blocks, dtype=jnp.int32)
+    total, begin = until[-1], until - heads * blocks
     busy = jnp.minimum(total, workers)
     # floor(i · total / busy), without numbers beyond int32.
     each, more = total // busy, total % busy
@@ -153,7 +164,7 @@ def _divide(blocks: Array, head_sets: int, workers: int) -> tuple[Array, Array]:
 
     count = cut[1:] - cut[:-1]
     (row, head, block), (last_row, last_head, _) = find(cut[:-1]), find(cut[1:] - 1)
-    segments = jnp.where(count > 0, (last_row - row) * head_sets + last_head - head + 1, 0)
+    segments = jnp.where(count > 0, (last_row - row) * heads + last_head - head + 1, 0)
     shares = jnp.stack([jnp.where(count > 0, x, 0) for x in (row, head, block, count, segments)], axis=1)
 
     def worker_of(unit):
@@ -164,5 +175,5 @@ def _divide(blocks: Array, head_sets: int, workers: int) -> tuple[Array, Array]:
     first = begin[row] + head * blocks[row]
     begun_by, ended_by = worker_of(first), worker_of(first + blocks[row] - 1)
     second = (count > 0) & (block > 0) & (begun_by == jnp.arange(workers, dtype=jnp.int32) - 1)
-    joins = jnp.stack([jnp.where(second, row * head_sets + head, -1), begun_by, ended_by], axis=1)
+    joins = jnp.stack([jnp.where(second, row * heads + head, -1), begun_by, ended_by], axis=1)
     return shares, joins

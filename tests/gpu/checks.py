@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxbuf
+from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.bench import companions
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.models.language_model import LanguageModel
@@ -22,6 +23,7 @@ from jaxbuf.recurrence.convolution import init_ring
 from jaxbuf.recurrence.state_format import decode
 from jaxbuf.serving import SamplingParams, generate_tokens, init_carry
 from jaxbuf.serving.batch import Decoding, make_batch
+from tests.attention import launches
 from tests.gpu.program import pool_sized_writes
 
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
@@ -515,6 +517,22 @@ def tiny(implementation: str = "gpu") -> Figures:
     return {}
 
 
+def check_attention(rng) -> Figures:
+    """What softmax layers give of launches of all kinds, against float64; the pages bit for bit."""
+    lengths, found = (9, 1024, 1000, 63, 64, 65, 0, 300), {}
+    shapes = (16, 4, 256, 1), (16, 4, 256, 16), (32, 8, 128, 5), (40, 8, 128, 1), (8, 4, 64, 3)
+    for heads, kv_heads, head_dim, time in shapes:
+        for dtype, trees in (("bfloat16", False), ("bfloat16", True), ("float16", True)):
+            sizes = launches.Sizes(lengths, time, heads, kv_heads, head_dim, trees=trees, dtype=dtype)
+            launch = launches.make_launch(rng, sizes)
+            out, kv = append_and_attend(*launch.arrays, **launch.integers, implementation="gpu")
+            error, bound = launches.worst_error(out, launch), BOUNDS[dtype]
+            assert error <= bound, f"{sizes}: {error}, at most {bound}"
+            assert same_bits(kv.keys, launch.pool.keys) and same_bits(kv.values, launch.pool.values), f"{sizes}: pages"
+            found[dtype] = max(found.get(dtype, 0.0), error)
+    return found
+
+
 CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_step_is_xlas_with_float32_entries": lambda rng: check_errors(rng, "float32"),
     "a_step_is_xlas_with_bfloat16_entries": lambda rng: check_errors(rng, "bfloat16"),
@@ -557,6 +575,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "rejected_drafts_that_are_not_finite_change_no_bit_with_a_split_checkpoint": lambda rng: check_rejected(
         rng, state_dtype="split"
     ),
+    "attention_is_that_of_float64": check_attention,
     "no_pool_sized_write_in_a_loop_of_steps": lambda rng: check_loop(),
     "no_pool_sized_write_in_a_loop_of_steps_with_split_checkpoints": lambda rng: check_loop(state_dtype="split"),
     "no_pool_sized_write_in_a_loop_of_steps_with_split8_checkpoints": lambda rng: check_loop(state_dtype="split8"),

@@ -7,11 +7,11 @@ import numpy as np
 
 from jaxbuf.axes import Array
 
-KEYS = 64  # of a block: the keys of some places, those of a place's heads behind one another
+KEYS = 64  # places of a block
 TILE = 64  # queries that a warpgroup multiplies at once
 MOST_TILES = 2  # of queries, which a warpgroup each multiplies with the same block
 BLOCKS, CLEAN, END, REAL, ROW_FIELDS = 0, 1, 2, 3, 4
-FIRST_ROW, FIRST_HEADS, FIRST_BLOCK, COUNT, SEGMENTS, WORKER_FIELDS = 0, 1, 2, 3, 4, 5
+FIRST_ROW, FIRST_HEAD, FIRST_BLOCK, COUNT, SEGMENTS, WORKER_FIELDS = 0, 1, 2, 3, 4, 5
 ITEM, FIRST_WORKER, LAST_WORKER, JOIN_FIELDS = 0, 1, 2, 3
 
 
@@ -45,30 +45,9 @@ class Call:
         return self.heads // self.kv_heads
 
     @property
-    def together(self) -> int:
-        """Key heads that are read together: all, so that pages are read from end to end, or one.
-
-        All are read where their number divides a block and the queries of all heads fit in the tiles. A query is then
-        multiplied with the keys of other heads, too, and these products are not used: a tile has room for that.
-        """
-        fits = KEYS % self.kv_heads == 0 and self.kv_heads <= 8 and self.time * self.heads <= MOST_TILES * TILE
-        fits = fits and self.time * self.kv_heads <= KEYS
-        return self.kv_heads if fits else 1
-
-    @property
-    def head_sets(self) -> int:
-        """Sets of key heads that are read together."""
-        return self.kv_heads // self.together
-
-    @property
-    def token_queries(self) -> int:
-        """Queries of a token that read the same blocks."""
-        return self.together * self.group
-
-    @property
     def queries(self) -> int:
-        """Queries that read the same blocks: those of all new tokens of a row."""
-        return self.time * self.token_queries
+        """Queries that read the same keys: the new tokens of a row, and for each the query heads of a key head."""
+        return self.time * self.group
 
     @property
     def tiles(self) -> int:
@@ -77,23 +56,13 @@ class Call:
 
     @property
     def items(self) -> int:
-        """Pairs of a row and a set of key heads."""
-        return self.rows * self.head_sets
-
-    @property
-    def block_places(self) -> int:
-        """Places of a block."""
-        return KEYS // self.together
+        """Pairs of a row and a key head."""
+        return self.rows * self.kv_heads
 
     @property
     def block_pages(self) -> int:
-        """Pages of a block, or 1 where it is a part of one."""
-        return max(1, self.block_places // self.page_size)
-
-    @property
-    def page_blocks(self) -> int:
-        """Blocks of a page, or 1 where a block has several pages."""
-        return max(1, self.page_size // self.block_places)
+        """Pages of a block."""
+        return KEYS // self.page_size
 
     @property
     def padded_pages(self) -> int:
@@ -104,7 +73,7 @@ class Call:
 class Integers(NamedTuple):
     """The integers of a launch, which all layers share.
 
-    An item is a row with a set of key heads; items are numbered row by row. Its places are read in blocks. All blocks
+    An item is a row with a key head; items are numbered row by row. Its places are read in blocks. All blocks
     of all items, in order, are cut into equal parts, one for each worker. What a worker reads of one item is a segment.
 
     Attributes:
@@ -114,7 +83,7 @@ class Integers(NamedTuple):
       order: int32 [rows, listed], places before END where nothing is committed; None without trees.
       append: int32 [rows, time], where each new token goes: page · page_size + place in the page; -1: nowhere.
       visible: int32 [rows, tiles · TILE]: bit t says whether a query sees new token t; token by token.
-      workers: int32 [workers, WORKER_FIELDS]: the row, set of heads and block that each begins with, how many blocks it
+      workers: int32 [workers, WORKER_FIELDS]: the row, head and block that each begins with, how many blocks it
         reads, and in how many segments.
       joins: int32 [workers, JOIN_FIELDS]: where a worker is the second one of an item, the item, and the first and the
         last worker that read of it; elsewhere the item is -1.

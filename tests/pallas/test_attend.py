@@ -1,0 +1,115 @@
+"""The kernel of `append_and_attend`: it lowers for its platform at the real sizes, and computes what float64 does."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.attention.paged import PagedKV
+from jaxbuf.attention.paged_launch import _divide, append_and_attend
+from jaxbuf.pallas.attend import gpu
+from tests.attention.launches import Sizes, make_launch, worst_error
+
+BOUNDS = {"bfloat16": 4e-3, "float16": 1e-3}  # as those of `tests.gpu.checks`
+
+
+def shapes(rows, time, heads, kv_heads, head_dim, *, max_pages=68, trees=False, dtype=jnp.bfloat16):
+    def make(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    pages = make(1 + rows * max_pages, 16, kv_heads, head_dim, dtype=dtype)
+    inputs = [make(rows, time, n, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+    where = {name: make(rows) for name in ("slots", "start", "lengths")}
+    if trees:
+        where |= {"order": make(rows + 1, 16), "ancestors": make(rows, time, time, dtype=jnp.bool_)}
+    return *inputs, PagedKV(pages, pages), make(rows + 1, max_pages), where
+
+
+def step(q, k, v, kv, table, where, **how):
+    return append_and_attend(q, k, v, kv, table, **where, **how)
+
+
+@pytest.mark.parametrize(
+    "sizes, trees",
+    [
+        ((128, 1, 16, 4, 256), False),
+        ((8, 16, 16, 4, 256), True),
+        ((64, 5, 32, 8, 128), True),
+        ((2, 16, 16, 2, 64), False),
+    ],
+)
+def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(sizes, trees):
+    traced = jax.jit(lambda *given: step(*given, target="H100"), donate_argnums=3).trace(*shapes(*sizes, trees=trees))
+    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("@mosaic_gpu") == 2
+    assert lowered.count("output_operand_alias<output_tuple_indices") >= 2, "keys and values, in place"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes((9, 0, 64, 130), 1, 4, 2, 64),
+        Sizes((9, 1, 63, 150), 5, 8, 2, 64, trees=True),
+        Sizes((9, 200, 40), 2, 4, 1, 256, page_size=32, trees=True, dtype="float16"),
+        Sizes((9, 70, 129), 10, 8, 1, 64, page_size=8),  # two warpgroups multiply
+    ],
+    ids=str,
+)
+def test_the_gpu_kernel_is_attention_in_float64(rng, sizes):
+    with mock.patch.object(gpu, "PROCESSORS", 2):  # so that workers share items
+        jax.clear_caches()
+        launch = make_launch(rng, sizes)
+        out, kv = append_and_attend(*launch.arrays, **launch.integers, implementation="gpu", interpret=True)
+    assert worst_error(out, launch) <= BOUNDS[sizes.dtype]
+    for found, expected in zip((kv.keys, kv.values), (launch.pool.keys, launch.pool.values), strict=True):
+        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_xlas_path_is_attention_in_float64(rng, trees):
+    launch = make_launch(rng, Sizes((9, 0, 64, 130), 3, 4, 2, 16, trees=trees, dtype="float32"))
+    out, kv = append_and_attend(*launch.arrays, **launch.integers)
+    assert worst_error(out, launch) <= 1e-5
+    np.testing.assert_array_equal(kv.keys, launch.pool.keys)
+
+
+@pytest.mark.parametrize("workers", [1, 5, 264])
+def test_workers_share_all_blocks_equally(rng, workers):
+    blocks, heads = rng.integers(1, 30, 7), 3
+    shares, joins = map(np.asarray, _divide(jnp.asarray(blocks, jnp.int32), heads, workers))
+    units = [(row, head, block) for row in range(7) for head in range(heads) for block in range(blocks[row])]
+    read, at = [[] for _ in range(workers)], 0
+    for worker, (row, head, block, count, segments) in enumerate(shares):
+        if count:
+            assert units[at] == (row, head, block)
+            read[worker] = units[at : at + count]
+            assert len({unit[:2] for unit in read[worker]}) == segments
+        at += count
+    assert at == len(units)
+    assert shares[:, 3].max() - shares[shares[:, 3] > 0, 3].min() <= 1
+    by_item = {}
+    for worker, its in enumerate(read):
+        for row, head, _ in its:
+            by_item.setdefault(row * heads + head, []).append(worker)
+    shared = {item: (min(its), max(its)) for item, its in by_item.items() if min(its) < max(its)}
+    assert {item: (first, last) for item, first, last in joins if item >= 0} == shared
+    assert all(joins[first + 1, 0] == item for item, (first, _) in shared.items())
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"dtype": jnp.float32}, "pages in bfloat16 or float16, got float32"),
+        ({"head_dim": 96}, "head_dim 64, 128 or 256, got 96"),
+        ({"time": 17}, "1 to 16 tokens at once, got 17"),
+        ({"heads": 64, "time": 5}, "tokens · heads / kv_heads at most 128, got 5 · 32"),
+    ],
+)
+def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(change, reason):
+    sizes = {"rows": 2, "time": 1, "heads": 4, "kv_heads": 2, "head_dim": 64} | change
+    given = shapes(**sizes)
+    with pytest.raises(ValueError, match=reason):
+        jax.eval_shape(lambda *given: step(*given, implementation="gpu", target="H100"), *given)
