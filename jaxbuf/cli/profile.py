@@ -28,11 +28,13 @@ def profile(
 
       jaxbuf profile trace
     """
+    from google.protobuf.message import DecodeError
+
     from jaxbuf.serving.profiling import OTHER, time_by_scope
 
     try:
         rows = time_by_scope(directory)
-    except (RuntimeError, LookupError, TypeError) as error:  # of JAX's reader, and of ours, for what is no trace
+    except (RuntimeError, DecodeError, LookupError, TypeError) as error:  # of JAX, protobuf and ours: it is no trace
         raise ValueError(f"the newest trace in {str(directory)!r} cannot be read: {error}") from error
     totals = {}
     for row in rows:
