@@ -290,7 +290,7 @@ def fold(
     return BufferedState(cursor, pool)
 
 
-def fork(cache: BufferedState, source: Int[Array, "..."], target: Int[Array, "..."]) -> BufferedState:
+def fork(cache: BufferedState, source: Int[Array, "..."] | int, target: Int[Array, "..."] | int) -> BufferedState:
     """Makes each target slot hold what its source committed (beams, several samples of one prompt).
 
     With `states` or `blocks` (see `init`) the two share the checkpoint and every full block until one of them folds;
