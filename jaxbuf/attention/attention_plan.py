@@ -85,6 +85,10 @@ class LaunchedAttention(_Positions):
     _angles: dict = dataclasses.field(default_factory=dict, init=False)
 
     @property
+    def target(self) -> Target | None:
+        return self.launch.target
+
+    @property
     def positions(self) -> Int32[Array, "#rows time"]:
         return self.launch.start[:, None] + self.launch.depth
 

@@ -24,6 +24,7 @@ from jaxbuf.models.config import LayerConfig, ModelConfig
 from jaxbuf.models.layers import (
     GatedMLP,
     Initializer,
+    Norm,
     gated_mlp,
     linear_float32,
     norm_weight,
@@ -31,6 +32,7 @@ from jaxbuf.models.layers import (
     parameter,
     rms_norm,
 )
+from jaxbuf.models.residual import add_and_norm
 from jaxbuf.models.tensor_parallel import Part, devices_of, on_devices, partition
 from jaxbuf.target import Target, resolve_target
 
@@ -133,37 +135,56 @@ def apply_layers(
 def _apply_layers(
     layers: Sequence[DecoderLayer], x: Array, memories: Sequence[Any], plans: Plans, devices: int
 ) -> tuple[Array, tuple]:
-    left, after = iter(memories), []
+    left, after, added = iter(memories), [], None
     for number, layer in enumerate(layers):
         config = layer.config.spread(devices)
         with jax.named_scope(f"layer_{number}"):
-            x, found = _apply_layer(config, layer, x, [next(left) for _ in config.mixers], plans)
+            x, added, found = _apply_layer(config, layer, x, added, [next(left) for _ in config.mixers], plans)
         after += found
-    return x, tuple(after)
+    return x if added is None else x + added, tuple(after)
 
 
 def _apply_layer(
-    config: LayerConfig, layer: DecoderLayer, x: Array, memories: Sequence[Any], plans: Plans
-) -> tuple[Array, list]:
-    after = []
+    config: LayerConfig,
+    layer: DecoderLayer,
+    x: Array,
+    added: Array | None,
+    memories: Sequence[Any],
+    plans: Plans,
+) -> tuple[Array, Array | None, list]:
+    """A layer of x + added: what a layer adds is summed up where it is read next, together with the norm there.
 
-    def norm(y, weight, which):
-        return y if weight is None else rms_norm(y, weight, which)
+    Returns:
+      x and what is still to be added to it, and the memories.
+    """
+    target, after = next((plan.target for plan in plans.values()), None), []  # all have the same
+
+    def read(weight: nnx.Param | None, norm: Norm | None) -> tuple[Array, Array]:
+        """The sum, and what the mixers or the MLP read of it."""
+        if added is not None and weight is not None and norm is not None:
+            return add_and_norm(x, added, weight[...], norm, target=target)
+        total = x if added is None else x + added
+        return total, total if weight is None or norm is None else rms_norm(total, weight, norm)
+
+    def changed(y: Array, weight: nnx.Param | None) -> Array:
+        """What the mixers or the MLP add."""
+        y = y if weight is None or config.after is None else rms_norm(y, weight, config.after)
+        return _scaled(y, config.residual_scale)
 
     if config.mixers:
-        y, outs = norm(x, layer.before_mixers, config.before), []
+        (x, y), outs = read(layer.before_mixers, config.before), []
         for mixer, parameters, memory in zip(config.mixers, layer.mixers, memories, strict=True):
             out, memory = mixer(parameters, y, memory, plans[mixer.kind])
             outs.append(out)
             after.append(memory)
-        mixed = functools.reduce(jnp.add, outs)
-        x = x + _scaled(norm(mixed, layer.after_mixers, config.after), config.residual_scale)
+        added = changed(functools.reduce(jnp.add, outs), layer.after_mixers)
     if layer.mlp is not None:
+        x, y = read(layer.before_mlp, config.before)
         with jax.named_scope("mlp"):
             devices = 1 if config.feed_forward is None else config.feed_forward.devices
-            y = gated_mlp(layer.mlp, norm(x, layer.before_mlp, config.before), devices)
-            x = x + _scaled(norm(y, layer.after_mlp, config.after), config.residual_scale)
-    return x, after
+            y = gated_mlp(layer.mlp, y, devices, target)
+        added = changed(y, layer.after_mlp)
+    return x, added, after
 
 
 def _scaled(x: Array, scale: float) -> Array:

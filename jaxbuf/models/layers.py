@@ -14,7 +14,9 @@ from flax import nnx
 
 from jaxbuf.attention.contraction import contract
 from jaxbuf.axes import Array, Float, Float32, Key
+from jaxbuf.models.projections import gated_project
 from jaxbuf.models.tensor_parallel import Axis, Part, add_devices
+from jaxbuf.target import Target
 
 type Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 
@@ -66,7 +68,11 @@ def linear(
 ) -> Float[Array, "... out"]:
     """x times weight, plus bias if there is one, in x's dtype."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jnp.einsum("...i,oi->...o", x, weight[...], precision=precision)
+    return add_bias(jnp.einsum("...i,oi->...o", x, weight[...], precision=precision), bias)
+
+
+def add_bias(y: Float[Array, "... out"], bias: nnx.Param | Float[Array, "out"] | None) -> Float[Array, "... out"]:
+    """y plus a bias, if there is one."""
     return y if bias is None else y + bias[...].reshape((1,) * (y.ndim - 1) + bias[...].shape)
 
 
@@ -74,8 +80,7 @@ def output(
     x: Float[Array, "... n"], weight: nnx.Param, bias: nnx.Param | None, devices: int
 ) -> Float[Array, "... out"]:
     """`linear` of what each of so many devices has of x's last axis, summed over them."""
-    y = add_devices(linear(x, weight), devices)
-    return y if bias is None else y + bias[...].reshape((1,) * (y.ndim - 1) + bias[...].shape)
+    return add_bias(add_devices(linear(x, weight), devices), bias)
 
 
 def linear_float32(x: Float[Array, "... in"], weight: nnx.Param) -> Float32[Array, "... out"]:
@@ -103,9 +108,14 @@ def norm_weight(rngs: nnx.Rngs, size: int, norm: Norm, *, dtype: jnp.dtype) -> n
 
 def rms_norm(x: Float[Array, "*n"], weight: nnx.Param, norm: Norm) -> Float[Array, "*n"]:
     """A norm of x, in float32; returns x's dtype."""
+    return normalised(x, weight[...], norm)
+
+
+def normalised(x: Float[Array, "*n"], weight: Float[Array, "size"], norm: Norm) -> Float[Array, "*n"]:
+    """As `rms_norm`, with a weight that is an array."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + norm.eps)
-    scale = norm.offset + weight[...].astype(jnp.float32)
+    scale = norm.offset + weight.astype(jnp.float32)
     return (wide * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
@@ -128,11 +138,15 @@ class GatedMLP(nnx.Module):
 
 
 def gated_mlp(
-    layer: GatedMLP, x: Float[Array, "rows time hidden"], devices: int = 1
+    layer: GatedMLP, x: Float[Array, "rows time hidden"], devices: int = 1, target: Target | None = None
 ) -> Float[Array, "rows time hidden"]:
-    """The MLP of x; `devices` share the channels."""
-    gate, up = linear(x, layer.gate_proj, layer.gate_bias), linear(x, layer.up_proj, layer.up_bias)
-    return output(jax.nn.silu(gate) * up, layer.down_proj, layer.down_bias, devices)
+    """The MLP of x; `devices` share the channels. What it is compiled for: `target`; None: for what x lies on."""
+    if layer.gate_bias is None:
+        inner = gated_project(x, layer.gate_proj[...], layer.up_proj[...], target=target)
+    else:
+        gate, up = linear(x, layer.gate_proj, layer.gate_bias), linear(x, layer.up_proj, layer.up_bias)
+        inner = jax.nn.silu(gate) * up
+    return output(inner, layer.down_proj, layer.down_bias, devices)
 
 
 def zeros(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

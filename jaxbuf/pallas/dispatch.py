@@ -62,6 +62,9 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "fold": _hopper("extend"),  # one new token, which is appended nowhere
     "prepare": _hopper("prepare"),
     "gated_norm": _hopper("gated_norm"),
+    "project": _hopper("project"),
+    "gated_project": _hopper("project"),
+    "add_and_norm": _hopper("add_and_norm"),
     "prefill": {},
     "chunked": {},
     "attend": {},

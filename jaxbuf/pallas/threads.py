@@ -26,6 +26,19 @@ WARP = 32  # threads of a warp
 PER_THREAD = plgpu.Layout.TCGEN05_TMEM_NATIVE(4).reduce(1)  # The layout of THREADS numbers, one in each thread.
 
 
+def overlap_launches(interpret: bool) -> None:
+    """Waits until the kernel before has ended, and lets the next one be launched.
+
+    Every kernel begins with it (or waits with it before it reads what another kernel may have written). So the blocks
+    of the next kernel take their places while this one's last ones still work, and set themselves up.
+
+    Source: CUDA C++ Programming Guide, Programmatic Dependent Launch and Synchronization.
+    """
+    if not interpret:
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
+
+
 def load(ref, layout):
     """Loads a reference in global or shared memory into registers, in `layout`."""
     return plgpu.load(ref, layout=layout, optimized=False)
@@ -246,31 +259,39 @@ def store_rows(x: Array, layout, axis: int, ref, interpret: bool) -> None:
     inline_mlir(write, (layout, plgpu.RefType()), None)(x, ref)
 
 
-def store_top_rows(x: Array, layout, ref, first, interpret: bool) -> None:
-    """Writes those rows of an array to global memory for which there is room.
+def store_inside(x: Array, layout, ref, first, first_column, interpret: bool) -> None:
+    """Writes those numbers of an array to global memory for which there is room.
 
     Args:
       x: [64, length] of float32 or of two bytes each, in `layout`, where a thread holds pairs of neighbouring columns.
       layout: x's layout.
-      ref: [n, length] in global memory. Row i of x is row first + i there.
-      first: Scalar.
+      ref: [n, m] in global memory, m even. Number (i, j) of x is number (first + i, first_column + j) there.
+      first, first_column: Scalars; first_column is even.
       interpret: Whether this runs in Pallas' interpreter.
     """
-    n = ref.shape[0]
+    n, m = ref.shape
     if interpret:
+        width = min(x.shape[1], m)
+        # Where less room is left than that, what was written before is written again.
+        begin = jnp.minimum(first_column, m - width)
 
         def write_row(i, _):
-            ref[first + i] = lax.dynamic_index_in_dim(x, i, keepdims=False)
+            row = jnp.roll(lax.dynamic_index_in_dim(x, i, keepdims=False), first_column - begin)[:width]
+            held = ref[first + i, pl.ds(begin, width)]
+            ref[first + i, pl.ds(begin, width)] = jnp.where(jnp.arange(width) < first_column - begin, held, row)
 
         lax.fori_loop(0, jnp.minimum(x.shape[0], n - first), write_row, None)
         return
 
-    def write(_, x, ref, first):
+    def write(_, x, ref, *firsts):
         i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
-        first = arith.index_cast(ir.IndexType.get(), first.registers.flat[0])
-        for (row, column), numbers in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
-            row = arith.addi(row, first)
-            stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, row, _number(n)))
+        firsts = [arith.index_cast(ir.IndexType.get(), first.registers.flat[0]) for first in firsts]
+        for place, numbers in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
+            place = [arith.addi(at, first) for at, first in zip(place, firsts, strict=True)]
+            inside = [
+                arith.cmpi(arith.CmpIPredicate.ult, at, _number(size)) for at, size in zip(place, (n, m), strict=True)
+            ]
+            stores = arith.extui(i32, arith.andi(*inside))
             if mgpu.utils.bitwidth(x.mlir_dtype) == 32:
                 pair, kinds = [vector.extract(numbers, [], [i]) for i in range(2)], "f,f"
                 text = "@p st.global.v2.f32 [$1], {$2, $3};"
@@ -278,11 +299,12 @@ def store_top_rows(x: Array, layout, ref, first, interpret: bool) -> None:
                 pair, kinds = [vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), numbers), [], [0])], "r"
                 text = "@p st.global.b32 [$1], $2;"
             text = f"{{.reg .pred p; setp.ne.s32 p, $0, 0; {text}}}"
-            operands = [stores, target.point(row, column), *pair]
+            operands = [stores, target.point(*place), *pair]
             constraints = f"r,l,{kinds},~{{memory}}"
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 
-    inline_mlir(write, (layout, plgpu.RefType(), plgpu.Layout.WG_SPLAT), None)(x, ref, first)
+    scalar = plgpu.Layout.WG_SPLAT
+    inline_mlir(write, (layout, plgpu.RefType(), scalar, scalar), None)(x, ref, first, first_column)
 
 
 def inline_mlir(function, arguments, result):

@@ -146,7 +146,7 @@ def test_a_device_is_known_by_what_jax_says_of_it(platform, kind, capability, ex
 def test_users_of_other_chips_are_told_what_xla_compiles_there():
     assert told(CHIPS["CPU"]) is None and told(CHIPS["H200"]) is None
     for chip, name in (("A100", "an NVIDIA Ampere GPU"), ("B200", "an NVIDIA Blackwell GPU"), ("v6e", "a TPU v6e")):
-        operations = "extend, fold, prepare, gated_norm, append_and_attend"
+        operations = "extend, fold, prepare, gated_norm, project, gated_project, add_and_norm, append_and_attend"
         words = f"everything is compiled by XLA on {name}: {operations} have kernels for NVIDIA"
         assert told(CHIPS[chip]).startswith(words)
     assert "left out" in told(CHIPS["H100"].without_kernels())

@@ -13,7 +13,8 @@ from jaxbuf.attention.paged_memory import PageTable
 from jaxbuf.attention.rotary import Rotary, rotate
 from jaxbuf.axes import Array, Float
 from jaxbuf.models.config import ATTENTION
-from jaxbuf.models.layers import Initializer, Norm, linear, norm_weight, output, parameter, rms_norm, zeros
+from jaxbuf.models.layers import Initializer, Norm, add_bias, norm_weight, output, parameter, rms_norm, zeros
+from jaxbuf.models.projections import project
 from jaxbuf.models.tensor_parallel import Part, share
 
 
@@ -73,14 +74,14 @@ class Attention:
         """Applies the layer; `plan` is one of `jaxbuf.attention.attention_plan`."""
         p, (batch, time) = parameters, x.shape[:2]
 
-        def project(weight, bias, heads):
-            return linear(x, weight, bias).reshape(batch, time, heads, -1)
-
         with jax.named_scope("projections"):
-            q, gate = project(p.q_proj, p.q_bias, self.heads), None
+            projected = project(x, [w[...] for w in (p.q_proj, p.k_proj, p.v_proj)], target=plan.target)
+            biased = [add_bias(y, bias) for y, bias in zip(projected, (p.q_bias, p.k_bias, p.v_bias), strict=True)]
+            heads = self.heads, self.kv_heads, self.kv_heads
+            q, k, v = (y.reshape(batch, time, n, -1) for y, n in zip(biased, heads, strict=True))
+            gate = None
             if self.gate:
                 q, gate = jnp.split(q, 2, axis=-1)
-            k, v = project(p.k_proj, p.k_bias, self.kv_heads), project(p.v_proj, p.v_bias, self.kv_heads)
             if self.norm is not None and p.q_norm is not None and p.k_norm is not None:
                 q, k = rms_norm(q, p.q_norm, self.norm), rms_norm(k, p.k_norm, self.norm)
             angles = plan.angles(self.rotary)

@@ -10,8 +10,6 @@ from flax import nnx
 from jaxbuf.axes import Array, Float
 from jaxbuf.models.layers import (
     Initializer,
-    linear,
-    linear_float32,
     log_rate,
     ones,
     output,
@@ -20,6 +18,7 @@ from jaxbuf.models.layers import (
     uniform,
 )
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
+from jaxbuf.models.projections import project
 from jaxbuf.models.tensor_parallel import Part
 from jaxbuf.recurrence.gated_norm import gated_norm
 from jaxbuf.recurrence.prepare import Weights
@@ -41,8 +40,8 @@ class GatedDeltaNet(RecurrentMixer):
         """Applies the layer; `plan` is one of `jaxbuf.recurrence.recurrent_plan`."""
         p = parameters
         with jax.named_scope("projections"):
-            qkv, z = linear(x, p.in_proj_qkv), linear(x, p.in_proj_z)
-            a, b = linear_float32(x, p.in_proj_a), linear_float32(x, p.in_proj_b)
+            weights = [w[...] for w in (p.in_proj_qkv, p.in_proj_z, p.in_proj_a, p.in_proj_b)]
+            qkv, z, a, b = project(x, weights, float32=(False, False, True, True), target=plan.target)
         weights = Weights(p.conv1d[...], p.A_log[...], p.dt_bias[...])
         inputs, memory = plan.prepare(memory, self.spec, weights, qkv, a, b)
         out, memory = plan.recur(memory, self.spec, *inputs)

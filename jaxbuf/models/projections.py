@@ -1,0 +1,130 @@
+"""Products of the same tokens with several weights, as a layer has them: in one launch where there is a kernel."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.attention.contraction import contract
+from jaxbuf.axes import Array, Float
+from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.target import Target
+
+
+def project(
+    x: Float[Array, "rows time in"],
+    weights: Sequence[Float[Array, "_ in"]],
+    *,
+    float32: Sequence[bool] | None = None,
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
+) -> tuple[Float[Array, "rows time _"], ...]:
+    """x times each of the weights. Differentiable.
+
+    Args:
+      x: The tokens.
+      weights: Projections as checkpoints have them.
+      float32: For each of them whether its product stays in float32, as gates do, or is rounded to x's dtype; None:
+        all are rounded.
+      implementation, interpret, target: As in `jaxbuf.recurrence.launch.extend_pool`; target None: what x lies on. The
+        gradient of a kernel is that of the definition, compiled by XLA.
+
+    Raises:
+      ValueError: A shape does not fit, or the implementation asked for can't serve the call; it says why.
+    """
+    kept = (False,) * len(weights) if float32 is None else tuple(float32)
+    _check(x, weights)
+    if len(kept) != len(weights):
+        raise ValueError(f"float32 must say something of each of the {len(weights)} weights, got {len(kept)} values")
+    asked = ask("project", implementation, target, (x,), interpret=interpret)
+    return _project(kept, asked, x, tuple(weights))
+
+
+def gated_project(
+    x: Float[Array, "rows time in"],
+    gate: Float[Array, "out in"],
+    up: Float[Array, "out in"],
+    *,
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
+) -> Float[Array, "rows time out"]:
+    """silu(gate x) · up x, rounded to x's dtype. Differentiable.
+
+    XLA rounds both products to x's dtype, too; the kernel does not.
+
+    Args:
+      x: The tokens.
+      gate, up: Projections as checkpoints have them.
+      implementation, interpret, target: As in `project`.
+
+    Raises:
+      ValueError: As in `project`.
+    """
+    _check(x, (gate, up))
+    if gate.shape != up.shape:
+        raise ValueError(f"gate and up must have one shape, got {gate.shape} and {up.shape}")
+    asked = ask("gated_project", implementation, target, (x,), interpret=interpret)
+    return _gated_project(asked, x, gate, up)
+
+
+def _check(x: Array, weights: Sequence[Array]) -> None:
+    if x.ndim != 3 or any(w.ndim != 2 or w.shape[1] != x.shape[2] or w.dtype != x.dtype for w in weights):
+        shapes = " and ".join(f"{w.dtype} {w.shape}" for w in weights)
+        raise ValueError(
+            f"x must be [rows, time, in] and weights [out, in] of its dtype, got {x.dtype} {x.shape} and {shapes}"
+        )
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _project(kept: tuple[bool, ...], asked: Asked | None, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+    dtypes = tuple(np.dtype(np.float32) if each else x.dtype for each in kept)
+    return _by_kernel(asked, dtypes, partial(_defined, kept), x, weights)
+
+
+@partial(jax.jit, static_argnums=0)
+def _gated_project(asked: Asked | None, x: Array, gate: Array, up: Array) -> Array:
+    return _by_kernel(asked, (x.dtype,), _gated_defined, x, (gate, up), gated=True)[0]
+
+
+def _by_kernel(asked: Asked | None, dtypes, defined: Callable, x: Array, weights: tuple[Array, ...], *, gated=False):
+    """The kernel's products if it takes the call, else those of the definition."""
+    if asked is None:
+        return defined(x, weights)
+    # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
+    from jaxbuf.pallas.project import Call, gpu, supports
+
+    rows, time, size = x.shape
+    call = Call(rows * time, size, tuple(w.shape[0] for w in weights), dtypes, x.dtype, gated)
+    if not asked.takes(supports(call)):
+        return defined(x, weights)
+
+    @jax.custom_vjp
+    def multiply(x, weights):
+        found = gpu.project(call, x.reshape(-1, size), weights, interpret=asked.interpret)
+        return tuple(y.reshape(rows, time, -1) for y in found)
+
+    multiply.defvjp(
+        lambda *inputs: (multiply(*inputs), inputs),
+        lambda inputs, gradients: jax.vjp(defined, *inputs)[1](gradients),
+    )
+    return multiply(x, weights)
+
+
+def _defined(kept: tuple[bool, ...], x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(_multiply(x, weight, each) for weight, each in zip(weights, kept, strict=True))
+
+
+def _gated_defined(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+    gate, up = (_multiply(x, weight, False) for weight in weights)
+    return (jax.nn.silu(gate) * up,)
+
+
+def _multiply(x: Array, weight: Array, float32: bool) -> Array:
+    if float32:
+        return contract("rti,oi->rto", x, weight)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("rti,oi->rto", x, weight, precision=precision)

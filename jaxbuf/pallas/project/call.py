@@ -1,0 +1,26 @@
+"""What describes a call of `project` or `gated_project`: its sizes and dtypes."""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The sizes and dtypes of products of the same x with several weights.
+
+    Attributes:
+      tokens: Rows of x.
+      inputs: Numbers of each.
+      outputs: Rows of each weight.
+      dtypes: What each product is rounded to.
+      dtype: Of x and of the weights.
+      gated: Whether there are two weights, a gate's and that of what it gates, and one result.
+    """
+
+    tokens: int
+    inputs: int
+    outputs: tuple[int, ...]
+    dtypes: tuple[np.dtype, ...]
+    dtype: np.dtype
+    gated: bool = False

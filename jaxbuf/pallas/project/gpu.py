@@ -1,0 +1,267 @@
+"""`project` and `gated_project` on NVIDIA GPUs (Hopper), for the few tokens of a decoding step: Pallas Mosaic GPU.
+
+The rows of all weights are shared out in tiles of equal height, as many as there are multiprocessors wherever one tile
+each suffices: no multiprocessor has more to read than another. A warpgroup of a block brings pieces of its tile, and
+the same pieces of all tokens, to a ring in shared memory. One or two others multiply them on the tensor cores, each 64
+or 128 tokens. The tokens come from the L2 for every tile. (Blocks of a cluster that read a share each and pass it on
+are not faster: 28.7 us in twos and 42 in fours where these take 28.3, 128 tokens, two weights of 9216 x 2560.)
+
+Floor: (weights + x + results) / read bandwidth.
+
+Precision: products of 2-byte operands with float32 sums, rounded once; the gate is computed from unrounded sums.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxbuf.axes import Array
+from jaxbuf.pallas.project.call import Call
+from jaxbuf.pallas.threads import COMPILER, THREADS, overlap_launches, store_inside
+
+PROCESSORS = 132  # of an H100 or H200
+SHARED_MEMORY = 226 * 2**10  # of a multiprocessor
+MOST_TOKENS = 256
+TILE = 64  # tokens of a product
+STEP = 64  # numbers of a row that are brought at once
+MOST_STEPS = 10  # in the ring
+MOST_SUMS = 160  # of a thread
+# Registers of each thread that multiplies, and of each that brings, by the warpgroups that multiply; None: as compiled.
+REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (216, 40)}
+
+WGMMA, ACC = plgpu.Layout.WGMMA, plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a call is arranged.
+
+    Attributes:
+      warpgroups: Of a block, that multiply.
+      products: Of each of them, one for each 64 of its tokens.
+      rows: Of a tile of weights: of each of the two, where there is a gate.
+      tiles: How many each weight has.
+      ring: Pieces of the ring.
+    """
+
+    warpgroups: int
+    products: int
+    rows: int
+    tiles: tuple[int, ...]
+    ring: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a piece, what is beyond the call's own included."""
+        return self.warpgroups * self.products * TILE
+
+
+def arrange(call: Call) -> Schedule:
+    warpgroups, products = min(2, -(-call.tokens // TILE)), -(-call.tokens // (2 * TILE))
+    parts, weights = (2, call.outputs[:1]) if call.gated else (1, call.outputs)
+
+    def tiles(rows: int) -> tuple[int, ...]:
+        return tuple(-(-n // rows) for n in weights)
+
+    def cost(rows: int) -> int:
+        """Rows that the busiest multiprocessor reads, and what it does besides, in rows."""
+        return -(-sum(tiles(rows)) // PROCESSORS) * (parts * rows + 8)
+
+    most = min(256, MOST_SUMS * THREADS // (products * TILE)) // parts  # wgmma has 256 columns at most
+    rows = min(range(8, most + 1, 8), key=cost)
+    room = SHARED_MEMORY // (2 * STEP * (warpgroups * products * TILE + parts * rows))
+    return Schedule(warpgroups, products, rows, tiles(rows), min(MOST_STEPS, room))
+
+
+class Memory(NamedTuple):
+    """A block's ring: tokens [ring, all its warpgroups' tokens, STEP], weights [ring, parts · rows, STEP], and barriers
+    that open when a piece is there (`full`), and when it was used (`free`)."""
+
+    tokens: Any
+    weights: Any
+    full: Any
+    free: Any
+
+
+def project(call: Call, x: Array, weights: Sequence[Array], *, interpret: bool = False) -> tuple[Array, ...]:
+    """`jaxbuf.models.projections.project`, or `gated_project`; `supports` says for which sizes.
+
+    Args:
+      call: The call's sizes and dtypes.
+      x: [tokens, inputs].
+      weights: Each [out, inputs].
+      interpret: Run in Pallas' GPU interpreter.
+
+    Returns:
+      [tokens, out] for each weight; for a gated call one.
+    """
+    x = jnp.pad(x, ((0, -call.tokens % 8), (0, 0)))  # pieces have rows by eight
+    found = _kernel(call, arrange(call), interpret)(x, *weights)
+    return tuple(found)
+
+
+def _kernel(call: Call, schedule: Schedule, interpret: bool):
+    parts, weights, results = 2 if call.gated else 1, len(call.outputs), len(call.dtypes)
+    tokens, steps = 8 * -(-call.tokens // 8), call.inputs // STEP
+    transforms = plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    begins = [sum(schedule.tiles[:i]) for i in range(len(schedule.tiles))]
+
+    def multiply_tokens(x, *refs):  # A profile shows this name.
+        given, outs = refs[:weights], refs[weights : weights + results]
+        memory = Memory(*refs[weights + results :])
+        number = lax.axis_index("block")
+        role = lax.axis_index("warpgroup")
+
+        def set_registers(which: int, action) -> None:
+            if (registers := REGISTERS[schedule.warpgroups]) and not interpret:
+                plgpu.set_max_registers(registers[which], action=action)
+
+        def each_weight(function) -> None:
+            """Calls it with the number of the tile's weight and the first of the tile's rows."""
+            for i, (begin, count) in enumerate(zip(begins, schedule.tiles, strict=True)):
+                here = functools.partial(function, i, (number - begin) * schedule.rows)
+                pl.when((number >= begin) & (number < begin + count))(here)
+
+        @pl.when(role < schedule.warpgroups)
+        def _():
+            overlap_launches(interpret)
+            set_registers(0, "increase")
+            found = _multiply(schedule, memory, role, steps, parts, interpret)
+
+            def write(i, row):
+                for product, sums in enumerate(found):
+                    first = (role * schedule.products + product) * TILE
+                    store_inside(_result(sums).astype(outs[i].dtype), WGMMA, outs[i], first, row, interpret)
+
+            each_weight(write)
+
+        @pl.when(role == schedule.warpgroups)
+        def _():
+            set_registers(1, "decrease")
+
+            def bring(i, row):
+                here = given if call.gated else given[i : i + 1]
+                _bring(schedule, memory, x, here, row, tokens, steps, interpret)
+
+            each_weight(bring)
+
+    return plgpu.kernel(
+        multiply_tokens,
+        out_type=[
+            jax.ShapeDtypeStruct((call.tokens, n), dtype)
+            for n, dtype in zip(call.outputs[:results], call.dtypes, strict=True)
+        ],
+        grid=(sum(schedule.tiles),),
+        grid_names=("block",),
+        num_threads=schedule.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((schedule.ring, schedule.tokens, STEP), call.dtype, transforms=transforms),
+            plgpu.SMEM((schedule.ring, parts * schedule.rows, STEP), call.dtype, transforms=transforms),
+            plgpu.Barrier(num_arrivals=1 + parts, num_barriers=schedule.ring),
+            plgpu.Barrier(num_arrivals=schedule.warpgroups, num_barriers=schedule.ring),
+        ],
+        compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+    )
+
+
+def _bring(
+    schedule: Schedule,
+    memory: Memory,
+    x,
+    weights: Sequence[Any],
+    row: Array,
+    tokens: int,
+    steps: int,
+    interpret: bool,
+) -> None:
+    """Brings the pieces of a tile, which begins at `row` of its weights, and of the tokens."""
+
+    def source(weight, i):
+        # What lies below a weight's last row arrives as zeros.
+        return weight.at[pl.ds(row, min(schedule.rows, weight.shape[0])), pl.ds(i * STEP, STEP)]
+
+    if not interpret:
+        # While the kernel before works, to the L2 alone: should that kernel write the weights, then not too early.
+        def prefetch(i, _):
+            for weight in weights:
+                plgpu.async_prefetch(source(weight, i))
+
+        lax.fori_loop(0, min(schedule.ring, steps), prefetch, None)
+    overlap_launches(interpret)
+
+    def bring_piece(i, _):
+        at, columns = lax.rem(i, np.int32(schedule.ring)), pl.ds(i * STEP, STEP)
+        full = memory.full.at[at]
+        pl.when(i >= schedule.ring)(lambda: plgpu.barrier_wait(memory.free.at[at]))
+        for part, weight in enumerate(weights):
+            piece = source(weight, i)
+            target = memory.weights.at[at, pl.ds(part * schedule.rows, piece.shape[0])]
+            plgpu.copy_gmem_to_smem(piece, target, full)
+        plgpu.copy_gmem_to_smem(x.at[:, columns], memory.tokens.at[at, pl.ds(0, tokens)], full)
+
+    lax.fori_loop(0, steps, bring_piece, None)
+
+    def wait(i, _):
+        plgpu.barrier_wait(memory.free.at[lax.rem(i, np.int32(schedule.ring))])
+
+    lax.fori_loop(max(steps - schedule.ring, 0), steps, wait, None)
+
+
+def _result(sums: Sequence[Array]) -> Array:
+    """What is written of a product: its sums, or silu(gate) · up."""
+    if len(sums) == 1:
+        return sums[0]
+    gate, up = sums
+    root = lax.rsqrt(np.float32(1) + jnp.exp(-gate))  # Its square is the sigmoid. A division takes ten instructions.
+    return gate * (root * root) * up
+
+
+def _multiply(schedule: Schedule, memory: Memory, role, steps: int, parts: int, interpret: bool) -> list[list[Array]]:
+    """float32 [TILE, rows] for each of the warpgroup's products and each part: its tokens times the tile's rows."""
+    dims, products = (TILE, schedule.rows), schedule.products
+
+    def factors(i):
+        at = lax.rem(i, np.int32(schedule.ring))
+        tokens = [memory.tokens.at[at, pl.ds((role * products + j) * TILE, TILE)] for j in range(products)]
+        weights = [memory.weights.at[at, pl.ds(part * schedule.rows, schedule.rows)] for part in range(parts)]
+        return [(x, weight) for x in tokens for weight in weights]
+
+    def let_go(i):
+        plgpu.barrier_arrive(memory.free.at[lax.rem(i, np.int32(schedule.ring))])
+
+    if interpret:  # The interpreter does not know the instruction.
+
+        def add(i, sums):
+            plgpu.barrier_wait(memory.full.at[lax.rem(i, np.int32(schedule.ring))])
+            pairs = [[ref[...].astype(jnp.float32) for ref in pair] for pair in factors(i)]
+            sums = [s + jnp.dot(x, w.T, precision="highest") for s, (x, w) in zip(sums, pairs, strict=True)]
+            let_go(i)
+            return sums
+
+        found = lax.fori_loop(0, steps, add, [jnp.zeros(dims, jnp.float32) for _ in range(products * parts)])
+        return [found[j * parts : (j + 1) * parts] for j in range(products)]
+
+    def multiply(*sums):
+        def add_piece(i, _):
+            plgpu.barrier_wait(memory.full.at[lax.rem(i, np.int32(schedule.ring))])
+            for total, (x, weight) in zip(sums, factors(i), strict=True):
+                plgpu.wgmma(total, x, weight.transpose((1, 0)))
+            plgpu.wgmma_wait(len(sums))  # those of the piece before have ended
+            pl.when(i > 0)(lambda: let_go(i - 1))
+
+        lax.fori_loop(0, steps, add_piece, None)
+        found = [total[...] for total in sums]
+        let_go(np.int32(steps - 1))
+        return [found[j * parts : (j + 1) * parts] for j in range(products)]
+
+    return pl.run_scoped(multiply, *[ACC(dims, jnp.float32) for _ in range(products * parts)])
