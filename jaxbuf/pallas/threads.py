@@ -26,19 +26,6 @@ WARP = 32  # threads of a warp
 PER_THREAD = plgpu.Layout.TCGEN05_TMEM_NATIVE(4).reduce(1)  # The layout of THREADS numbers, one in each thread.
 
 
-def overlap_launches(interpret: bool) -> None:
-    """Waits until the kernel before has ended, and lets the next one be launched.
-
-    Every kernel begins with it (or waits with it before it reads what another kernel may have written). So the blocks
-    of the next kernel take their places while this one's last ones still work, and set themselves up.
-
-    Source: CUDA C++ Programming Guide, Programmatic Dependent Launch and Synchronization.
-    """
-    if not interpret:
-        plgpu.griddepcontrol_wait()
-        plgpu.griddepcontrol_launch_dependents()
-
-
 def load(ref, layout):
     """Loads a reference in global or shared memory into registers, in `layout`."""
     return plgpu.load(ref, layout=layout, optimized=False)

@@ -53,7 +53,7 @@ from jaxbuf.pallas.attend.call import (
     Call,
     Integers,
 )
-from jaxbuf.pallas.threads import COMPILER, THREADS, load, overlap_launches, store, store_inside
+from jaxbuf.pallas.threads import COMPILER, THREADS, load, store, store_inside
 
 PROCESSORS = 132  # of an H100 or H200
 SHARED_MEMORY = 226 * 2**10  # of a multiprocessor, for tiles and queries
@@ -218,7 +218,6 @@ def _attend_blocks(call: Call, interpret: bool):
     segments = call.items + schedule.all_workers
 
     def attend_blocks(table, rows, append, visible, shares, *rest):  # A profile shows this name.
-        overlap_launches(interpret)
         order, (q, k, v, keys, values, out, parts, sums, *memory) = (rest[0], rest[1:]) if call.listed else (None, rest)
         warpgroup = lax.axis_index("warpgroup")
         place, role = lax.div(warpgroup, np.int32(warpgroups)), lax.rem(warpgroup, np.int32(warpgroups))
@@ -491,7 +490,6 @@ def _join_segments(call: Call, interpret: bool):
     layout, blocks = _vector(call), min(call.queries, JOINING)
 
     def join_segments(joins, parts, sums, out):  # A profile shows this name.
-        overlap_launches(interpret)
         place = lax.axis_index("worker")
         item, first, last = (joins[place, field] for field in (ITEM, FIRST_WORKER, LAST_WORKER))
 

@@ -48,7 +48,7 @@ from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, SPACING, Schedule, ar
 from jaxbuf.pallas.extend.gpu_step import extend_step, serves
 from jaxbuf.pallas.extend.gpu_sums import factor, parts, sum_decays
 from jaxbuf.pallas.instructions import count_up, publish, round_now, synchronize
-from jaxbuf.pallas.threads import COMPILER, load, overlap_launches, store, store_rows
+from jaxbuf.pallas.threads import COMPILER, load, store, store_rows
 
 
 def extend(
@@ -132,7 +132,6 @@ def _kernel(schedule: Schedule, interpret: bool):
     draws = schedule.draws and not interpret  # The interpreter knows no atomics.
 
     def extend_heads(*refs):  # A profile shows this name.
-        overlap_launches(interpret)
         *refs, out, memory = refs
         given = len(Arrays._fields) - (call.low is None) - (call.low != jnp.int8)
         arrays, counter = Arrays(*refs[:given]), refs[given:]

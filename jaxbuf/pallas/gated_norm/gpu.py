@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.gated_norm.call import Call
-from jaxbuf.pallas.threads import COMPILER, load, overlap_launches, store
+from jaxbuf.pallas.threads import COMPILER, load, store
 
 HEADS = 4  # heads that a block serves, one with each warp
 DIM = 128  # channels of a head, four for each thread
@@ -41,7 +41,6 @@ def gated_norm(call: Call, out: Array, z: Array, weight: Array, *, interpret: bo
 
 def _kernel(call: Call, interpret: bool):
     def gated_norm_heads(out_ref, z_ref, weight_ref, result_ref):  # A profile shows this name.
-        overlap_launches(interpret)
         heads = pl.ds(HEADS * lax.axis_index("heads"), HEADS)
         x = load(out_ref.at[heads], CHANNELS).astype(jnp.float32)
         z = load(z_ref.at[heads], CHANNELS).astype(jnp.float32)

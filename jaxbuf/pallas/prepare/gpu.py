@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.prepare.call import Call
-from jaxbuf.pallas.threads import COMPILER, load, overlap_launches, store
+from jaxbuf.pallas.threads import COMPILER, load, store
 
 HEADS = 4  # heads that a block serves, one with each warp
 DIM = 128  # channels of a head, four for each thread
@@ -73,7 +73,6 @@ def _kernel(call: Call, interpret: bool):
     def prepare_heads(  # A profile shows this name.
         slots, start, lengths, weight, A_log, dt_bias, qkv, a, b, ring, q_ref, k_ref, v_ref, log_decay_ref, beta_ref
     ):
-        overlap_launches(interpret)
         row, head = lax.axis_index("row"), HEADS * lax.axis_index("heads")
         heads = pl.ds(head, HEADS)
         slot, first, length = slots[row], start[row], lengths[row]
