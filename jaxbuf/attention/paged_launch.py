@@ -158,7 +158,9 @@ def _divide(blocks: Array, heads: int, workers: int) -> tuple[Array, Array]:
 
     def find(unit):
         """The row, head and block of a unit."""
-        row = jnp.minimum(jnp.searchsorted(until, unit, side="right").astype(jnp.int32), rows - 1)
+        # Every unit is compared with every row: a bisection is a loop of launches.
+        row = jnp.searchsorted(until, unit, side="right", method="compare_all")
+        row = jnp.minimum(row.astype(jnp.int32), rows - 1)
         inside = unit - begin[row]
         return row, inside // blocks[row], inside % blocks[row]
 
