@@ -61,7 +61,7 @@ def _add_and_norm(norm: Norm, asked: Asked | None, x: Array, y: Array, weight: A
 
     add.defvjp(
         lambda *inputs: (add(*inputs), inputs),
-        lambda inputs, gradients: jax.vjp(lambda *arrays: _defined(norm, *arrays), *inputs)[1](gradients),
+        lambda inputs, gradients: jax.vjp(lambda x, y, weight: _defined(norm, x, y, weight), *inputs)[1](gradients),
     )
     return add(x, y, weight)
 

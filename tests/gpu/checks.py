@@ -17,6 +17,9 @@ from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.bench import companions
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.layers import Norm
+from jaxbuf.models.projections import gated_project, project
+from jaxbuf.models.residual import add_and_norm
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.recurrence import RecurrenceSpec, buffered, prepare
 from jaxbuf.recurrence.convolution import init_ring
@@ -533,6 +536,37 @@ def check_attention(rng) -> Figures:
     return found
 
 
+def check_projections(rng) -> Figures:
+    """Products of a Qwen3.5-4B layer's tokens with its weights, and the residual sum and its norm, against float64."""
+    sizes, kept, hidden = (8192, 4096, 32, 1000), (False, False, True, False), 2560
+    weights = [hidden**-0.5 * rng.standard_normal((n, hidden), np.float32) for n in (*sizes, 9216, 9216)]
+    found: Figures = {}
+
+    def compare(name: str, out, expected, bound: float) -> None:
+        out = np.asarray(out, np.float64).reshape(expected.shape)
+        error = float(np.max(np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)))
+        assert error <= bound, f"{name}: {error}, at most {bound}"
+        found[name] = max(found.get(name, 0.0), error)
+
+    for dtype, bound in (("bfloat16", 2e-3), ("float16", 3e-4)):
+        *several, gate, up = (jnp.asarray(w, dtype) for w in weights)
+        for tokens in (1, 5, 64, 100, 128, 200, 256):
+            x = jnp.asarray(rng.standard_normal((tokens, 1, hidden)), dtype)
+            exact, *wide = (np.asarray(a, np.float64) for a in (x[:, 0], *several, gate, up))
+            products = [exact @ w.T for w in wide]
+            outs = project(x, several, float32=kept, implementation="gpu")
+            for out, expected, single in zip(outs, products, kept, strict=False):
+                compare(f"project, {'float32' if single else dtype}", out, expected, 1e-5 if single else bound)
+            gated = products[-2] / (1 + np.exp(-products[-2])) * products[-1]
+            compare(f"gated_project, {dtype}", gated_project(x, gate, up, implementation="gpu"), gated, bound)
+            total, normed = add_and_norm(x, 2 * x, several[0][0], Norm(1e-6, 1.0), implementation="gpu")
+            assert same_bits(total, x + 2 * x), "the sum is not XLA's"
+            rounded = np.asarray(total, np.float64)[:, 0]
+            root = np.sqrt(np.mean(rounded**2, axis=-1, keepdims=True) + 1e-6)
+            compare(f"add_and_norm, {dtype}", normed, rounded / root * (1 + wide[0][0]), bound)
+    return found
+
+
 CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_step_is_xlas_with_float32_entries": lambda rng: check_errors(rng, "float32"),
     "a_step_is_xlas_with_bfloat16_entries": lambda rng: check_errors(rng, "bfloat16"),
@@ -576,6 +610,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
         rng, state_dtype="split"
     ),
     "attention_is_that_of_float64": check_attention,
+    "projections_are_those_of_float64": check_projections,
     "no_pool_sized_write_in_a_loop_of_steps": lambda rng: check_loop(),
     "no_pool_sized_write_in_a_loop_of_steps_with_split_checkpoints": lambda rng: check_loop(state_dtype="split"),
     "no_pool_sized_write_in_a_loop_of_steps_with_split8_checkpoints": lambda rng: check_loop(state_dtype="split8"),
