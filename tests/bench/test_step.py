@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxbuf.bench import random_model, step, step_figures
+from jaxbuf.bench import random_model, step, step_carry, step_figures, step_parts
 from jaxbuf.models.config import RECURRENCE
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.layers import named_parameters
@@ -29,7 +29,7 @@ def made():
     """The options, the model and its first carry."""
     options = step.parse(SMALL)
     lm = step.make_model(options)
-    return options, lm, step.make_carry(lm, step.make_batch(lm, 3, "buffered", options))
+    return options, lm, step_carry.make_carry(lm, step_carry.make_batch(lm, 3, "buffered", options))
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +144,13 @@ def test_the_random_model_has_the_parameters_of_the_architecture_each_its_own():
 @pytest.mark.slow
 def test_every_run_of_a_form_starts_alike_and_its_rows_are_staggered(made):
     options, _, carry = made
-    first = step.first_carry(step.small_arrays(carry), "buffered", options)
+    first = step_carry.first_carry(step_carry.small_arrays(carry), "buffered", options)
     cursor = first.cache.shared[RECURRENCE].cursor
     assert first.cache.sequences.committed.tolist() == [0, 21, 21, 21, 0]
     assert cursor.length.tolist() == [0, 2, 3, 4, 0] and cursor.limit.tolist() == [1, 4, 4, 4, 1]
     assert (cursor.folded + cursor.length).tolist() == [0, 21, 21, 21, 0]
     assert first.state.tolist() == [RUNNING] * 3 + [EMPTY]
-    again = step.restart(carry, first)
+    again = step_carry.restart(carry, first)
     assert jax.tree.structure(again) == jax.tree.structure(carry)
     for found, held in zip(again.cache.layers, carry.cache.layers, strict=True):
         assert all(x is y for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(held), strict=True))
@@ -171,13 +171,13 @@ def test_the_kernel_is_counted_by_its_mean_and_the_parts_by_all_their_operations
         operation("mlp", "nvjet", 300.0),
     ]
     lost_one = [*step_of_two_layers, *step_of_two_layers[1:]]
-    found = step.split(step_of_two_layers * 2, 2, 2)
+    found = step_parts.split(step_of_two_layers * 2, 2, 2)
     np.testing.assert_allclose(found["device_ms"], 0.52)
     np.testing.assert_allclose([found["parts_ms"][name] for name in ("mlp", "recurrence")], [0.3, 0.22])
     kernel = {"kernel": "body_mosaic_gpu_kernel", "launches": 1.0, "us": 100.0, "share": 0.2 / 0.52}
     assert found["recurrence"] == pytest.approx(kernel)
-    assert step.split(lost_one, 2, 2)["recurrence"]["us"] == pytest.approx(310 / 3)
-    by_xla = step.split([operation("recurrence", "fusion_3", 20.0)] * 4, 2, 2)["recurrence"]
+    assert step_parts.split(lost_one, 2, 2)["recurrence"]["us"] == pytest.approx(310 / 3)
+    by_xla = step_parts.split([operation("recurrence", "fusion_3", 20.0)] * 4, 2, 2)["recurrence"]
     assert by_xla == {"kernel": None, "launches": 0.0, "us": pytest.approx(20.0), "share": pytest.approx(1.0)}
 
 

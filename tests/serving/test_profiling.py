@@ -68,10 +68,12 @@ def test_the_matrix_product_of_a_scope_is_counted_there_and_nowhere_else(tmp_pat
     with profiling.trace(tmp_path):
         for _ in range(10):
             two_products(x, small, large).block_until_ready()
-    runs = {}
+    runs, read = {}, {}
     for each in profiling.operations(tmp_path):
         if each.program == "two_products":
             runs.setdefault((each.scope, each.name), []).append(each.seconds)
+            if each.multiplies:
+                read.setdefault(each.scope, set()).update(each.reads)
     # Of each operation the shortest run: whatever else the machine does lengthens some of them, and hardly all.
     seconds, whole = collections.Counter(), collections.Counter()
     for (scope, _), times in runs.items():
@@ -82,6 +84,7 @@ def test_the_matrix_product_of_a_scope_is_counted_there_and_nowhere_else(tmp_pat
     assert {row.scope: row.seconds for row in rows} == pytest.approx(dict(whole))
     assert seconds["head"] + seconds["mlp"] > 0.9 * sum(seconds.values())
     assert seconds["mlp"] > 2 * seconds["head"] > 0
+    assert small.shape in read["head"] and large.shape in read["mlp"]
 
 
 @pytest.mark.parametrize(
