@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Args:
       arguments: "products" or "attention", and JSON of a list with the arguments of the function of that name for each
-        case, behind torch.
+        case, behind torch. `case` in a row is its place there.
     """
     try:
         import torch  # pyright: ignore[reportMissingImports]
@@ -28,8 +28,11 @@ def main(arguments: Sequence[str]) -> int:
     what, cases = arguments[0], json.loads(arguments[1])
     measure = {"products": products, "attention": attention}[what]
     rows = []
-    for case in cases:
-        rows += measure(torch, *case)
+    for place, case in enumerate(cases):
+        try:
+            rows += [{"case": place} | row for row in measure(torch, *case)]
+        except RuntimeError as error:  # what one case cannot do must not cost the figures of the others
+            rows.append({"case": place, "error": first_line(error)})
         torch.cuda.empty_cache()
     return say([row | {"versions": {"torch": torch.__version__}} for row in rows])
 
@@ -37,6 +40,10 @@ def main(arguments: Sequence[str]) -> int:
 def say(rows: Sequence[Row]) -> int:
     sys.stdout.write(json.dumps(rows) + "\n")
     return 0
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no message"])[0]
 
 
 def products(torch: Any, vectors: int, matrices: Sequence[tuple[int, int, int]], dtype: str) -> list[Row]:
@@ -85,7 +92,7 @@ def attention(
             with torch.nn.attention.sdpa_kernel(getattr(kinds, backend)):
                 row |= take_times(torch, run, layers)
         except RuntimeError as error:  # what this backend can't serve
-            row["error"] = (str(error).splitlines() or ["no message"])[0]
+            row["error"] = first_line(error)
         found.append(row)
     return found
 
