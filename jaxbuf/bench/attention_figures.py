@@ -38,13 +38,12 @@ def judge(figures: Sequence[Row]) -> list[Row]:
     """The targets, with what was measured of the kernel (None: nothing) and whether it is reached."""
     rows, found = [], by_place(figures)
     for sizes, most, times in TARGETS:
-        row, target = found.get((*sizes, 1), {}).get("gpu"), dict(zip(SIZES, sizes, strict=True))
-        if most is not None:
-            target |= {"target": "us", "wanted": most, "measured": row and row["us"]}
-        else:
-            target |= {"target": "us over floor", "wanted": times, "measured": row and row["us"] / row["floor_us"]}
-        measured = target["measured"]
-        rows.append(target | {"hit": None if measured is None else measured <= target["wanted"]})
+        row = found.get((*sizes, 1), {}).get("gpu")
+        name, wanted = ("us", most) if most is not None else ("us over floor", times)
+        measured = None if row is None else row["us"] / (1 if most is not None else row["floor_us"])
+        hit = None if measured is None or wanted is None else measured <= wanted
+        target = {"target": name, "wanted": wanted, "measured": measured, "hit": hit}
+        rows.append(dict(zip(SIZES, sizes, strict=True)) | target)
     return rows
 
 

@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "replaced by a large random one, so that it repeats its newest token, and of each row's drafts as many repeat "
         "it as are to be kept; the program is that of every drafter. With --peers torch multiplies matrices of the "
         "same shapes, each of them as often as the model has it, in a process of its own. The exit status is 1 if it "
-        "can't. A model without recurrent layers has one form, whatever --forms says. "
+        "can't. A model without recurrent layers has one form, called buffered here, whatever --forms says. "
         "With --devices above 1 the model's heads, MLP channels and vocabulary are spread over so many devices, as "
         "jaxbuf.load(mesh=...) does; bytes and memory are then those of one device, the parts a mean over the devices, "
         "and the bandwidth is the first one's.",
@@ -209,7 +209,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
             if "model" not in record:
                 record["model"] = describe(lm, options)
                 if not lm.config.specs:
-                    del options.forms[1:]
+                    options.forms = ["buffered"]
             torch = time_torch(lm, options) if options.peers else []
             record["torch"] = record.get("torch", []) + torch
             for row in measure_model(lm, options, progress, task):

@@ -77,20 +77,24 @@ def matrices(lm: LanguageModel) -> collections.Counter[Matrix]:
     return found
 
 
-def product_of(ran: Operation, known: Mapping[Matrix, int], rows: int) -> Matrix | None:
-    """The shape of the matrix that an operation multiplies `rows` vectors with; None if it is no such product.
+def matrices_of(ran: Operation, known: Mapping[Matrix, int], rows: int) -> list[Matrix]:
+    """The shapes of the matrices that an operation multiplies `rows` vectors with; none if it is no such product.
 
     XLA drops the names of some matrix products, and of others it makes a sum over products of numbers; so they are
     known by what they read. The products of the recurrence and of attention are of each row by itself: they read no
     matrix.
     """
     if ran.scope == "embedding":
-        return None
-    for shape in (*ran.reads, *(shape[::-1] for shape in ran.reads)):
-        # The vectors themselves may have the shape of a small matrix.
-        if shape in known and (ran.multiplies or rows not in shape):
-            return shape
-    return UNKNOWN if ran.multiplies and all(len(shape) <= 2 for shape in ran.reads) else None
+        return []
+    found, like_vectors = [], []
+    for places in zip(ran.reads, ran.sources, strict=True):
+        shape = next((way for place in places for way in (place, place[::-1]) if way in known), None)
+        if shape is not None:
+            (like_vectors if rows in shape else found).append(shape)
+    if found or not ran.multiplies:
+        return found
+    # The vectors themselves may have the shape of a small matrix.
+    return like_vectors[-1:] or [UNKNOWN] * all(len(shape) <= 2 for shape in ran.reads)
 
 
 def products(traced: Sequence[Operation], known: Mapping[Matrix, int], rows: int, steps: int) -> Row:
@@ -103,15 +107,19 @@ def products(traced: Sequence[Operation], known: Mapping[Matrix, int], rows: int
 
     Returns:
       products_ms: of each scope how much of its time they are; products: for each shape of a matrix its size, how many
-      there are in a step, and the us of one; of those whose matrix is none of the parameters, all together.
+      there are in a step, and the us of one; of those whose matrix is none of the parameters, all together. An
+      operation that multiplies with several matrices counts for each by its size.
     """
     scopes: dict[str, float] = {}
     shapes: dict[Matrix, float] = {}
     for ran in traced:
-        shape = product_of(ran, known, rows)
-        if shape is not None:
+        found = matrices_of(ran, known, rows)
+        if found:
             scopes[ran.scope] = scopes.get(ran.scope, 0.0) + 1e3 * ran.seconds / steps
-            shapes[shape] = shapes.get(shape, 0.0) + 1e6 * ran.seconds / steps
+        total = sum(out * width for out, width in found) or 1
+        for shape in found:
+            share = shape[0] * shape[1] / total or 1.0
+            shapes[shape] = shapes.get(shape, 0.0) + 1e6 * ran.seconds * share / steps
     listed = [
         {"out": out, "in": width, "count": known.get((out, width), 1), "us": us / known.get((out, width), 1)}
         for (out, width), us in shapes.items()
@@ -122,7 +130,7 @@ def products(traced: Sequence[Operation], known: Mapping[Matrix, int], rows: int
 def parts(row: Row) -> dict[str, float]:
     """Milliseconds of each part of a step: the matrix products of all scopes, and what they leave of each."""
     left = {scope: ms - row["products_ms"].get(scope, 0.0) for scope, ms in row["parts_ms"].items()}
-    return {PRODUCTS: sum(row["products_ms"].values())} | {scope: ms for scope, ms in left.items() if ms > 0}
+    return {PRODUCTS: float(sum(row["products_ms"].values()))} | {scope: ms for scope, ms in left.items() if ms > 0}
 
 
 def floors(moved: Mapping[str, float], bandwidth: float) -> dict[str, float]:

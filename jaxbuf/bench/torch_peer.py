@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 FOOTPRINT = 160e6  # bytes that take turns: over twice the L2 of an H200
-MOST_COPIES = 1024  # of a small matrix
+MOST_COPIES = 512  # of a small matrix
+LEAST_CALLS = 128  # of one measurement, in whole runs, of which there are 2 to 8
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 
 type Row = dict[str, Any]
@@ -97,8 +98,9 @@ def attention(
     return found
 
 
-def take_times(torch: Any, run: Callable[[], list], calls: int, repeats: int = 8) -> Row:
+def take_times(torch: Any, run: Callable[[], list], calls: int) -> Row:
     """Microseconds of one of the `calls` in a run: those of all kernels (device), and those of a CUDA graph (wall)."""
+    repeats = max(2, min(8, LEAST_CALLS // calls))
     for _ in range(3):
         run()
     torch.cuda.synchronize()

@@ -29,10 +29,11 @@ LIBRARY_PRODUCTS = re.compile("gemm|matmul")  # in the targets of custom calls t
 
 
 class _Work(NamedTuple):
-    """What an instruction does: `Operation.multiplies` and `reads`."""
+    """What an instruction does: `Operation.multiplies`, `reads` and `sources`."""
 
     multiplies: bool = False
     reads: tuple[tuple[int, ...], ...] = ()
+    sources: tuple[tuple[int, ...], ...] = ()
 
 
 @contextlib.contextmanager
@@ -88,6 +89,8 @@ class Operation:
       seconds: How long it ran.
       multiplies: Whether it multiplies matrices, alone or with other things in one fusion.
       reads: The shapes of the arrays that it reads.
+      sources: The shapes that these arrays have where they were made, before they were taken for arrays of another
+        shape.
     """
 
     program: str
@@ -96,6 +99,7 @@ class Operation:
     seconds: float
     multiplies: bool = False
     reads: tuple[tuple[int, ...], ...] = ()
+    sources: tuple[tuple[int, ...], ...] = ()
 
 
 def time_by_scope(directory: str | os.PathLike[str]) -> list[ScopeTime]:
@@ -133,7 +137,7 @@ def operations(directory: str | os.PathLike[str]) -> list[Operation]:
                 ran[program].append(event)
             for program, events in ran.items():
                 names = {operation for operation, *_ in events}
-                scopes, work = (_scopes_of(program, names, each) for each in (programs, works))
+                scopes, work = _scopes_of(program, names, programs), _scopes_of(program, names, works)
                 name = program.rpartition("(")[0].removeprefix("jit_")
                 for operation, event, duration in events:
                     scope = _place(scopes, operation, event)
@@ -260,19 +264,27 @@ def _works(module: Any) -> dict[str, _Work]:
     works: dict[str, _Work] = {}
     multiplies: dict[int, bool] = {}  # whether a computation does
     for computation in module.computations:  # a computation comes after those it calls
-        shapes = {each.id: each.shape for each in computation.instructions}
-        inside = False
+        by_id, inside = {each.id: each for each in computation.instructions}, False
         for instruction in computation.instructions:
             called = any(multiplies.get(each, False) for each in instruction.called_computation_ids)
             library = bool(LIBRARY_PRODUCTS.search(instruction.custom_call_target))
             own = instruction.opcode == "dot" or library or (instruction.opcode == "fusion" and called)
             inside = inside or own
-            arrays = (shapes[each] for each in instruction.operand_ids if not shapes[each].tuple_shapes)
-            works[instruction.name] = work = _Work(own, tuple(tuple(array.dimensions) for array in arrays))
+            arrays = [by_id[each] for each in instruction.operand_ids if not by_id[each].shape.tuple_shapes]
+            reads = tuple(tuple(array.shape.dimensions) for array in arrays)
+            sources = tuple(tuple(_source(array, by_id).shape.dimensions) for array in arrays)
+            works[instruction.name] = work = _Work(own, reads, sources)
             for kernel in _kernels(instruction):
                 works.setdefault(kernel, work)
         multiplies[computation.id] = inside
     return works
+
+
+def _source(instruction: Any, by_id: dict[int, Any]) -> Any:
+    """What made the numbers of an instruction, which may only give them another shape."""
+    while instruction.opcode in ("bitcast", "reshape"):
+        instruction = by_id[instruction.operand_ids[0]]
+    return instruction
 
 
 def _scopes(module: Any) -> dict[str, str | None]:

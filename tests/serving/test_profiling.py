@@ -157,6 +157,19 @@ def test_a_pallas_kernel_is_placed_by_the_name_of_its_function():
     assert profiling._place(scopes, "command_buffer_7", "stable_mosaic_gpu_kernel") == "other"
 
 
+def test_what_an_operation_reads_has_the_shape_that_it_was_made_with_and_the_one_that_it_is_read_with():
+    def program(x, matrix):
+        return jnp.sum(matrix.reshape(6, 2, 4) * x.reshape(2, 4)[None], axis=2), matrix @ x
+
+    lowered = jax.jit(program).lower(jnp.ones(8), jnp.ones((6, 8)))
+    module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    works = profiling._works(profiling._parsed("HloModuleProto", module))
+    (product,) = (work for name, work in works.items() if name.startswith("dot"))
+    assert product.multiplies and product.reads == product.sources == ((6, 8), (8,))
+    elementwise = next(work for name, work in works.items() if name.startswith("multiply"))
+    assert not elementwise.multiplies and elementwise.reads[0] == (6, 2, 4) and elementwise.sources[0] == (6, 8)
+
+
 @pytest.mark.slow
 def test_the_operations_of_a_profile_are_those_of_its_scopes(profiled):
     ran = profiling.operations(profiled)
