@@ -246,7 +246,7 @@ NUMBERS_OF_BENCHMARKS = [
 @pytest.mark.parametrize(("program", "names"), NUMBERS_OF_BENCHMARKS)
 def test_no_number_of_a_benchmark_is_a_traceback(program, names):
     for option in names.split():
-        least = () if option in ("--seed", "--budget") else ("0",)
+        least = () if option in ("--seed", "--budget", "--drafts") else ("0",)
         for value in (*least, "-1", "nan", "\udce9"):
             done = invoke("bench", program, f"{option}={value}")
             assert done.exit_code == 2 and done.stdout == "", (option, value, done.output)

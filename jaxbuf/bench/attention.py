@@ -202,6 +202,7 @@ def make_tokens(case: Case, key: jax.Array) -> tuple[Array, Array, Array]:
     return q, k, v
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def attend(case: Case, pool: PagedKV, table: Array, tokens: tuple[Array, Array, Array]) -> tuple[Array, PagedKV]:
     """One layer's call."""
     slots = jnp.arange(1, case.batch + 1, dtype=jnp.int32)
@@ -267,9 +268,8 @@ def check(cases: Sequence[Case], rng: np.random.Generator) -> dict[str, float]:
         tokens, table = make_tokens(case, new_key(rng)), jnp.asarray(make_table(case, rng))
         pool = make_pool(case, new_key(rng))
         wide = dataclasses.replace(case, dtype="float32", implementation="xla")
-        one_call = jax.jit(attend, static_argnums=0)
-        exact, _ = one_call(wide, *jax.tree.map(_widen, (pool, table, tokens)))
-        out, _ = one_call(case, pool, table, tokens)
+        exact, _ = attend(wide, *jax.tree.map(_widen, (pool, table, tokens)))
+        out, _ = attend(case, pool, table, tokens)
         found[name] = float(worst_errors(out, exact))
     return found
 
