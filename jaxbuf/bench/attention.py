@@ -131,14 +131,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.tokens = report.whole_numbers(parser, "--tokens", options.tokens)
     if max(options.tokens) > 1 + MOST_DRAFTS:
         parser.error(f"--tokens must be at most {1 + MOST_DRAFTS} each, got {max(options.tokens)}")
-    if (options.batches is None) != (options.contexts is None):
-        parser.error("--batches and --contexts must be given together")
     if options.batches is not None:
         options.batches = report.whole_numbers(parser, "--batches", options.batches)
+    if options.contexts is not None:
         options.contexts = [_context(parser, options.contexts, word) for word in options.contexts.split(",")]
-        if len(options.batches) != len(options.contexts):
-            counts = f"{len(options.batches)} and {len(options.contexts)}"
-            parser.error(f"--batches and --contexts must name as many cases, got {counts}")
+    if (options.batches is None) != (options.contexts is None):
+        parser.error("--batches and --contexts must be given together")
+    if options.batches is not None and len(options.batches) != len(options.contexts):
+        counts = f"{len(options.batches)} and {len(options.contexts)}"
+        parser.error(f"--batches and --contexts must name as many cases, got {counts}")
     given = options.heads, options.kv_heads, options.head_dim
     options.own_heads = None
     if any(given):
@@ -170,10 +171,9 @@ def plan(options: argparse.Namespace) -> list[Case]:
         if options.own_heads is None:
             shapes += [(*llama, 64, 8192, 8192)]
         shapes += [(*heads, 64, 1024, 65_536)]
-    given = {"dtype": options.dtype, "page_size": options.page_size}
     names = dict.fromkeys((options.implementation, "xla"))
-    every = ((*shape, time) for time in options.tokens for shape in shapes)
-    return [Case(*sizes, **given, implementation=name) for sizes in every for name in names]
+    kinds = [(options.dtype, options.page_size, name) for name in names]
+    return [Case(*shape, time, *kind) for time in options.tokens for shape in shapes for kind in kinds]
 
 
 def make_table(case: Case, rng: np.random.Generator) -> np.ndarray:
