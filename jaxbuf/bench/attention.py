@@ -137,9 +137,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.contexts = [_context(parser, options.contexts, word) for word in options.contexts.split(",")]
     if (options.batches is None) != (options.contexts is None):
         parser.error("--batches and --contexts must be given together")
-    if options.batches is not None and len(options.batches) != len(options.contexts):
-        counts = f"{len(options.batches)} and {len(options.contexts)}"
-        parser.error(f"--batches and --contexts must name as many cases, got {counts}")
+    counts = [len(each or ()) for each in (options.batches, options.contexts)]
+    if counts[0] != counts[1]:
+        parser.error(f"--batches and --contexts must name as many cases, got {counts[0]} and {counts[1]}")
     given = options.heads, options.kv_heads, options.head_dim
     options.own_heads = None
     if any(given):
@@ -163,6 +163,7 @@ def _context(parser: argparse.ArgumentParser, words: str, word: str) -> tuple[in
 def plan(options: argparse.Namespace) -> list[Case]:
     """What is measured, decoding first; of each case the kernel and then XLA's path."""
     heads, llama, sizes = options.own_heads or HEADS, (32, 8, 128), options.batches
+    shapes: list[tuple[int, ...]]
     if sizes is not None:
         shapes = [(*heads, batch, *context) for batch, context in zip(sizes, options.contexts, strict=True)]
     else:
