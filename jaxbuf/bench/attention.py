@@ -18,7 +18,7 @@ from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.axes import Array
 from jaxbuf.bench import report
-from jaxbuf.bench.attention_figures import describe, judge, plot, show
+from jaxbuf.bench.attention_figures import SIZES, describe, judge, plot, show
 from jaxbuf.bench.kernel_figures import Row
 from jaxbuf.bench.measure import bandwidths, device_time, measure_torch, timed, worst_errors
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, number, output, whole
@@ -163,7 +163,6 @@ def _context(parser: argparse.ArgumentParser, words: str, word: str) -> tuple[in
 def plan(options: argparse.Namespace) -> list[Case]:
     """What is measured, decoding first; of each case the kernel and then XLA's path."""
     heads, llama, sizes = options.own_heads or HEADS, (32, 8, 128), options.batches
-    shapes: list[tuple[int, ...]]
     if sizes is not None:
         shapes = [(*heads, batch, *context) for batch, context in zip(sizes, options.contexts, strict=True)]
     else:
@@ -173,8 +172,9 @@ def plan(options: argparse.Namespace) -> list[Case]:
             shapes += [(*llama, 64, 8192, 8192)]
         shapes += [(*heads, 64, 1024, 65_536)]
     names = dict.fromkeys((options.implementation, "xla"))
-    kinds = [(options.dtype, options.page_size, name) for name in names]
-    return [Case(*shape, time, *kind) for time in options.tokens for shape in shapes for kind in kinds]
+    given = {"dtype": options.dtype, "page_size": options.page_size}
+    every = [dict(zip(SIZES, shape, strict=True)) | {"time": time} for time in options.tokens for shape in shapes]
+    return [Case(**sizes, **given, implementation=name) for sizes in every for name in names]
 
 
 def make_table(case: Case, rng: np.random.Generator) -> np.ndarray:
