@@ -29,6 +29,7 @@ PROGRAMS = (
     Program(
         "kernels", "how near the decoding kernels come to the memory's bandwidth, and what others take", "kernels.json"
     ),
+    Program("attention", "how near a softmax layer's step comes to the memory's bandwidth, and what others take"),
     Program("drafts", "how many drafts a model keeps, and how many forward passes that saves", "drafts.json"),
     Program("step", "whole decoding steps of a model: their time, its parts, and that of their bytes", "step.json"),
     Program("short", "steps behind short texts, in each form of the memory", "short.json"),

@@ -1,7 +1,10 @@
 """What measuring a kernel takes: wall and device times, the bandwidth of this run, and errors against a reference."""
 
 import collections
+import json
 import re
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -136,3 +139,24 @@ def worst_errors(found, wanted):
         return jnp.max(jnp.where(jnp.isfinite(error), error, jnp.inf))
 
     return jax.tree.map(worst, found, wanted)
+
+
+def measure_torch(what: str, cases: Sequence[Any], seconds: float = 200) -> list[Row]:
+    """The rows of `jaxbuf.bench.torch_peer`, from a process of its own: two profilers in one get in each other's way.
+
+    Args:
+      what: "products" or "attention".
+      cases: The arguments of the function of that name, for each case.
+      seconds: After which it is ended.
+
+    Returns:
+      Its rows; one with an "error" if there are none.
+    """
+    command = [sys.executable, "-m", "jaxbuf.bench.torch_peer", what, json.dumps(cases)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return [{"error": f"it took more than {seconds:.0f} s"}]
+    if done.returncode:
+        return [{"error": "its process failed: " + (done.stderr.strip().splitlines() or ["no message"])[-1]}]
+    return json.loads(done.stdout.splitlines()[-1])

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,48 +18,115 @@ from jaxbuf.models.layers import named_parameters, normal, replace_parameters
 from jaxbuf.models.loading.sharding import check_mesh, placed
 from jaxbuf.models.tensor_parallel import automatic
 
+# What config.json says of models whose shapes are served, by name. Qwen3.5-4B is without its MTP layer.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3.5-4b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248_320,
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_hidden_layers": 32,
+        "rope_theta": 1e7,
+        "max_position_embeddings": 262_144,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 36,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+    },
+    "mamba2-2.7b": {
+        "model_type": "mamba2",
+        "vocab_size": 50_288,
+        "hidden_size": 2560,
+        "num_heads": 80,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 1,
+        "num_hidden_layers": 64,
+        "tie_word_embeddings": True,
+    },
+}
+# The fields behind each size that can be asked for.
+SIZES: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers",),
+    "hidden": ("hidden_size",),
+    "ffn": ("intermediate_size",),
+    "vocabulary": ("vocab_size",),
+    "heads": ("linear_num_value_heads", "num_heads"),
+    "key_heads": ("linear_num_key_heads", "n_groups"),
+    "dim": ("linear_key_head_dim", "linear_value_head_dim", "head_dim", "state_size"),
+    "attention_heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "attention_dim": ("head_dim",),
+}
+TABLE_SCALE = 256.0  # of an embedding that is to outweigh whatever the layers add to it
 
-def configuration(
-    *,
-    layers: int = 32,
-    hidden: int = 2560,
-    ffn: int = 9216,
-    vocabulary: int = 248_320,
-    heads: int = 32,
-    key_heads: int = 16,
-    dim: int = 128,
-    attention_heads: int = 16,
-    kv_heads: int = 4,
-    attention_dim: int = 256,
-) -> ModelConfig:
-    """Of Qwen3.5-4B's text model without its MTP layer, if nothing else is asked for.
 
-    Every fourth layer is a softmax layer, and the last one of fewer than four.
+def configuration(shape: str = "qwen3.5-4b", **sizes: int) -> ModelConfig:
+    """The configuration of a shape of SHAPES, with other sizes if they are given, those of SIZES.
+
+    `heads`, `key_heads` and `dim` are the recurrence's, `attention_heads`, `kv_heads` and `attention_dim` those of
+    softmax layers. Of Qwen3.5's every fourth layer is a softmax layer, and the last one of fewer than four.
+
+    Raises:
+      ValueError: The shape has no such size, or the sizes do not fit each other.
     """
-    interval = min(4, layers)
-    return config_from_dict(
-        {
-            "model_type": "qwen3_5_text",
-            "vocab_size": vocabulary,
-            "hidden_size": hidden,
-            "intermediate_size": ffn,
-            "num_attention_heads": attention_heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": attention_dim,
-            "linear_num_key_heads": key_heads,
-            "linear_num_value_heads": heads,
-            "linear_key_head_dim": dim,
-            "linear_value_head_dim": dim,
-            "num_hidden_layers": layers,
-            "full_attention_interval": interval,
-            "rope_theta": 1e7,
-            "max_position_embeddings": 262_144,
-            "tie_word_embeddings": True,
-        }
-    )
+    fields = dict(SHAPES[shape])
+    recurrent = fields["model_type"] == "mamba2"  # whose head_dim is the recurrence's
+    for name, size in sizes.items():
+        own = [field for field in SIZES[name] if field in fields]
+        if "head_dim" in own and (name == "dim") != recurrent:
+            own.remove("head_dim")
+        if not own:
+            raise ValueError(f"{name} must not be given for {shape}, which has none, got {size}")
+        fields |= dict.fromkeys(own, size)
+    if fields["model_type"] == "qwen3_5_text":
+        fields["full_attention_interval"] = min(4, fields["num_hidden_layers"])
+    if recurrent:
+        fields["expand"] = fields["num_heads"] * fields["head_dim"] / fields["hidden_size"]
+    return config_from_dict(fields)
 
 
-def random_model(config: ModelConfig, dtype: jnp.dtype, seed: int = 0, mesh: Mesh | None = None) -> LanguageModel:
+def random_model(
+    config: ModelConfig, dtype: jnp.dtype, seed: int = 0, mesh: Mesh | None = None, name: str = "random"
+) -> LanguageModel:
     """Random parameters on the default device or spread over a mesh, from the architecture's own initial distributions.
 
     Nothing passes through the host, and each kind of layer is compiled once however many there are. For a mesh the
@@ -69,6 +137,7 @@ def random_model(config: ModelConfig, dtype: jnp.dtype, seed: int = 0, mesh: Mes
       dtype: Of the parameters.
       seed: The same gives the same parameters, on a mesh too.
       mesh: With an axis "tensor", as `jaxbuf.load` takes it.
+      name: Of the model.
 
     Raises:
       ValueError: The heads can't be shared by so many devices.
@@ -77,7 +146,7 @@ def random_model(config: ModelConfig, dtype: jnp.dtype, seed: int = 0, mesh: Mes
     keys = jax.random.split(jax.random.key(seed), len(config.layers) + 1)
     abstract = jax.eval_shape(lambda: Decoder(spread, rngs=nnx.Rngs(0), dtype=dtype))
     model = replace_parameters(abstract, _values(config, abstract, dtype, keys, mesh))
-    return LanguageModel(model, spread, None, {}, jnp.dtype(dtype), "random")
+    return LanguageModel(model, spread, None, {}, jnp.dtype(dtype), name)
 
 
 def spread_model(lm: LanguageModel, mesh: Mesh) -> LanguageModel:
@@ -94,6 +163,26 @@ def spread_model(lm: LanguageModel, mesh: Mesh) -> LanguageModel:
     abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=lm.dtype))
     values = [placed(param[...], param, mesh) for param in named_parameters(lm.model).values()]
     return dataclasses.replace(lm, model=replace_parameters(abstract, values), config=config)
+
+
+def repeating_model(lm: LanguageModel) -> LanguageModel:
+    """The same model with another embedding table, after which it gives its newest token again, whatever came before.
+
+    So its greedy tokens are known beforehand, while every step computes what it always does. The table is random, and
+    so large that it outweighs what the layers add to it; a head that the model has beside is the same table again.
+    """
+    table = lm.model.embed_tokens[...]
+    where = table.sharding if lm.config.mesh is not None else None
+    make = jax.jit(_large_table, static_argnums=(0, 1), out_shardings=where)
+    values = [
+        make(table.shape, table.dtype) if name in ("embed_tokens", "lm_head") else param[...]
+        for name, param in named_parameters(lm.model).items()
+    ]
+    return dataclasses.replace(lm, model=replace_parameters(lm.model, values))
+
+
+def _large_table(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return (TABLE_SCALE * jax.random.normal(jax.random.key(7), shape, jnp.float32)).astype(dtype)
 
 
 def _on_mesh(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:

@@ -2,63 +2,35 @@
 
 import argparse
 import dataclasses
-import functools
-import inspect
-import math
 import os
-import re
-import statistics
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from jaxbuf.bench import report
 from jaxbuf.bench.kernel_figures import Row, find
-from jaxbuf.bench.measure import bandwidths
+from jaxbuf.bench.measure import bandwidths, measure_torch
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, output, whole
-from jaxbuf.bench.random_model import configuration, random_model
-from jaxbuf.bench.step_figures import compare_devices, compare_forms, plot, show
-from jaxbuf.compilation import without_cache
-from jaxbuf.models.cache import fold_limits, memory_partitions
-from jaxbuf.models.config import ATTENTION, RECURRENCE
+from jaxbuf.bench.random_model import SHAPES, SIZES, configuration, random_model, repeating_model
+from jaxbuf.bench.step_carry import FORMS, PLAIN, Tokens, first_carry, make_batch, make_carry, small_arrays
+from jaxbuf.bench.step_figures import compare_devices, compare_drafts, compare_forms, plot, show
+from jaxbuf.bench.step_parts import floors, held_bytes, matrices
+from jaxbuf.bench.step_run import COMMAND_BUFFERS, REPEATS, compile_steps, measure, memory
 from jaxbuf.models.families import config_json
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.layers import named_parameters
+from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.models.tensor_parallel import TENSOR, devices_of
-from jaxbuf.recurrence.state_format import StateFormat, state_format
-from jaxbuf.recurrence.traffic import entry_bytes, fold_cycle
-from jaxbuf.serving import Carry, SamplingParams, batch, generate_tokens, init_carry
-from jaxbuf.serving.carry import EMPTY, RUNNING, Counters
-from jaxbuf.serving.profiling import Operation, operations, trace
+from jaxbuf.serving.own_drafter import MOST_DRAFTS
 
-# What is measured, and how it keeps its checkpoints: the last two are the buffered form as well.
-FORMS = {"recurrent": "float32", "buffered": "float32", "split": "split", "split8": "split8"}
 USUAL = ("recurrent", "buffered")
 DTYPES = ("float32", "bfloat16", "float16")
-# Of the random model, by option: the full ones.
-SIZES: dict[str, int] = {name: size.default for name, size in inspect.signature(configuration).parameters.items()}
-CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"  # XLA's own choice, spelled out
-COMMAND_BUFFERS = {  # what of a program XLA may record as CUDA graphs
-    "default": {},
-    "off": {"xla_gpu_enable_command_buffer": ""},
-    "on": {"xla_gpu_enable_command_buffer": CAPTURED},
-    "loops": {"xla_gpu_enable_command_buffer": CAPTURED + ",CONDITIONAL,WHILE"},
-}
-# While a trace is taken XLA launches one by one what it recorded: that is its default, and the parts depend on it.
-IN_TRACES = {"xla_enable_command_buffers_during_profiling": False}
-REPEATS = 3
-PALLAS_KERNEL = "mosaic_gpu"  # in the names of Pallas' kernels
-# In the names of operations, and of the kernels of NCCL and XLA, that move numbers between devices.
-EXCHANGE = re.compile(r"nccl|all[-_]?(reduce|gather|to[-_]?all)|reduce[-_]?scatter|collective[-_]?permute|psum", re.I)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -71,8 +43,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "are in whole fold cycles. The time of a step is the wall clock's over all steps, the median of "
         f"{REPEATS} runs that start alike. The parts are operations of a jax.profiler trace of one more fold cycle, "
         "which XLA runs without command buffers (CUDA graphs), or their kernels could not be told apart; what the "
-        "parts leave of a step is time between kernels. The floor of a step is its bytes (weights, checkpoints read "
-        "and folded, entries read and appended, keys and values) over the read bandwidth measured in the same run. "
+        "parts leave of a step is time between kernels. Matrix products are the operations that read a matrix of the "
+        "model, in whatever part of it. The floor of a step is its bytes (weights, checkpoints read "
+        "and folded, entries read and appended, keys and values) over the read bandwidth measured in the same run, and "
+        "that of a part the bytes that it moves: weights those of matrix products. "
+        "With --drafts a step that verifies as many drafts is measured beside the plain one: the model's embedding is "
+        "replaced by a large random one, so that it repeats its newest token, and of each row's drafts as many repeat "
+        "it as are to be kept; the program is that of every drafter. With --peers torch multiplies matrices of the "
+        "same shapes, each of them as often as the model has it, in a process of its own. The exit status is 1 if it "
+        "can't. A model without recurrent layers has one form, called buffered here, whatever --forms says. "
         "With --devices above 1 the model's heads, MLP channels and vocabulary are spread over so many devices, as "
         "jaxbuf.load(mesh=...) does; bytes and memory are then those of one device, the parts a mean over the devices, "
         "and the bandwidth is the first one's.",
@@ -81,12 +60,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--model",
         default="random",
-        help="random, with the shape of Qwen3.5-4B unless the options below say otherwise; demo; or a directory",
+        help="random, of the shape that the options below say; demo; or a directory",
     )
     parser.add_argument("--batches", default="128,256", help="rows that decode at once, separated by commas")
     parser.add_argument("--context", type=whole(1), default=1024, help="tokens before the first timed step")
     parser.add_argument("--steps", type=whole(1), default=64, help="of one run; rounded up to whole fold cycles")
     parser.add_argument("--limit", type=whole(2), default=16, help="entries from which the buffered form folds")
+    parser.add_argument(
+        "--drafts", type=whole(0, MOST_DRAFTS), default=0, help="that a step verifies; 0: plain steps alone"
+    )
+    parser.add_argument(
+        "--accepted",
+        type=whole(1, 1 + MOST_DRAFTS),
+        default=None,
+        help="tokens that a row gets in a step with drafts, one more than are kept of them; default: half of them kept",
+    )
     parser.add_argument(
         "--forms",
         default=",".join(USUAL),
@@ -108,14 +96,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="CUDA graphs in the timed program: as XLA and XLA_FLAGS have it; off; on for fusions, matrix products and "
         "custom calls, which is XLA's own default; or loops: for conditionals and while loops as well",
     )
+    parser.add_argument(
+        "--peers", action="store_true", help="also time torch's matrix products of the same shapes, if it is installed"
+    )
     parser.add_argument("--kernels", type=Path, default=None, help="figures of jaxbuf bench kernels to compare with")
     parser.add_argument(
         "--json", type=output, default=None, help="keep the figures here as they come; a plot beside it"
     )
     parser.add_argument("--profile", type=folder, default=None, help="a folder for the traces, one folder for each")
     shape = parser.add_argument_group("the random model")
-    for name, default in SIZES.items():
-        shape.add_argument("--" + name.replace("_", "-"), type=whole(1), default=default)
+    shape.add_argument("--shape", choices=SHAPES, default=next(iter(SHAPES)), help="whose sizes it has")
+    for name in SIZES:
+        shape.add_argument("--" + name.replace("_", "-"), type=whole(1), default=None, help="default: the shape's")
     options = parser.parse_args(arguments)
     options.batches = report.whole_numbers(parser, "--batches", options.batches)
     options.devices = report.whole_numbers(parser, "--devices", options.devices)
@@ -125,17 +117,28 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.forms = options.forms.split(",")
     if unknown := set(options.forms) - set(FORMS):
         parser.error(f"--forms must name forms among {', '.join(FORMS)}, got {', '.join(sorted(unknown))}")
+    if options.accepted is None:
+        options.accepted = options.drafts // 2 + 1
+    if options.accepted > 1 + options.drafts:
+        parser.error(f"--accepted must be at most {1 + options.drafts}, 1 + --drafts, got {options.accepted}")
+    if options.drafts >= options.limit:
+        parser.error(f"--drafts must be below --limit ({options.limit}), got {options.drafts}")
     if options.context < options.limit:
         parser.error(f"--context must be at least {options.limit}, got {options.context}")
     report.check_plots(parser, options.json)
     if options.kernels is not None:
         options.kernels = report.read_kernels(parser, "--kernels", options.kernels)["figures"]
-    full = options.model == "random" and all(getattr(options, name) == size for name, size in SIZES.items())
-    if full and jax.default_backend() == "cpu":
+    options.sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    if options.model == "random":
+        try:
+            configuration(options.shape, **options.sizes)
+        except ValueError as error:
+            parser.error(f"--shape {options.shape}: {error}")
+    if options.model == "random" and not options.sizes and jax.default_backend() == "cpu":
         names = " and ".join("--" + name.replace("_", "-") for name in list(SIZES)[:2])
         parser.error(f"a random model of full size needs a GPU, this is a cpu: try --model demo, or {names}")
-    cycle = fold_cycle(options.limit)
-    options.steps = cycle * -(-options.steps // cycle)
+    options.steps = PLAIN.steps(options.steps, options.limit)
+    options.tokens = [PLAIN] + [Tokens(options.drafts, options.accepted)] * bool(options.drafts)
     return options
 
 
@@ -148,257 +151,25 @@ def make_model(options: argparse.Namespace, devices: int = 1) -> LanguageModel:
     mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), (TENSOR,))
     try:
         if options.model == "random":
-            sizes = {name: getattr(options, name) for name in SIZES}
-            lm = random_model(configuration(**sizes), jnp.dtype(options.dtype or "bfloat16"), mesh=mesh)
+            name = "random" if options.sizes else f"random {options.shape}"
+            config = configuration(options.shape, **options.sizes)
+            lm = random_model(config, jnp.dtype(options.dtype or "bfloat16"), mesh=mesh, name=name)
         else:
             lm = load(options.model, dtype=options.dtype, mesh=mesh)
     except ValueError as error:
         if mesh is None:
             raise
         raise ValueError(f"--devices {devices}: {error}") from error
+    if options.drafts:
+        lm = repeating_model(lm)
     if options.implementation == "xla":
         lm = dataclasses.replace(lm, compiled_for=lm.target.without_kernels())
     return lm
 
 
-def make_batch(lm: LanguageModel, rows: int, form: str, options: argparse.Namespace) -> batch.Batch:
-    """What `jaxbuf.generate` would start with, for prompts of the context's length; a token more than steps."""
-    prompts = [[row % lm.vocab_size] * options.context for row in range(rows)]
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-    decoding = batch.Decoding(
-        max_new_tokens=options.steps + 1,
-        limit=options.limit,
-        form="recurrent" if form == "recurrent" else "buffered",
-        state_dtype=FORMS[form],
-    )
-    return batch.make_batch(lm, prompts, sampling, decoding)
-
-
-def make_carry(lm: LanguageModel, asked: batch.Batch) -> Carry:
-    """The carry once its prompts were read, but for random memory in place of theirs; nothing runs on the prompts.
-
-    On a mesh the memory is spread as the layers want it, and every device has the rest.
-    """
-    shapes = jax.eval_shape(lambda: init_carry(lm.config, asked.sizes))
-    begins, rows, mesh = asked.begins, asked.sizes.rows, lm.config.mesh
-    used = np.arange(rows) < len(asked.rows)
-
-    @functools.partial(jax.jit, out_shardings=None if mesh is None else everywhere(mesh))
-    def integers():
-        carry = init_carry(lm.config, asked.sizes)
-        length = jnp.where(used, len(asked.prompts[0]), 0).astype(jnp.int32)
-        history = dataclasses.replace(
-            carry.history,
-            prompt_length=length,
-            length=length + used.astype(np.int32),
-            stop_ids=jnp.asarray(begins.stop_ids),
-        )
-        return dataclasses.replace(
-            carry,
-            cache=dataclasses.replace(carry.cache, layers=()),
-            history=history,
-            last=jnp.arange(rows, dtype=jnp.int32) % lm.vocab_size,
-            state=jnp.where(used, RUNNING, EMPTY).astype(jnp.int32),
-            max_new_tokens=jnp.asarray(begins.max_new_tokens),
-            sampling=begins.sampling,
-            allowed=jnp.asarray(begins.allowed),
-        )
-
-    carry = integers()
-    keys = jax.random.split(jax.random.key(1), len(shapes.cache.layers))
-    layers = []
-    for kind, layer, key in zip(shapes.cache.kinds, shapes.cache.layers, keys, strict=True):
-        leaves, tree = jax.tree.flatten(layer)
-        plain = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
-        spread = memory_partitions([kind], [layer])
-        where = None if mesh is None else tuple(NamedSharding(mesh, partition) for partition in spread)
-        layers.append(_random_memory(plain, where, key))
-    return dataclasses.replace(carry, cache=dataclasses.replace(carry.cache, layers=tuple(layers)))
-
-
-def everywhere(mesh: Mesh | None) -> Any:
-    """Where the small arrays of a carry lie: on every device of a mesh; without one, on the first device."""
-    return jax.devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _random_memory(shapes, where: Sequence[NamedSharding] | None, key: jax.Array):
-    """Numbers of the size that a layer's memory holds: on zeros, a chip may run faster than it does on numbers."""
-
-    leaves, tree = jax.tree.flatten_with_path(shapes)
-
-    def fill(key, path, shape):
-        name = path[-1].name
-        x = jax.random.normal(key, shape.shape, jnp.float32)
-        if name == "gates":
-            x = -jnp.abs(x) / 20
-        return (x / math.sqrt(shape.shape[-1]) if name == "keys" else x).astype(shape.dtype)
-
-    keys = jax.random.split(key, len(leaves))
-    filled = [fill(key, *leaf) for key, leaf in zip(keys, leaves, strict=True)]
-    filled = filled if where is None else jax.lax.with_sharding_constraint(filled, list(where))
-    return jax.tree.unflatten(tree, filled)
-
-
-def small_arrays(carry: Carry) -> Carry:
-    """A carry without the layers' memory, on the host: a run donates what it starts from."""
-    return jax.device_get(dataclasses.replace(carry, cache=dataclasses.replace(carry.cache, layers=())))
-
-
-def first_carry(small: Carry, form: str, options: argparse.Namespace) -> Carry:
-    """The small arrays at the first step of a form, from those of `make_carry`."""
-    cache, shared = small.cache, small.cache.shared[RECURRENCE]
-    slots = np.arange(cache.rows + 1)
-    used = (slots > 0) & (slots <= np.sum(small.state == RUNNING))
-    limit = 1 if form == "recurrent" else options.limit
-    # Each row folds every `limit` steps, each at a step of its own.
-    length = np.where(used, 1 + slots % limit, 0)
-    held = {
-        "length": length,
-        "folded": np.where(used, options.context - length, 0),
-        "limit": np.where(used, limit, 1),
-        "origin": np.zeros_like(slots),
-        "pending": np.zeros_like(slots),
-    }
-    cursor = dataclasses.replace(shared.cursor, **{name: value.astype(np.int32) for name, value in held.items()})
-    committed = np.where(used, options.context, 0).astype(np.int32)
-    sequences = dataclasses.replace(cache.sequences, committed=committed, pending=np.zeros_like(committed))
-    shared = cache.shared | {RECURRENCE: dataclasses.replace(shared, cursor=cursor)}
-    return dataclasses.replace(small, cache=dataclasses.replace(cache, sequences=sequences, shared=shared))
-
-
-def restart(carry: Carry, first: Carry, mesh: Mesh | None = None) -> Carry:
-    """The first carry of a form with the large arrays of this one, where the model lies."""
-    placed = jax.device_put(first, everywhere(mesh))
-    return dataclasses.replace(placed, cache=dataclasses.replace(placed.cache, layers=carry.cache.layers))
-
-
-def compile_steps(lm: LanguageModel, carry: Carry, command_buffers: str) -> tuple[Any, float]:
-    """The program, and the seconds it took to compile. Not from the compilation cache: a profile needs its names."""
-    began = time.perf_counter()
-    with without_cache():
-        lowered = generate_tokens.lower(lm.model, carry, np.int32(0))
-        compiled = lowered.compile(compiler_options=IN_TRACES | COMMAND_BUFFERS[command_buffers])
-    return compiled, time.perf_counter() - began
-
-
-def measure(program, lm: LanguageModel, form: str, carry: Carry, first: Carry, options) -> tuple[Row, Carry]:
-    """One form at one batch, from its first carry: the figures, and the carry to go on with."""
-    walls, whole, devices = [], fold_cycle(options.limit), devices_of(lm.config.mesh)
-    limit = int(fold_limits(first.cache)[0])
-
-    def run(carry, steps):
-        carry = jax.block_until_ready(restart(carry, first, lm.config.mesh))
-        began = time.perf_counter()
-        carry = jax.block_until_ready(program(lm.model, carry, np.int32(steps)))
-        return carry, time.perf_counter() - began
-
-    carry, _ = run(carry, whole)
-    for _ in range(REPEATS):
-        carry, wall = run(carry, options.steps)
-        walls.append(wall)
-    counters = jax.device_get(carry.counters)
-    rows = int(np.sum(first.state == RUNNING))
-    assert np.sum(counters.steps) == rows * options.steps, "every row decodes in every step"
-    assert np.sum(counters.folds) * limit == np.sum(counters.steps), "steps are in whole fold cycles"
-    with tempfile.TemporaryDirectory(prefix="jaxbuf-step-") as temporary:
-        name = f"{form}-{rows}" if devices == 1 else f"{form}-{rows}-devices-{devices}"
-        directory = options.profile / name if options.profile else Path(temporary)
-        with trace(directory):
-            carry, _ = run(carry, whole)
-        traced = [ran for ran in operations(directory) if ran.program == "generate_tokens"]
-    ms = 1e3 * statistics.median(walls) / options.steps
-    found = {"form": form, "batch": rows, "devices": devices, "limit": limit, "steps": options.steps}
-    found |= {"context": options.context, "ms": ms, "tokens_per_s": 1e3 * rows / ms}
-    found |= {"folds": float(np.sum(counters.folds) / np.sum(counters.steps))}
-    found |= split(traced, whole * devices, len(lm.config.specs))
-    return found | {"bytes": count_bytes(lm, memory_dtypes(carry), counters, options)}, carry
-
-
-def memory_dtypes(carry: Carry) -> tuple[StateFormat, jnp.dtype, jnp.dtype]:
-    """How checkpoints are kept, and the dtypes of entries, and of keys and values."""
-    layers = list(zip(carry.cache.kinds, carry.cache.layers, strict=True))
-    pools = [layer.pool for kind, layer in layers if kind == RECURRENCE]
-    pages = [layer for kind, layer in layers if kind == ATTENTION]
-    state, entry = (pools[0].state_format, pools[0].keys.dtype) if pools else (state_format("float32"), jnp.float32)
-    return state, jnp.dtype(entry), pages[0].keys.dtype if pages else jnp.dtype(jnp.float32)
-
-
-def split(traced: Sequence[Operation], steps: int, layers: int) -> Row:
-    """The time of each part of a step in ms, what of it moves numbers between devices, and the time of the recurrence's
-    kernel in us a layer. With `steps` the steps of all devices together, all are means over the devices.
-
-    The kernel's mean counts, so that an event which the profiler lost does not. Without one, the recurrence is all
-    operations in its scope.
-    """
-    parts: dict[str, float] = {}
-    for ran in traced:
-        parts[ran.scope] = parts.get(ran.scope, 0.0) + 1e3 * ran.seconds / steps
-    recurrence = [ran for ran in traced if ran.scope == "recurrence"]
-    kernels = [ran.seconds for ran in recurrence if PALLAS_KERNEL in ran.name]
-    calls = max(1, steps * layers)
-    if kernels:
-        us = max(1, round(len(kernels) / calls)) * 1e6 * statistics.mean(kernels)
-    else:
-        us = 1e6 * sum(ran.seconds for ran in recurrence) / calls
-    device = sum(parts.values())
-    named = sorted({ran.name for ran in recurrence if PALLAS_KERNEL in ran.name})
-    return {
-        "device_ms": device,
-        "parts_ms": dict(sorted(parts.items(), key=lambda part: -part[1])),
-        "exchange_ms": 1e3 * sum(ran.seconds for ran in traced if EXCHANGE.search(ran.name)) / steps,
-        "operations": len(traced) / steps,
-        "recurrence": {
-            "kernel": ", ".join(named) or None,
-            "launches": len(kernels) / calls,
-            "us": us,
-            "share": 1e-3 * us * layers / device if device else 0.0,
-        },
-    }
-
-
-def count_bytes(lm: LanguageModel, dtypes, counters: Counters, options) -> dict[str, float]:
-    """What each device must move in a step, on average over a run of all rows: read once, or written once where it is
-    appended. What several devices have counts for each.
-
-    Weights: all that a step multiplies with. Of an embedding that is not the head, a step reads a row for each token,
-    which is left out, as activations are.
-    """
-    config, (state, entry, pages) = lm.config.on_device, dtypes
-    unread = ("mtp.",) if lm.model.lm_head is None else ("mtp.", "embed_tokens")
-    weights = (p[...] for name, p in named_parameters(lm.model).items() if not name.startswith(unread))
-    total = {name.name: float(np.sum(getattr(counters, name.name))) for name in dataclasses.fields(counters)}
-    # Step i reads context + i tokens besides its own, which it appends and reads.
-    tokens = total["steps"] * (options.context + (options.steps - 1) / 2 + 2)
-    entries = total["live_entries"] + total["steps"]
-    work = total["checkpoint_reads"], total["folds"]
-    moved = {
-        "weights": options.steps * float(sum(held_bytes(weight) for weight in weights)),
-        "checkpoints": sum(state.read_bytes(s) * work[0] + state.fold_bytes(s) * work[1] for s in config.specs),
-        "entries": sum(entry_bytes(spec, entry) * entries for spec in config.specs),
-        "keys and values": config.kv_numbers * pages.itemsize * tokens,
-    }
-    return {name: value / options.steps for name, value in moved.items()}
-
-
-def held_bytes(array: jax.Array) -> int:
-    """The bytes of an array on each of its devices, which have as much."""
-    return array.addressable_shards[0].data.nbytes
-
-
-def memory(program, devices: int) -> Row:
-    """Bytes: what the program needs at once on each device, and the most that this process had in use on the last of
-    them until now."""
-    needs = program.memory_analysis()
-    sizes = [getattr(needs, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")]
-    total = sum(sizes) - getattr(needs, "alias_size_in_bytes", 0)
-    peak = (jax.devices()[devices - 1].memory_stats() or {}).get("peak_bytes_in_use")
-    return {"program_bytes": total, "temporary_bytes": sizes[2], "peak_bytes": peak}
-
-
 def kernel_figure(figures: list[Row] | None, row: Row) -> float | None:
     """Microseconds of the same step of a layer in the figures of `jaxbuf bench kernels`."""
-    if figures is None or row["devices"] > 1:  # whose kernels have a part of the heads
+    if figures is None or row["drafts"] or row["devices"] > 1:  # of several, each has a part of the heads
         return None
     part = {"recurrent": "recurrent", "buffered": "decode"}.get(row["form"])
     wanted = {} if part else {"time": 1, "state_dtype": FORMS[row["form"]]}
@@ -425,36 +196,61 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
     }
     if options.command_buffers == "default" and any(flag.endswith("command_buffer=") for flag in flags):
         record["command_buffers"]["on"] = False
-    record |= {name: getattr(options, name) for name in ("implementation", "context", "limit", "steps", "devices")}
+    names = "implementation", "context", "limit", "steps", "drafts", "accepted", "devices"
+    record |= {name: getattr(options, name) for name in names}
     figures: list[Row] = []
     with Progress(console=notes, redirect_stdout=False) as progress:
-        each = 1 + len(options.batches) * len(options.forms)
+        each = 1 + len(options.batches) * len(options.forms) * len(options.tokens)
         task = progress.add_task("measuring the bandwidth", total=1 + each * len(options.devices))
         record |= bandwidths()
         for devices in options.devices:
             progress.update(task, advance=1, description=f"making the model{on_devices(devices)}")
             lm = make_model(options, devices)
             if "model" not in record:
-                record["model"] = describe(lm)
+                record["model"] = describe(lm, options)
+                if not lm.config.specs:
+                    options.forms = ["buffered"]
+            torch = time_torch(lm, options) if options.peers else []
+            record["torch"] = record.get("torch", []) + torch
             for row in measure_model(lm, options, progress, task):
                 row["floor_ms"] = 1e3 * sum(row["bytes"].values()) / record["read_bytes_per_s"]
+                row["floors_ms"] = floors(row["bytes"], record["read_bytes_per_s"])
                 row["achieved"] = row["floor_ms"] / row["ms"]
+                row["torch_ms"] = torch_products(torch, row)
                 figures.append(row)
                 if options.json:
                     ratios = {"ratios": compare_forms(figures), "device_ratios": compare_devices(figures)}
+                    ratios |= {"draft_ratios": compare_drafts(figures)}
                     report.write(options.json, record | ratios | {"figures": figures})
             del lm
     show(console, figures, record)
     if options.json:
         plot(figures, options.json.with_suffix(".png"))
         report.tell_written(console, options.json, plot=True)
-    return 0
+    return int(options.peers and not any("us" in row for row in record["torch"]))
 
 
-def describe(lm: LanguageModel) -> Row:
+def time_torch(lm: LanguageModel, options: argparse.Namespace) -> list[Row]:
+    """torch's matrix products of the model's shapes, of every number of vectors that a step multiplies with."""
+    rows = sorted({power_of_two_from(batch) * tokens.read for batch in options.batches for tokens in options.tokens})
+    shapes = [[*shape, count] for shape, count in matrices(lm).items()]
+    dtype = jnp.dtype(lm.dtype).name
+    found = measure_torch("products", [[number, shapes, dtype] for number in rows])
+    return [{"devices": devices_of(lm.config.mesh)} | row for row in found]
+
+
+def torch_products(torch: Sequence[Row], row: Row) -> float | None:
+    """Milliseconds of a step's matrix products, one after another, in torch; None where they were not measured."""
+    same = [each for each in torch if each.get("vectors") == row["vectors"]]
+    return sum(1e-3 * each["count"] * each["us"] for each in same) if same else None
+
+
+def describe(lm: LanguageModel, options: argparse.Namespace) -> Row:
     """What was measured, for the record; the bytes are those of all parameters, on a mesh with what is repeated."""
     found = {"name": lm.name, "bytes": sum(p[...].nbytes for p in named_parameters(lm.model).values())}
     found |= {"dtype": jnp.dtype(lm.dtype).name, "config": config_json(lm.config)}
+    if options.drafts:
+        found["embedding"] = "random and large: the model repeats its newest token"
     return found | {"memory": "random; the prompts were not read"}
 
 
@@ -470,23 +266,25 @@ def measure_model(lm: LanguageModel, options, progress: Progress, task: TaskID) 
       ValueError: The model has no room for the context.
     """
     devices = devices_of(lm.config.mesh)
-    for rows in options.batches:
+    for rows, tokens in ((rows, tokens) for rows in options.batches for tokens in options.tokens):
         try:
-            asked = {form: make_batch(lm, rows, form, options) for form in options.forms}
+            asked = {form: make_batch(lm, rows, form, options, tokens) for form in options.forms}
         except ValueError as error:
             raise ValueError(f"--context {options.context}: {error}") from error
         by_program: dict[tuple[int, str], list[str]] = {}
         for form, its_batch in asked.items():
             sizes = its_batch.sizes.limit, its_batch.sizes.state_dtype
             by_program.setdefault(sizes, []).append(form)
+        what = f"batch {rows}" + (f", {tokens.drafts} drafts" if tokens.drafts else "") + on_devices(devices)
         for forms in by_program.values():
-            progress.update(task, description=f"compiling, batch {rows}{on_devices(devices)}")
-            carry = make_carry(lm, asked[forms[0]])
+            progress.update(task, description=f"compiling, {what}")
+            carry, drafter = make_carry(lm, asked[forms[0]]), asked[forms[0]].drafter
             small = small_arrays(carry)
-            program, seconds = compile_steps(lm, carry, options.command_buffers)
+            program, seconds = compile_steps(lm, carry, options.command_buffers, drafter)
             for form in forms:
-                progress.update(task, description=f"{form}, batch {rows}{on_devices(devices)}")
-                row, carry = measure(program, lm, form, carry, first_carry(small, form, options), options)
+                progress.update(task, description=f"{form}, {what}")
+                first = first_carry(small, form, options, tokens)
+                row, carry = measure(program, lm, form, carry, first, options, tokens, drafter)
                 model = sum(held_bytes(p[...]) for p in named_parameters(lm.model).values())
                 row |= memory(program, devices) | {"model_bytes": model, "compile_s": seconds}
                 yield row | {"kernel_us": kernel_figure(options.kernels, row)}

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,6 +25,15 @@ OTHER = "other"
 CONTAINERS = ("while", "conditional", "call")
 # In the module that its custom call carries, the function of a Pallas kernel is called so; its kernel is that_kernel.
 PALLAS, PALLAS_NAME = "mosaic_gpu_v2", re.compile(rb"\\00((?!stable_)\w+_mosaic_gpu)\\00")
+LIBRARY_PRODUCTS = re.compile("gemm|matmul")  # in the targets of custom calls that multiply matrices
+
+
+class _Work(NamedTuple):
+    """What an instruction does: `Operation.multiplies`, `reads` and `sources`."""
+
+    multiplies: bool = False
+    reads: tuple[tuple[int, ...], ...] = ()
+    sources: tuple[tuple[int, ...], ...] = ()
 
 
 @contextlib.contextmanager
@@ -78,12 +87,19 @@ class Operation:
       program, scope: As in `ScopeTime`.
       name: Of the operation or the kernel.
       seconds: How long it ran.
+      multiplies: Whether it multiplies matrices, alone or with other things in one fusion.
+      reads: The shapes of the arrays that it reads.
+      sources: The shapes that these arrays have where they were made, before they were taken for arrays of another
+        shape.
     """
 
     program: str
     scope: str
     name: str
     seconds: float
+    multiplies: bool = False
+    reads: tuple[tuple[int, ...], ...] = ()
+    sources: tuple[tuple[int, ...], ...] = ()
 
 
 def time_by_scope(directory: str | os.PathLike[str]) -> list[ScopeTime]:
@@ -114,16 +130,19 @@ def operations(directory: str | os.PathLike[str]) -> list[Operation]:
         warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)
         for file in sorted(runs[-1].glob("*.xplane.pb")):
             data = file.read_bytes()
-            programs, ran = _programs(data), collections.defaultdict(list)
+            modules, ran = _modules(data), collections.defaultdict(list)
+            programs = {name: _scopes(module) for name, module in modules.items()}
+            works = {name: _works(module) for name, module in modules.items()}
             for program, *event in _events(data):
                 ran[program].append(event)
             for program, events in ran.items():
-                scopes = _scopes_of(program, {operation for operation, *_ in events}, programs)
+                names = {operation for operation, *_ in events}
+                scopes, work = _scopes_of(program, names, programs), _scopes_of(program, names, works)
                 name = program.rpartition("(")[0].removeprefix("jit_")
                 for operation, event, duration in events:
                     scope = _place(scopes, operation, event)
                     if scope is not None:
-                        found.append(Operation(name, scope, event, duration))
+                        found.append(Operation(name, scope, event, duration, *_find(work, operation, event)))
     if not found:
         raise ValueError(f"the trace in {str(runs[-1])!r} holds no operation of a compiled program")
     return found
@@ -142,8 +161,8 @@ def scope_of(path: str) -> str:
     return next((part for part in path.split("/") if part in SCOPES), OTHER)
 
 
-def _scopes_of(program: str, ran: set[str], programs: dict[str, dict[str, str | None]]) -> dict[str, str | None]:
-    """The scopes of a program that ran, called "name(id)".
+def _scopes_of[T](program: str, ran: set[str], programs: dict[str, dict[str, T]]) -> dict[str, T]:
+    """The scopes, or what else there is of each operation, of a program that ran, called "name(id)".
 
     Events of a program from a compilation cache have the id that it had in the process that compiled it. So of the
     programs of that name it is the one with the most of the operations that ran, and the id decides between equals.
@@ -164,6 +183,11 @@ def _place(scopes: dict[str, str | None], operation: str, name: str) -> str | No
     if scopes.get(operation) or name == operation:
         return scopes.get(operation, OTHER)
     return scopes.get(name) or OTHER
+
+
+def _find(works: dict[str, _Work], operation: str, name: str) -> _Work:
+    """What an event called `name` that ran for an operation did; a kernel of a CUDA graph is found by its name."""
+    return works.get(operation) or works.get(name) or _Work()
 
 
 def _events(data: bytes) -> Iterator[tuple[str, str, str, float]]:
@@ -192,9 +216,10 @@ message HloModuleProto { repeated HloComputationProto computations = 3; }
 message HloComputationProto { repeated HloInstructionProto instructions = 2; int64 id = 5; }
 message HloInstructionProto {
   string name = 1; string opcode = 2; OpMetadata metadata = 7; int64 parameter_number = 9;
-  string custom_call_target = 28; int64 id = 35; repeated int64 operand_ids = 36;
+  ShapeProto shape = 3; string custom_call_target = 28; int64 id = 35; repeated int64 operand_ids = 36;
   repeated int64 called_computation_ids = 38; bytes backend_config = 43;
 }
+message ShapeProto { repeated int64 dimensions = 3; repeated ShapeProto tuple_shapes = 4; }
 message OpMetadata { string op_name = 2; }
 """
 
@@ -222,16 +247,44 @@ def _parsed(kind: str, data: bytes) -> Any:
     return _messages()[kind].FromString(data)
 
 
-def _programs(data: bytes) -> dict[str, dict[str, str | None]]:
-    """For every program, called "name(id)", the scope of each operation; None for a container."""
+def _modules(data: bytes) -> dict[str, Any]:
+    """Every program, called "name(id)", as its HLO."""
     metadata = [plane for plane in _parsed("XSpace", data).planes if plane.name == "/host:metadata"]
     programs = [entry.value for plane in metadata for entry in plane.event_metadata]
     return {
-        program.name: _scopes(_parsed("HloProto", stat.bytes_value).hlo_module)
+        program.name: _parsed("HloProto", stat.bytes_value).hlo_module
         for program in programs
         for stat in program.stats
         if stat.bytes_value
     }
+
+
+def _works(module: Any) -> dict[str, _Work]:
+    """What each instruction of a program does, by its name and by those of its kernels."""
+    works: dict[str, _Work] = {}
+    multiplies: dict[int, bool] = {}  # whether a computation does
+    for computation in module.computations:  # a computation comes after those it calls
+        by_id, inside = {each.id: each for each in computation.instructions}, False
+        for instruction in computation.instructions:
+            called = any(multiplies.get(each, False) for each in instruction.called_computation_ids)
+            library = bool(LIBRARY_PRODUCTS.search(instruction.custom_call_target))
+            own = instruction.opcode == "dot" or library or (instruction.opcode == "fusion" and called)
+            inside = inside or own
+            arrays = [by_id[each] for each in instruction.operand_ids if not by_id[each].shape.tuple_shapes]
+            reads = tuple(tuple(array.shape.dimensions) for array in arrays)
+            sources = tuple(tuple(_source(array, by_id).shape.dimensions) for array in arrays)
+            works[instruction.name] = work = _Work(own, reads, sources)
+            for kernel in _kernels(instruction):
+                works.setdefault(kernel, work)
+        multiplies[computation.id] = inside
+    return works
+
+
+def _source(instruction: Any, by_id: dict[int, Any]) -> Any:
+    """What made the numbers of an instruction, which may only give them another shape."""
+    while instruction.opcode in ("bitcast", "reshape"):
+        instruction = by_id[instruction.operand_ids[0]]
+    return instruction
 
 
 def _scopes(module: Any) -> dict[str, str | None]:

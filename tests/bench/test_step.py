@@ -1,5 +1,7 @@
 """`jaxbuf bench step`: what it runs, counts and says; the figures themselves need a GPU."""
 
+import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxbuf.bench import random_model, step, step_figures
+from jaxbuf.bench import random_model, step, step_carry, step_figures, step_parts, step_run
 from jaxbuf.models.config import RECURRENCE
 from jaxbuf.models.decoder import Decoder
-from jaxbuf.models.layers import named_parameters
+from jaxbuf.models.layers import named_parameters, replace_parameters
+from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.serving.carry import EMPTY, RUNNING
 from jaxbuf.serving.profiling import Operation
 
@@ -29,7 +32,7 @@ def made():
     """The options, the model and its first carry."""
     options = step.parse(SMALL)
     lm = step.make_model(options)
-    return options, lm, step.make_carry(lm, step.make_batch(lm, 3, "buffered", options))
+    return options, lm, step_carry.make_carry(lm, step_carry.make_batch(lm, 3, "buffered", options))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,7 @@ def test_a_run_keeps_its_figures_and_a_plot(measured):
         assert {"recurrence", "convolution", "projections", "attention", "mlp", "head"} <= set(row["parts_ms"])
         np.testing.assert_allclose(row["floor_ms"], 1e3 * sum(row["bytes"].values()) / record["read_bytes_per_s"])
     one, other = (row["ms"] for row in record["figures"])
-    assert record["ratios"] == [{"devices": 1, "batch": 3, "buffered_over_recurrent": one / other}]
+    assert record["ratios"] == [{"devices": 1, "batch": 3, "drafts": 0, "buffered_over_recurrent": one / other}]
     assert record["devices"] == [1] and record["device_ratios"] == []
 
 
@@ -86,6 +89,56 @@ def test_the_bytes_are_those_counted_by_hand(measured):
         np.testing.assert_allclose(found["entries"], 3 * entry * (live + 1))
         held = [21 + i + 2 for i in range(8)]  # those before, its own, and the append
         np.testing.assert_allclose(found["keys and values"], 3 * 4 * 2 * 8 * np.mean(held))
+
+
+@pytest.mark.slow
+def test_steps_that_verify_drafts_keep_as_many_as_they_should_and_fold_in_whole_cycles(made):
+    options, lm, _ = made
+    options = argparse.Namespace(**vars(options) | {"limit": 8})
+    tokens, lm = step_carry.Tokens(drafts=3, accepted=2), random_model.repeating_model(lm)
+    asked = step_carry.make_batch(lm, 3, "buffered", options, tokens)
+    carry = step_carry.make_carry(lm, asked)
+    program, _ = step_run.compile_steps(lm, carry, "default", asked.drafter)
+    first = step_carry.first_carry(step_carry.small_arrays(carry), "buffered", options, tokens)
+    row, _ = step_run.measure(program, lm, "buffered", carry, first, options, tokens, asked.drafter)
+    assert (row["drafts"], row["accepted"], row["batch"], row["steps"]) == (3, 2, 3, 9)  # 4 tokens read of up to 8
+    np.testing.assert_allclose(row["tokens_per_s"], 6000 / row["ms"])
+    np.testing.assert_allclose(row["folds"], 1 / 3)
+    assert row["vectors"] == 4 * 4 and row["products_ms"].keys() <= row["parts_ms"].keys()
+    assert all(row["products_ms"][scope] <= ms for scope, ms in row["parts_ms"].items() if scope in row["products_ms"])
+    assert {(each["out"], each["in"]) for each in row["products"]} >= {(64, 32), (40, 32), (32, 40)}
+    np.testing.assert_allclose(sum(step_parts.parts(row).values()), row["device_ms"])
+    state, entry = 4 * 2 * 8 * 8, 4 * (8 + 2 * 8) + 4 * 2
+    np.testing.assert_allclose(row["bytes"]["checkpoints"], 3 * state * (1 + 1 / 3))
+    np.testing.assert_allclose(row["bytes"]["entries"], 3 * entry * (2 * (1 + 2 + 3) / 3 + 4))
+    held = [21 + 2 * i + 2 * 4 for i in range(9)]
+    np.testing.assert_allclose(row["bytes"]["keys and values"], 3 * 4 * 2 * 8 * np.mean(held))
+    with pytest.raises(ValueError, match="0 of 3 in each of 27 steps of rows, got 27 of 81 kept"):
+        counted = carry.speculation
+        assert counted is not None
+        counted = dataclasses.replace(counted, drafted=np.array([81]), accepted=np.array([27]))
+        step_run.check_drafts(dataclasses.replace(first, speculation=counted), 27, step_carry.Tokens(3, 1))
+
+
+@pytest.mark.slow
+def test_a_model_without_recurrent_layers_has_one_form_and_its_head_may_be_a_table_of_its_own(tmp_path, monkeypatch):
+    sizes = "--layers 1 --hidden 32 --ffn 40 --vocabulary 64 --attention-heads 2 --kv-heads 1 --attention-dim 8".split()
+    words = "--batches 1 --context 9 --steps 4 --limit 4 --dtype float32 --drafts 1 --accepted 2 --peers".split()
+    torch = [{"vectors": number, "out": 64, "in": 32, "count": 3, "us": 2e3} for number in (1, 2)]
+    asked = []
+    monkeypatch.setattr(step, "bandwidths", lambda: {"read_bytes_per_s": 1e10, "copy_bytes_per_s": 1e10})
+    monkeypatch.setattr(step, "measure_torch", lambda what, cases: asked.extend(cases) or torch)
+    path = tmp_path / "step.json"
+    assert step.main([*words, *sizes, "--shape", "llama-3.1-8b", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    plain, drafted = record["figures"]
+    assert plain["form"] == drafted["form"] == "buffered" and (plain["drafts"], drafted["drafts"]) == (0, 1)
+    assert plain["floors_ms"].keys() == {"matrix products", "attention"}
+    assert plain["torch_ms"] == drafted["torch_ms"] == 6.0
+    assert [case[0] for case in asked] == [1, 2] and [40, 32, 2] in asked[0][1] and asked[0][2] == "float32"
+    (ratio,) = record["draft_ratios"]
+    np.testing.assert_allclose(ratio["over_plain"], drafted["ms"] / plain["ms"])
+    assert (ratio["drafts"], ratio["accepted"]) == (1, 2) and record["model"]["config"]["model_type"] == "llama"
 
 
 @pytest.mark.slow
@@ -109,7 +162,14 @@ def test_two_devices_have_half_of_what_one_moves(tmp_path):
     halves = both["bytes"]["weights"] / one["bytes"]["weights"], both["model_bytes"] / one["model_bytes"]
     assert all(0.5 < half < 0.55 for half in halves)  # both have the norms
     assert 0.4 < both["operations"] / one["operations"] < 2  # those of one device
-    ratio = {"form": "buffered", "batch": 3, "devices": 2, "fewest": 1, "times_faster": one["ms"] / both["ms"]}
+    ratio = {
+        "form": "buffered",
+        "batch": 3,
+        "drafts": 0,
+        "devices": 2,
+        "fewest": 1,
+        "times_faster": one["ms"] / both["ms"],
+    }
     assert record["device_ratios"] == [ratio]
     assert "random in float32, on 1 device and on 2 devices" in done.stdout
     assert "buffered, batch 3: 2 devices over 1" in done.stdout
@@ -124,8 +184,28 @@ def test_the_shape_of_the_random_model_is_that_of_qwen3_5_4b():
     config = random_model.configuration()
     kinds = config.source.layer_types
     assert kinds.count("linear_attention") == 24 and kinds[3::4] == ("full_attention",) * 8
+    assert gigabytes(config) == 8.41
+
+
+def test_every_other_shape_has_the_parameters_of_its_model():
+    found = {shape: gigabytes(random_model.configuration(shape)) for shape in random_model.SHAPES}
+    del found["qwen3.5-4b"]
+    assert found == {"qwen3-8b": 16.38, "llama-3.1-8b": 16.06, "mamba2-2.7b": 5.41}
+
+
+def gigabytes(config) -> float:
     model = jax.eval_shape(lambda: random_model.random_model(config, jnp.dtype("bfloat16")).model)
-    assert round(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model)) / 1e9, 2) == 8.41
+    return round(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model)) / 1e9, 2)
+
+
+def test_other_sizes_of_a_shape_are_those_of_its_own_layers():
+    mamba = random_model.configuration("mamba2-2.7b", layers=2, hidden=24, heads=4, key_heads=2, dim=8)
+    assert mamba.spec == RecurrenceSpec(4, 2, 8, 8, decay="head", delta=False) and len(mamba.layers) == 2
+    llama = random_model.configuration("llama-3.1-8b", attention_heads=4, kv_heads=2, attention_dim=8)
+    assert llama.kv_numbers == 32 * 2 * 2 * 8 and llama.spec is None
+    for shape, size in (("llama-3.1-8b", "dim"), ("mamba2-2.7b", "attention_dim"), ("qwen3-8b", "key_heads")):
+        with pytest.raises(ValueError, match=f"{size} must not be given for {shape}, which has none, got 8"):
+            random_model.configuration(shape, **{size: 8})
 
 
 def test_the_random_model_has_the_parameters_of_the_architecture_each_its_own():
@@ -144,13 +224,13 @@ def test_the_random_model_has_the_parameters_of_the_architecture_each_its_own():
 @pytest.mark.slow
 def test_every_run_of_a_form_starts_alike_and_its_rows_are_staggered(made):
     options, _, carry = made
-    first = step.first_carry(step.small_arrays(carry), "buffered", options)
+    first = step_carry.first_carry(step_carry.small_arrays(carry), "buffered", options)
     cursor = first.cache.shared[RECURRENCE].cursor
     assert first.cache.sequences.committed.tolist() == [0, 21, 21, 21, 0]
     assert cursor.length.tolist() == [0, 2, 3, 4, 0] and cursor.limit.tolist() == [1, 4, 4, 4, 1]
     assert (cursor.folded + cursor.length).tolist() == [0, 21, 21, 21, 0]
     assert first.state.tolist() == [RUNNING] * 3 + [EMPTY]
-    again = step.restart(carry, first)
+    again = step_carry.restart(carry, first)
     assert jax.tree.structure(again) == jax.tree.structure(carry)
     for found, held in zip(again.cache.layers, carry.cache.layers, strict=True):
         assert all(x is y for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(held), strict=True))
@@ -171,13 +251,13 @@ def test_the_kernel_is_counted_by_its_mean_and_the_parts_by_all_their_operations
         operation("mlp", "nvjet", 300.0),
     ]
     lost_one = [*step_of_two_layers, *step_of_two_layers[1:]]
-    found = step.split(step_of_two_layers * 2, 2, 2)
+    found = step_parts.split(step_of_two_layers * 2, 2, 2)
     np.testing.assert_allclose(found["device_ms"], 0.52)
     np.testing.assert_allclose([found["parts_ms"][name] for name in ("mlp", "recurrence")], [0.3, 0.22])
     kernel = {"kernel": "body_mosaic_gpu_kernel", "launches": 1.0, "us": 100.0, "share": 0.2 / 0.52}
     assert found["recurrence"] == pytest.approx(kernel)
-    assert step.split(lost_one, 2, 2)["recurrence"]["us"] == pytest.approx(310 / 3)
-    by_xla = step.split([operation("recurrence", "fusion_3", 20.0)] * 4, 2, 2)["recurrence"]
+    assert step_parts.split(lost_one, 2, 2)["recurrence"]["us"] == pytest.approx(310 / 3)
+    by_xla = step_parts.split([operation("recurrence", "fusion_3", 20.0)] * 4, 2, 2)["recurrence"]
     assert by_xla == {"kernel": None, "launches": 0.0, "us": pytest.approx(20.0), "share": pytest.approx(1.0)}
 
 
@@ -198,6 +278,46 @@ def test_the_kernels_time_is_compared_with_that_of_the_kernels_benchmark(capsys,
     assert "command buffers off in the timed runs" in out and "the prompts were not read" in out
 
 
+def product(scope: str, *reads: tuple[int, ...], multiplies: bool = True, sources=None, us: float = 10.0) -> Operation:
+    return Operation("generate_tokens", scope, "a", 1e-6 * us, multiplies, reads, sources or reads)
+
+
+def test_matrix_products_are_known_by_the_matrices_that_they_read():
+    known = {(64, 32): 1, (40, 32): 2, (32, 40): 1, (4, 32): 2}
+    ran = [
+        product("head", (4, 32), (64, 32)),  # the vectors have the shape of a small matrix
+        product("other", (4, 1, 32), (40, 32)),  # XLA lost its name
+        product("mlp", (4, 40), (40, 32)),  # [out, in] the other way round
+        product("mlp", (32, 4, 10), (4, 10), sources=((32, 40), (40,)), multiplies=False, us=20.0),
+        product("projections", (4, 32), (4, 32), us=6.0),  # with it
+        product("projections", (4, 24), (24, 7)),  # with a part of a matrix
+        product("projections", (40, 32), (64, 32), us=26.0),  # with two in one
+        product("attention", (4, 2, 8), (4, 9, 2, 8)),
+        product("mlp", (4, 32), (4, 32), multiplies=False),  # adds vectors
+        product("embedding", (64, 32), (4,), multiplies=False),
+    ]
+    found = step_parts.products(ran, known, 4, 1)
+    assert found["products_ms"] == pytest.approx({"head": 0.01, "other": 0.01, "mlp": 0.03, "projections": 0.042})
+    us = {(each["out"], each["in"]): each["us"] * each["count"] for each in found["products"]}
+    assert us == pytest.approx({(64, 32): 26.0, (40, 32): 30.0, (32, 40): 20.0, (4, 32): 6.0, (0, 0): 10.0})
+
+
+def test_parts_are_what_matrix_products_leave_of_them():
+    row = {"parts_ms": {"mlp": 3.0, "head": 1.0, "attention": 0.5}, "products_ms": {"mlp": 2.5, "head": 1.0}}
+    assert step_parts.parts(row) == {"matrix products": 3.5, "mlp": 0.5, "attention": 0.5}
+    moved = {"weights": 8e9, "checkpoints": 4e9, "entries": 1e9, "keys and values": 0.0}
+    assert step_parts.floors(moved, 4e12) == {"matrix products": 2.0, "recurrence": 1.25}
+
+
+def test_the_model_that_repeats_its_newest_token_does():
+    lm = random_model.random_model(random_model.configuration(**SIZES), jnp.dtype("float32"))
+    values = [p[...] * (40 if name.endswith("_proj") else 1) for name, p in named_parameters(lm.model).items()]
+    lm = lm.replace(model=replace_parameters(lm.model, values))  # in so small a model the layers add little
+    tokens = np.arange(8, dtype=np.int32)[None] * 7 % 64
+    assert (np.argmax(lm.logits(tokens), axis=-1) != tokens).any()
+    assert np.argmax(random_model.repeating_model(lm).logits(tokens), axis=-1).tolist() == tokens.tolist()
+
+
 def test_a_run_that_could_not_end_ends_before_it_begins(tmp_path, capsys):
     for words, message in (
         ([], "a random model of full size needs a GPU, this is a cpu"),
@@ -206,6 +326,9 @@ def test_a_run_that_could_not_end_ends_before_it_begins(tmp_path, capsys):
             f"--devices must be at most {len(jax.devices())}, the devices that",
         ),
         (["--model", "demo", "--kernels", str(tmp_path / "none.json")], "--kernels must be the JSON of jaxbuf bench"),
+        (["--model", "demo", "--drafts", "4", "--accepted", "6"], "--accepted must be at most 5, 1 + --drafts, got 6"),
+        (["--model", "demo", "--drafts", "15", "--limit", "15"], "--drafts must be below --limit (15), got 15"),
+        (["--shape", "llama-3.1-8b", "--dim", "8"], "--shape llama-3.1-8b: dim must not be given"),
     ):
         with pytest.raises(SystemExit):
             step.parse(words)

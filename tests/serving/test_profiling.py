@@ -68,10 +68,12 @@ def test_the_matrix_product_of_a_scope_is_counted_there_and_nowhere_else(tmp_pat
     with profiling.trace(tmp_path):
         for _ in range(10):
             two_products(x, small, large).block_until_ready()
-    runs = {}
+    runs, read = {}, {}
     for each in profiling.operations(tmp_path):
         if each.program == "two_products":
             runs.setdefault((each.scope, each.name), []).append(each.seconds)
+            if each.multiplies:
+                read.setdefault(each.scope, set()).update(each.reads)
     # Of each operation the shortest run: whatever else the machine does lengthens some of them, and hardly all.
     seconds, whole = collections.Counter(), collections.Counter()
     for (scope, _), times in runs.items():
@@ -82,6 +84,7 @@ def test_the_matrix_product_of_a_scope_is_counted_there_and_nowhere_else(tmp_pat
     assert {row.scope: row.seconds for row in rows} == pytest.approx(dict(whole))
     assert seconds["head"] + seconds["mlp"] > 0.9 * sum(seconds.values())
     assert seconds["mlp"] > 2 * seconds["head"] > 0
+    assert small.shape in read["head"] and large.shape in read["mlp"]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +155,19 @@ def test_a_pallas_kernel_is_placed_by_the_name_of_its_function():
     scopes = profiling._scopes(profiling._parsed("HloModuleProto", module))
     assert profiling._place(scopes, "command_buffer_7", "double_mosaic_gpu_kernel") == "recurrence"
     assert profiling._place(scopes, "command_buffer_7", "stable_mosaic_gpu_kernel") == "other"
+
+
+def test_what_an_operation_reads_has_the_shape_that_it_was_made_with_and_the_one_that_it_is_read_with():
+    def program(x, matrix):
+        return jnp.sum(matrix.reshape(6, 2, 4) * x.reshape(2, 4)[None], axis=2), matrix @ x
+
+    lowered = jax.jit(program).lower(jnp.ones(8), jnp.ones((6, 8)))
+    module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    works = profiling._works(profiling._parsed("HloModuleProto", module))
+    (product,) = (work for name, work in works.items() if name.startswith("dot"))
+    assert product.multiplies and product.reads == product.sources == ((6, 8), (8,))
+    elementwise = next(work for name, work in works.items() if name.startswith("multiply"))
+    assert not elementwise.multiplies and elementwise.reads[0] == (6, 2, 4) and elementwise.sources[0] == (6, 8)
 
 
 @pytest.mark.slow

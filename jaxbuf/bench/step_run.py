@@ -1,0 +1,119 @@
+"""Compiles and times the steps of one form of the memory at one batch."""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxbuf.bench.kernel_figures import Row
+from jaxbuf.bench.step_carry import Tokens, restart
+from jaxbuf.bench.step_parts import count_bytes, matrices, memory_dtypes, products, split
+from jaxbuf.compilation import without_cache
+from jaxbuf.models.cache import fold_limits
+from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.tensor_parallel import devices_of
+from jaxbuf.serving import Carry, generate_tokens
+from jaxbuf.serving.carry import RUNNING
+from jaxbuf.serving.profiling import operations, trace
+from jaxbuf.serving.speculation import Drafter
+
+CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"  # XLA's own choice, spelled out
+COMMAND_BUFFERS = {  # what of a program XLA may record as CUDA graphs
+    "default": {},
+    "off": {"xla_gpu_enable_command_buffer": ""},
+    "on": {"xla_gpu_enable_command_buffer": CAPTURED},
+    "loops": {"xla_gpu_enable_command_buffer": CAPTURED + ",CONDITIONAL,WHILE"},
+}
+# While a trace is taken XLA launches one by one what it recorded: that is its default, and the parts depend on it.
+IN_TRACES = {"xla_enable_command_buffers_during_profiling": False}
+REPEATS = 3
+
+
+def compile_steps(
+    lm: LanguageModel, carry: Carry, command_buffers: str, drafter: Drafter | None = None
+) -> tuple[Any, float]:
+    """The program, and the seconds it took to compile. Not from the compilation cache: a profile needs its names."""
+    began = time.perf_counter()
+    with without_cache():
+        lowered = generate_tokens.lower(lm.model, carry, np.int32(0), drafter)
+        compiled = lowered.compile(compiler_options=IN_TRACES | COMMAND_BUFFERS[command_buffers])
+    return compiled, time.perf_counter() - began
+
+
+def measure(
+    program,
+    lm: LanguageModel,
+    form: str,
+    carry: Carry,
+    first: Carry,
+    options: argparse.Namespace,
+    tokens: Tokens,
+    drafter: Drafter | None,
+) -> tuple[Row, Carry]:
+    """One form at one batch, from its first carry: the figures, and the carry to go on with.
+
+    Raises:
+      ValueError: Not as many drafts were kept as `tokens` says.
+    """
+    walls, devices, steps = [], devices_of(lm.config.mesh), tokens.steps(options.steps, options.limit)
+    limit, whole = int(fold_limits(first.cache)[0]), tokens.cycle(options.limit)
+
+    def run(carry, steps):
+        carry = jax.block_until_ready(restart(carry, first, lm.config.mesh))
+        began = time.perf_counter()
+        carry = jax.block_until_ready(program(lm.model, carry, np.int32(steps), drafter))
+        return carry, time.perf_counter() - began
+
+    carry, _ = run(carry, whole)
+    for _ in range(REPEATS):
+        carry, wall = run(carry, steps)
+        walls.append(wall)
+    rows = int(np.sum(first.state == RUNNING))
+    counters = jax.device_get(carry.counters)
+    check_drafts(carry, rows * steps, tokens)
+    assert np.sum(counters.steps) == rows * steps, "every row decodes in every step"
+    if lm.config.specs:
+        assert np.sum(counters.folds) * tokens.cycle(limit) == rows * steps, "steps are in whole fold cycles"
+    with tempfile.TemporaryDirectory(prefix="jaxbuf-step-") as temporary:
+        name = "-".join([form, str(rows), *(["drafts", str(tokens.drafts)] if tokens.drafts else [])])
+        name = name if devices == 1 else f"{name}-devices-{devices}"
+        directory = options.profile / name if options.profile else Path(temporary)
+        with trace(directory):
+            carry, _ = run(carry, whole)
+        traced = [ran for ran in operations(directory) if ran.program == "generate_tokens"]
+    ms = 1e3 * statistics.median(walls) / steps
+    found = {"form": form, "batch": rows, "devices": devices, "limit": limit, "steps": steps}
+    found |= {"drafts": tokens.drafts, "accepted": tokens.accepted}
+    found |= {"context": options.context, "ms": ms, "tokens_per_s": 1e3 * rows * tokens.accepted / ms}
+    found |= {"folds": float(np.sum(counters.folds) / np.sum(counters.steps))}
+    found |= split(traced, whole * devices, len(lm.config.specs))
+    vectors = first.state.size * tokens.read
+    found |= {"vectors": vectors} | products(traced, matrices(lm), vectors, whole * devices)
+    return found | {"bytes": count_bytes(lm, memory_dtypes(carry), counters, options, tokens, steps)}, carry
+
+
+def check_drafts(carry: Carry, row_steps: int, tokens: Tokens) -> None:
+    """Raises ValueError unless in each of so many steps of rows as many drafts were verified and kept as wanted."""
+    if carry.speculation is None:
+        return
+    drafted, accepted = (int(np.sum(x)) for x in (carry.speculation.drafted, carry.speculation.accepted))
+    if (drafted, accepted) != (row_steps * tokens.drafts, row_steps * (tokens.accepted - 1)):
+        raise ValueError(
+            f"--drafts must be kept as --accepted says, {tokens.accepted - 1} of {tokens.drafts} in each of "
+            f"{row_steps} steps of rows, got {accepted} of {drafted} kept: the model does not repeat its tokens"
+        )
+
+
+def memory(program, devices: int) -> Row:
+    """Bytes: what the program needs at once on each device, and the most that this process had in use on the last of
+    them until now."""
+    needs = program.memory_analysis()
+    sizes = [getattr(needs, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")]
+    total = sum(sizes) - getattr(needs, "alias_size_in_bytes", 0)
+    peak = (jax.devices()[devices - 1].memory_stats() or {}).get("peak_bytes_in_use")
+    return {"program_bytes": total, "temporary_bytes": sizes[2], "peak_bytes": peak}
