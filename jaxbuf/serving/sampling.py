@@ -1,7 +1,9 @@
 """How the next token is chosen, as data: one compiled program serves every mix of settings."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeGuard, get_args
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 from jaxbuf.axes import Array, Bool, Float32, Int32, Key, UInt32
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.serving.token_masks import only
+from jaxbuf.serving.truncation import Cutoff, candidates, everything, find_cutoff, keep
 
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 1024  # of a prompt: a mistake beyond, which would take all memory
@@ -201,11 +204,21 @@ class History:
         return self.length - self.prompt_length
 
 
-def adjust(logits: Float32[Array, "rows vocab"], sampling: Sampling, history: History) -> Float32[Array, "rows vocab"]:
+def adjust(
+    logits: Float32[Array, "rows vocab"],
+    sampling: Sampling,
+    history: History,
+    allowed: Int32[Array, "rows words"] | None = None,
+) -> Float32[Array, "rows vocab"]:
     """Applies logit_bias, min_tokens and the penalties to logits.
 
     Nothing is counted unless some row asks for it: then the counts are made anew from the tokens, so that no counter as
     large as the vocabulary is kept.
+
+    Args:
+      logits: The model's.
+      sampling, history: Of the rows.
+      allowed: The tokens that each row may sample, see `token_masks`; all others get -inf. None: all.
 
     Source: Keskar et al., CTRL (2019), section 4.1, for repetition; the OpenAI API for presence and frequency.
     """
@@ -219,7 +232,11 @@ def adjust(logits: Float32[Array, "rows vocab"], sampling: Sampling, history: Hi
         ids = jnp.where(real, history.tokens, vocab)
         return jnp.zeros((rows, vocab), jnp.float32).at[row, ids].add(1.0, mode="drop")
 
-    def penalised(logits):
+    def permitted():
+        return logits if allowed is None else only(allowed, logits)
+
+    def penalised():
+        logits = permitted()
         biased = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, vocab)
         logits = logits.at[row, biased].add(sampling.bias, mode="drop")
         logits = logits.at[row, jnp.where(early, history.stop_ids, vocab)].set(-jnp.inf, mode="drop")
@@ -229,7 +246,8 @@ def adjust(logits: Float32[Array, "rows vocab"], sampling: Sampling, history: Hi
         logits = logits - sampling.frequency_penalty[:, None] * generated
         return logits - sampling.presence_penalty[:, None] * (generated > 0).astype(jnp.float32)
 
-    return jax.lax.cond(adjusts(sampling, history), penalised, lambda logits: logits, logits)
+    # Each branch makes its result from the model's logits: one that was handed through would be copied.
+    return jax.lax.cond(adjusts(sampling, history), penalised, permitted)
 
 
 def adjusts(sampling: Sampling, history: History) -> Bool[Array, ""]:
@@ -269,16 +287,18 @@ def choose(
     """
 
     def as_asked():
-        adjusted = adjust(only(allowed, logits), sampling, history)
-        return sample(adjusted, sampling, position), has_candidate(adjusted)
-
-    def most_probable():
-        left = only(allowed, logits)
-        best = jnp.argmax(left, axis=-1).astype(jnp.int32)  # NaN counts as the largest
-        return best, has_candidate(jnp.take_along_axis(left, best[:, None], axis=1))
+        adjusted = adjust(logits, sampling, history, allowed)
+        greedy, possible = _most_probable(adjusted)
+        return _sample(adjusted, greedy, sampling, position), possible
 
     asked = jnp.any(sampling.temperature > 0) | adjusts(sampling, history)
-    return jax.lax.cond(asked, as_asked, most_probable)
+    return jax.lax.cond(asked, as_asked, lambda: _most_probable(only(allowed, logits)))
+
+
+def _most_probable(logits: Array) -> tuple[Array, Array]:
+    """The most probable token of each row, int32, and whether there is a candidate."""
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
+    return best, has_candidate(jnp.take_along_axis(logits, best[:, None], axis=1))
 
 
 def has_candidate(logits: Float32[Array, "*n vocab"]) -> Bool[Array, "*n"]:
@@ -299,19 +319,42 @@ def sample(
       sampling: The settings of each row.
       position: The position that the token will have: it selects the row's random numbers.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    chosen = jax.lax.cond(
-        jnp.any(sampling.temperature > 0),
-        lambda: _draw(logits, sampling, position),
-        lambda: greedy,
-    )
-    return jnp.where(sampling.temperature > 0, chosen, greedy)
+    greedy, _ = _most_probable(logits)
+    return _sample(logits, greedy, sampling, position)
+
+
+def _sample(logits: Array, greedy: Array, sampling: Sampling, position: Array) -> Array:
+    drawn = sampling.temperature > 0
+    chosen = jax.lax.cond(jnp.any(drawn), lambda: _draw(logits, sampling, position), lambda: greedy)
+    return jnp.where(drawn, chosen, greedy)
 
 
 def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
-    """Draws by the Gumbel-max rule; the noise belongs to the token, so that leaving tokens out changes no other's."""
-    noisy = narrow(logits, sampling) + noise(keys(sampling, position), logits.shape[-1])
-    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    """Draws by the Gumbel-max rule; the noise belongs to the token, so that leaving tokens out changes no other's.
+
+    So the candidates alone are drawn from where they are all that is left of the rows that draw.
+    """
+    rows, vocab = logits.shape
+    key, drawn = keys(sampling, position), sampling.temperature > 0
+    truncated = drawn & _truncates(sampling)
+
+    def most_probable():
+        found = candidates(logits, partial(scale, sampling), sampling.top_k, sampling.top_p)
+        noisy = jnp.where(found.kept, found.value, -jnp.inf) + noise_of(key, found.token)
+        best = noisy == jnp.max(noisy, axis=1, keepdims=True)
+        return jnp.min(jnp.where(best, found.token, vocab), axis=1), found.closed, found.cutoff
+
+    def nothing():
+        return jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool), everything(rows)
+
+    token, closed, cutoff = jax.lax.cond(jnp.any(truncated), most_probable, nothing)
+
+    def of_all():
+        scaled = scale(sampling, logits, jnp.max(logits, axis=1, keepdims=True))
+        left = keep(scaled, _complete(scaled, sampling, closed, cutoff, truncated))
+        return jnp.argmax(left + noise(key, vocab), axis=1).astype(jnp.int32)
+
+    return jax.lax.cond(jnp.all(closed | ~drawn), lambda: token, of_all)
 
 
 def keys(sampling: Sampling, position: Int32[Array, "rows"]) -> Key[Array, "rows"]:
@@ -320,8 +363,18 @@ def keys(sampling: Sampling, position: Int32[Array, "rows"]) -> Key[Array, "rows
 
 
 def noise(key: Key[Array, "rows"], vocab: int) -> Float32[Array, "rows {vocab}"]:
-    """Gumbel noise of keys."""
-    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(key)
+    """Gumbel noise of keys, for every token."""
+    return noise_of(key, jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32)[None], (key.shape[0], vocab)))
+
+
+def noise_of(key: Key[Array, "rows"], tokens: Int32[Array, "rows n"]) -> Float32[Array, "rows n"]:
+    """Gumbel noise of keys and tokens: what `jax.random.gumbel` would give, for these tokens alone."""
+    folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(key, tokens.astype(jnp.uint32))
+    words = jax.random.key_data(folded)
+    one = jnp.uint32(0x3F800000)  # the bits of 1.0, below which a mantissa goes
+    bits = jax.lax.shift_right_logical(words[..., 0] ^ words[..., 1], jnp.uint32(9)) | one
+    uniform = jax.lax.bitcast_convert_type(bits, jnp.float32) - 1.0
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
 
 
 def narrow(logits: Float32[Array, "rows *n vocab"], sampling: Sampling) -> Float32[Array, "rows *n vocab"]:
@@ -334,29 +387,53 @@ def narrow(logits: Float32[Array, "rows *n vocab"], sampling: Sampling) -> Float
     Returns:
       Unnormalised log-probabilities.
     """
-    vocab = logits.shape[-1]
+    each = math.prod(logits.shape[1:-1])
+    flat = logits.reshape(-1, logits.shape[-1])
+    settings = jax.tree.map(lambda x: jnp.repeat(x, each, axis=0), sampling)
 
-    def wide(setting):
-        return setting.reshape(-1, *[1] * (logits.ndim - 1))
-
-    # The best token's is 0: divided by however small a temperature, it stays.
-    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = scaled / wide(jnp.where(sampling.temperature > 0, sampling.temperature, 1.0))
-    scaled = jnp.where(scaled >= wide(jnp.log(sampling.min_p)), scaled, -jnp.inf)
+    def scaled():
+        return scale(settings, flat, jnp.max(flat, axis=1, keepdims=True))
 
     def most_probable():
-        order = jnp.argsort(scaled, axis=-1, descending=True)
-        rank = jnp.arange(vocab, dtype=jnp.int32).reshape(*[1] * (logits.ndim - 1), vocab)
-        top_k = wide(jnp.where(sampling.top_k > 0, sampling.top_k, vocab))
-        ranked = jnp.take_along_axis(scaled, order, axis=-1)
-        probability = jax.nn.softmax(jnp.where(rank < top_k, ranked, -jnp.inf), axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        # Whatever rounding does to `before`: the first token is kept, and top_p 1 keeps all.
-        top_p = wide(jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf))
-        kept = (rank < top_k) & ((before < top_p) | (rank == 0))
-        return jnp.put_along_axis(scaled, order, jnp.where(kept, ranked, -jnp.inf), axis=-1, inplace=False)
+        found = candidates(flat, partial(scale, settings), settings.top_k, settings.top_p)
+        cutoff = _complete(scaled(), settings, found.closed, found.cutoff, _truncates(settings))
+        return keep(scaled(), cutoff)
 
-    return jax.lax.cond(jnp.any((sampling.top_k > 0) | (sampling.top_p < 1)), most_probable, lambda: scaled)
+    return jax.lax.cond(jnp.any(_truncates(sampling)), most_probable, scaled).reshape(logits.shape)
+
+
+def scale(
+    sampling: Sampling, logits: Float32[Array, "rows vocab"], best: Float32[Array, "rows 1"]
+) -> Float32[Array, "rows vocab"]:
+    """Applies temperature and min_p: 0 for the most probable token, -inf for those left out.
+
+    Where `best` is NaN or infinite, it leaves out all.
+
+    Args:
+      sampling: The settings of each row. A greedy row's logits are taken at temperature 1.
+      logits: As `adjust` leaves them, of any tokens.
+      best: The greatest of each row.
+    """
+    # The best token's is 0: divided by however small a temperature, it stays.
+    scaled = (logits - best) / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+    return jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
+
+
+def _truncates(sampling: Sampling) -> Array:
+    """bool [rows]: which ask for top_k or top_p."""
+    return (sampling.top_k > 0) | (sampling.top_p < 1)
+
+
+def _complete(scaled: Array, sampling: Sampling, closed: Array, cutoff: Cutoff, truncated: Array) -> Cutoff:
+    """What every row keeps: what candidates say of closed rows, a search of others, and all where nothing is asked."""
+    wanted = truncated & ~closed
+
+    def searched():
+        found = find_cutoff(scaled, sampling.top_k, sampling.top_p, wanted)
+        return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), found, cutoff)
+
+    found = jax.lax.cond(jnp.any(wanted), searched, lambda: cutoff)
+    return jax.tree.map(lambda x, all_of: jnp.where(truncated, x, all_of), found, everything(closed.shape[0]))
 
 
 def whole(value: object) -> TypeGuard[int]:
