@@ -13,7 +13,7 @@ import numpy as np
 from jaxbuf.axes import Array, Bool, Float32, Int32, Key, UInt32
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.serving.token_masks import only
-from jaxbuf.serving.truncation import Cutoff, candidates, everything, find_cutoff, keep
+from jaxbuf.serving.truncation import candidates, find_cutoff, keep
 
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 1024  # of a prompt: a mistake beyond, which would take all memory
@@ -287,18 +287,10 @@ def choose(
     """
 
     def as_asked():
-        adjusted = adjust(logits, sampling, history, allowed)
-        greedy, possible = _most_probable(adjusted)
-        return _sample(adjusted, greedy, sampling, position), possible
+        return _sample(adjust(logits, sampling, history, allowed), sampling, position)
 
     asked = jnp.any(sampling.temperature > 0) | adjusts(sampling, history)
     return jax.lax.cond(asked, as_asked, lambda: _most_probable(only(allowed, logits)))
-
-
-def _most_probable(logits: Array) -> tuple[Array, Array]:
-    """The most probable token of each row, int32, and whether there is a candidate."""
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
-    return best, has_candidate(jnp.take_along_axis(logits, best[:, None], axis=1))
 
 
 def has_candidate(logits: Float32[Array, "*n vocab"]) -> Bool[Array, "*n"]:
@@ -319,42 +311,63 @@ def sample(
       sampling: The settings of each row.
       position: The position that the token will have: it selects the row's random numbers.
     """
-    greedy, _ = _most_probable(logits)
-    return _sample(logits, greedy, sampling, position)
+    return _sample(logits, sampling, position)[0]
 
 
-def _sample(logits: Array, greedy: Array, sampling: Sampling, position: Array) -> Array:
+def _sample(logits: Array, sampling: Sampling, position: Array) -> tuple[Array, Array]:
+    """A token of each row, int32, and whether there was a candidate."""
     drawn = sampling.temperature > 0
-    chosen = jax.lax.cond(jnp.any(drawn), lambda: _draw(logits, sampling, position), lambda: greedy)
-    return jnp.where(drawn, chosen, greedy)
-
-
-def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
-    """Draws by the Gumbel-max rule; the noise belongs to the token, so that leaving tokens out changes no other's.
-
-    So the candidates alone are drawn from where they are all that is left of the rows that draw.
-    """
-    rows, vocab = logits.shape
-    key, drawn = keys(sampling, position), sampling.temperature > 0
     truncated = drawn & _truncates(sampling)
+    kinds = (
+        lambda: _most_probable(logits),
+        lambda: _draw(logits, sampling, position),
+        lambda: _draw_truncated(logits, sampling, position, truncated),
+    )
+    return jax.lax.switch(jnp.where(jnp.any(truncated), 2, jnp.any(drawn).astype(jnp.int32)), kinds)
 
-    def most_probable():
-        found = candidates(logits, partial(scale, sampling), sampling.top_k, sampling.top_p)
-        noisy = jnp.where(found.kept, found.value, -jnp.inf) + noise_of(key, found.token)
+
+def _most_probable(logits: Array) -> tuple[Array, Array]:
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
+    return best, has_candidate(jnp.take_along_axis(logits, best[:, None], axis=1))
+
+
+def _draw(logits: Array, sampling: Sampling, position: Array) -> tuple[Array, Array]:
+    """Draws by the Gumbel-max rule where nobody asks for top_k or top_p; greedy rows get their most probable token."""
+    greedy, possible = _most_probable(logits)
+    scaled = scale(sampling, logits, jnp.take_along_axis(logits, greedy[:, None], axis=1))
+    return _draw_from_all(scaled, greedy, sampling, position), possible
+
+
+def _draw_from_all(scaled: Array, greedy: Array, sampling: Sampling, position: Array) -> Array:
+    noisy = scaled + noise(keys(sampling, position), scaled.shape[1])
+    return jnp.where(sampling.temperature > 0, jnp.argmax(noisy, axis=1).astype(jnp.int32), greedy)
+
+
+def _draw_truncated(logits: Array, sampling: Sampling, position: Array, truncated: Array) -> tuple[Array, Array]:
+    """As `_draw`, with top_k and top_p in the rows where `truncated`.
+
+    The noise belongs to the token, so that leaving tokens out changes no other's. Where the candidates are all that is
+    left of the rows that draw, they alone are looked at.
+    """
+    found = candidates(logits, partial(scale, sampling), sampling.top_k, sampling.top_p)
+    greedy, drawn = found.token[:, 0], sampling.temperature > 0
+
+    def from_candidates():
+        noisy = jnp.where(found.kept, found.value, -jnp.inf) + noise_of(keys(sampling, position), found.token)
         best = noisy == jnp.max(noisy, axis=1, keepdims=True)
-        return jnp.min(jnp.where(best, found.token, vocab), axis=1), found.closed, found.cutoff
+        token = jnp.min(jnp.where(best, found.token, logits.shape[1]), axis=1)
+        return jnp.where(drawn, token, greedy)
 
-    def nothing():
-        return jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool), everything(rows)
+    def from_all():
+        scaled = scale(sampling, logits, found.best)
+        cutoff = find_cutoff(scaled, found, sampling.top_k, sampling.top_p, truncated)
+        return _draw_from_all(keep(scaled, cutoff), greedy, sampling, position)
 
-    token, closed, cutoff = jax.lax.cond(jnp.any(truncated), most_probable, nothing)
-
-    def of_all():
-        scaled = scale(sampling, logits, jnp.max(logits, axis=1, keepdims=True))
-        left = keep(scaled, _complete(scaled, sampling, closed, cutoff, truncated))
-        return jnp.argmax(left + noise(key, vocab), axis=1).astype(jnp.int32)
-
-    return jax.lax.cond(jnp.all(closed | ~drawn), lambda: token, of_all)
+    if found.all_tokens:
+        token = from_candidates()
+    else:
+        token = jax.lax.cond(jnp.all(found.closed | ~drawn), from_candidates, from_all)
+    return token, has_candidate(found.best)
 
 
 def keys(sampling: Sampling, position: Int32[Array, "rows"]) -> Key[Array, "rows"]:
@@ -391,15 +404,17 @@ def narrow(logits: Float32[Array, "rows *n vocab"], sampling: Sampling) -> Float
     flat = logits.reshape(-1, logits.shape[-1])
     settings = jax.tree.map(lambda x: jnp.repeat(x, each, axis=0), sampling)
 
-    def scaled():
-        return scale(settings, flat, jnp.max(flat, axis=1, keepdims=True))
+    truncated = _truncates(settings)
 
     def most_probable():
         found = candidates(flat, partial(scale, settings), settings.top_k, settings.top_p)
-        cutoff = _complete(scaled(), settings, found.closed, found.cutoff, _truncates(settings))
-        return keep(scaled(), cutoff)
+        scaled = scale(settings, flat, found.best)
+        return keep(scaled, find_cutoff(scaled, found, settings.top_k, settings.top_p, truncated))
 
-    return jax.lax.cond(jnp.any(_truncates(sampling)), most_probable, scaled).reshape(logits.shape)
+    def all_tokens():
+        return scale(settings, flat, jnp.max(flat, axis=1, keepdims=True))
+
+    return jax.lax.cond(jnp.any(truncated), most_probable, all_tokens).reshape(logits.shape)
 
 
 def scale(
@@ -422,18 +437,6 @@ def scale(
 def _truncates(sampling: Sampling) -> Array:
     """bool [rows]: which ask for top_k or top_p."""
     return (sampling.top_k > 0) | (sampling.top_p < 1)
-
-
-def _complete(scaled: Array, sampling: Sampling, closed: Array, cutoff: Cutoff, truncated: Array) -> Cutoff:
-    """What every row keeps: what candidates say of closed rows, a search of others, and all where nothing is asked."""
-    wanted = truncated & ~closed
-
-    def searched():
-        found = find_cutoff(scaled, sampling.top_k, sampling.top_p, wanted)
-        return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), found, cutoff)
-
-    found = jax.lax.cond(jnp.any(wanted), searched, lambda: cutoff)
-    return jax.tree.map(lambda x, all_of: jnp.where(truncated, x, all_of), found, everything(closed.shape[0]))
 
 
 def whole(value: object) -> TypeGuard[int]:

@@ -1,11 +1,11 @@
 """Which tokens top_k and top_p leave, without sorting the vocabulary.
 
-Tokens are in an order: the more probable first, and of equally probable ones the lower id. top_k and top_p both leave
-the first tokens of that order, so that the last one which they leave says all (`Cutoff`).
+Tokens have an order: the more probable first, and of equally probable ones the lower id. What top_k and top_p leave of
+a row are the first tokens of that order, up to the last one that stays (`Cutoff`).
 
-The first CANDIDATES tokens are found exactly, see `most_probable`; where top_k and top_p leave no more of a row, nothing
-else is looked at. Other rows take a search over all tokens (`find_cutoff`), a few passes each; a row's result does not
-depend on whether another one needed it.
+The first CANDIDATES tokens are found exactly, see `most_probable`. If they include all that stays of a row, the row is
+closed: nothing else is looked at but the sum of all probabilities. Other rows take a search over all tokens, of some
+twenty passes (`find_cutoff`). What a row keeps does not depend on whether another one needed the search.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from jaxbuf.axes import Array, Bool, Float32, Int32, UInt32
 
 CANDIDATES = 64
 GROUP = 16  # numbers of which one maximum is taken
-FEW = 1024  # numbers that are sorted at once: CANDIDATES * GROUP
-DIGIT = 4  # bits of a code that a pass of the search finds
+FEW = CANDIDATES * GROUP  # numbers that are sorted at once; in a smaller vocabulary all tokens are candidates
 CODE = 32  # bits of a code
+DIGIT = 2  # bits of it that a pass of the search finds
 
 type Scale = Callable[[Array, Array], Array]
 
@@ -28,55 +28,48 @@ type Scale = Callable[[Array, Array], Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cutoff:
-    """The last token, in the order, that each row keeps.
+    """The last token, in the order, that stays of each row.
 
     Attributes:
       code: Of its log-probability, see `encode`.
-      token: Its id. Of equally probable tokens those up to it are kept.
+      token: Its id.
     """
 
     code: UInt32[Array, "rows"]
     token: Int32[Array, "rows"]
 
-    def keeps(self, code: UInt32[Array, "rows n"], token: Int32[Array, "#rows n"]) -> Bool[Array, "rows n"]:
-        """Which tokens are left, of codes and ids."""
-        last = self.code[:, None]
-        return (code < last) | ((code == last) & (token <= self.token[:, None]))
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """The most probable tokens, in the order, and what is left of them.
+    """The first tokens of each row, in the order, and which of them stay.
 
     Attributes:
-      value: Unnormalised log-probabilities; 0 for the most probable one.
-      token: Ids. Past the last token of a small vocabulary there are none.
-      kept: Which ones min_p, top_k and top_p leave.
-      closed: Whether all that they leave of a row is among the candidates. If not, `kept` means nothing.
+      best: The greatest logit; infinite if one is NaN.
+      value: Unnormalised log-probabilities; 0 for the most probable token.
+      token: Ids.
+      kept: Which ones min_p, top_k and top_p leave. It means nothing in rows that are not closed.
+      closed: Whether all that stays of a row is among the candidates.
+      all_tokens: Whether the candidates are the whole vocabulary (static); all rows are closed then.
     """
 
+    best: Float32[Array, "rows 1"]
     value: Float32[Array, "rows n"]
     token: Int32[Array, "rows n"]
     kept: Bool[Array, "rows n"]
     closed: Bool[Array, "rows"]
+    all_tokens: bool = dataclasses.field(metadata={"static": True})
 
     @property
     def cutoff(self) -> Cutoff:
-        """What the closed rows keep."""
-        rank = jnp.arange(self.token.shape[1], dtype=jnp.int32)[None]
-        last = jnp.max(jnp.where(self.kept, rank, 0), axis=1)[:, None]
+        """Of the closed rows."""
+        last = jnp.max(jnp.where(self.kept, _ids(self.token.shape[1]), 0), axis=1)[:, None]
         value, token = (jnp.take_along_axis(x, last, axis=1)[:, 0] for x in (self.value, self.token))
         return Cutoff(encode(value), token)
 
 
-def everything(rows: int) -> Cutoff:
-    """What leaves out no token."""
-    return Cutoff(jnp.full(rows, 2**CODE - 1, jnp.uint32), jnp.zeros(rows, jnp.int32))
-
-
 def encode(value: Float32[Array, "*n"]) -> UInt32[Array, "*n"]:
-    """Integers in the order of log-probabilities of at most 0, the greatest first."""
+    """Numbers that grow as log-probabilities of at most 0 fall; equal ones, 0 and -0 too, have equal numbers."""
     return jax.lax.bitcast_convert_type(jnp.abs(value), jnp.uint32)
 
 
@@ -86,140 +79,180 @@ def decode(code: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
 
 
 def keep(scaled: Float32[Array, "rows vocab"], cutoff: Cutoff) -> Float32[Array, "rows vocab"]:
-    """Log-probabilities of at most 0, -inf for each token that is left out."""
-    return jnp.where(cutoff.keeps(encode(scaled), _ids(scaled.shape[1])), scaled, -jnp.inf)
+    """Log-probabilities of at most 0, with -inf for each token behind the cutoff."""
+    code, last = encode(scaled), cutoff.code[:, None]
+    stays = (code < last) | ((code == last) & (_ids(scaled.shape[1]) <= cutoff.token[:, None]))
+    return jnp.where(stays, scaled, -jnp.inf)
 
 
 def candidates(
     logits: Float32[Array, "rows vocab"], scale: Scale, top_k: Int32[Array, "rows"], top_p: Float32[Array, "rows"]
 ) -> Candidates:
-    """Which of the most probable tokens top_k and then top_p leave.
+    """The most probable tokens, and which of them top_k and then top_p leave.
 
     Args:
       logits: Of all tokens.
-      scale: Makes log-probabilities, at most 0, of logits and the greatest logit of each row, [rows, 1]; must not
-        decrease as a logit grows.
+      scale: Makes log-probabilities of at most 0, [rows, n], from logits [rows, n] and the greatest of each row,
+        [rows, 1]. A greater logit never has a smaller one.
       top_k: How many tokens to leave; 0: all.
-      top_p: As in `SamplingParams`; from 1 on all.
+      top_p: As in `SamplingParams`; 1: all.
     """
     best, value, token = most_probable(logits, scale)
-    vocab, count = logits.shape[1], token.shape[1]
-    rank = jnp.arange(count, dtype=jnp.int32)[None]
-    top_k = jnp.where((top_k > 0) & (top_k < vocab), top_k, vocab)[:, None]
-    weight = jnp.where(rank < top_k, jnp.exp(value), 0.0)
-    all_of_them = jnp.sum(jnp.exp(scale(logits, best)), axis=1, keepdims=True)
-    probability = weight / jnp.where(top_k <= count, jnp.sum(weight, axis=1, keepdims=True), all_of_them)
-    kept = (value > -jnp.inf) & (rank < top_k) & _reaches(probability, top_p[:, None])
-    # Between the candidates' number and the vocabulary, top_k leaves tokens whose sum is not known here.
-    known = (top_k <= count) | (top_k == vocab) | (value[:, -1:] == -jnp.inf)
-    closed = known & ((top_k <= count) | ~kept[:, -1:])
-    return Candidates(value, token, kept, closed[:, 0])
-
-
-def _reaches(probability: Array, top_p: Array) -> Array:
-    """Which tokens top_p leaves, of probabilities in the order."""
+    count, vocab, rank = token.shape[1], logits.shape[1], _ids(token.shape[1])
+    number = _number(top_k, vocab)[:, None]
+    weight = jnp.where(rank < number, jnp.exp(value), 0.0)
+    total, known = jnp.sum(weight, axis=1, keepdims=True), number <= count
+    if count < vocab:
+        total = jnp.where(known, total, _sum(_grouped(jnp.exp(scale(logits, best)), FEW, 0.0))[:, None])
+        # A top_k between the two numbers leaves tokens whose sum is not known, unless min_p leaves fewer.
+        known |= (number == vocab) | (value[:, -1:] == -jnp.inf)
+    probability = weight / total
     before = jnp.cumsum(probability, axis=1) - probability
-    first = jnp.arange(probability.shape[1], dtype=jnp.int32)[None] == 0  # kept, whatever rounding does to `before`
-    return (before < top_p) | (top_p >= 1) | first
+    # Whatever rounding does to `before`: the first token stays, and top_p 1 leaves all.
+    kept = (before < jnp.where(top_p < 1, top_p, jnp.inf)[:, None]) | (rank == 0)
+    kept &= (rank < number) & (value > -jnp.inf)
+    closed = known & ((number <= count) | ~kept[:, -1:])
+    return Candidates(best, value, token, kept, closed[:, 0], all_tokens=count == vocab)
 
 
 def most_probable(
     logits: Float32[Array, "rows vocab"], scale: Scale
 ) -> tuple[Float32[Array, "rows 1"], Float32[Array, "rows n"], Int32[Array, "rows n"]]:
-    """The most probable tokens, CANDIDATES of them or the whole vocabulary.
+    """The first tokens of the order: CANDIDATES, or all of at most FEW.
 
-    Groups of neighbours are in the same order by their maxima; a group that is not among the first n has none of the
-    first n tokens, since each of those groups has one that comes before. So groups of groups are sorted, then the
-    groups of the first ones, and so on down to tokens, a few at once.
+    Groups of neighbours, ordered by their maxima and then by place, are enough: each of the first n groups has a token
+    that comes before all tokens of the groups behind, so that those have none of the first n tokens. So the maxima of
+    groups of groups are sorted, then those of the groups in the first ones, and so on down to the tokens.
 
     Args:
       logits: Of all tokens.
       scale: As in `candidates`.
 
     Returns:
-      The greatest logit, and the tokens' log-probabilities and ids, in the order.
+      The greatest logit (infinite if one is NaN), and the tokens' log-probabilities and ids, in the order.
     """
     levels = [logits]
     while levels[-1].shape[1] > FEW:
-        levels.append(_group_maxima(levels[-1]))
-    best = jnp.max(levels[-1], axis=1, keepdims=True)
-    index = jnp.broadcast_to(_ids(levels[-1].shape[1]), levels[-1].shape)
-    code = encode(scale(levels[-1], best))
+        # Without the barrier XLA makes a maximum of maxima one of all numbers, in a pass of its own.
+        levels.append(jax.lax.optimization_barrier(_maximum(_grouped(levels[-1], GROUP, -jnp.inf))))
+    top = levels.pop()
+    best = _maximum(top)[:, None]
+    code, index = _sort(scale(top, best), jnp.broadcast_to(_ids(top.shape[1]), top.shape))
     for level in reversed(levels):
-        if level is not levels[-1]:
-            member = jnp.arange(GROUP, dtype=jnp.int32)[None, None]
-            index = (GROUP * index[:, :, None] + member).reshape(index.shape[0], -1)
-            found = level.at[jnp.arange(level.shape[0], dtype=jnp.int32)[:, None], index].get(
-                mode="fill", fill_value=-jnp.inf
-            )
-            code = encode(scale(found, best))
-        code, index = jax.lax.sort((code, index), num_keys=2, is_stable=False)
-        code, index = code[:, :CANDIDATES], index[:, :CANDIDATES]
-    return best, decode(code), index
+        member = jnp.arange(GROUP, dtype=jnp.int32)[None, None]
+        index = (GROUP * index[:, :CANDIDATES, None] + member).reshape(index.shape[0], -1)
+        row = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
+        code, index = _sort(scale(level.at[row, index].get(mode="fill", fill_value=-jnp.inf), best), index)
+    count = CANDIDATES if levels else logits.shape[1]
+    return best, decode(code[:, :count]), index[:, :count]
 
 
-def _group_maxima(x: Array) -> Array:
-    """[rows, ceil(n / GROUP)] of [rows, n]."""
+def _maximum(x: Array) -> Array:
+    """Over the last axis; infinity where a number is NaN, which a CPU's maximum may pass over."""
+    return jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=-1)
+
+
+def _grouped(x: Array, size: int, fill: Array | float) -> Array:
+    """[rows, ceil(n / size), size] of [rows, n]."""
     rows, number = x.shape
-    padded = jnp.pad(x, ((0, 0), (0, -number % GROUP)), constant_values=-jnp.inf)
-    return jnp.max(padded.reshape(rows, -1, GROUP), axis=2)
+    return jnp.pad(x, ((0, 0), (0, -number % size)), constant_values=fill).reshape(rows, -1, size)
+
+
+def _sum(x: Array) -> Array:
+    """[rows] of [rows, n, size]: a CPU adds one number after the other, and sums of sums are rounded less."""
+    return jnp.sum(jax.lax.optimization_barrier(jnp.sum(x, axis=2)), axis=1)
+
+
+def _sort(value: Array, index: Array) -> tuple[Array, Array]:
+    """Codes and indices in the order."""
+    code, index = jax.lax.sort((encode(value), index), num_keys=2, is_stable=False)
+    return code, index
 
 
 def find_cutoff(
+    scaled: Float32[Array, "rows vocab"],
+    found: Candidates,
+    top_k: Int32[Array, "rows"],
+    top_p: Float32[Array, "rows"],
+    asked: Bool[Array, "rows"],
+) -> Cutoff:
+    """Up to which token each row stays: what the candidates say of closed rows, and a search of the others.
+
+    Args:
+      scaled: Log-probabilities of all tokens, at most 0.
+      found: Of the same.
+      top_k, top_p: As in `candidates`.
+      asked: In other rows all tokens stay.
+    """
+    cutoff = found.cutoff
+    if not found.all_tokens:
+        wanted = asked & ~found.closed
+
+        def searched():
+            return _where(wanted, search_cutoff(scaled, top_k, top_p, wanted), cutoff)
+
+        cutoff = jax.lax.cond(jnp.any(wanted), searched, lambda: cutoff)
+    return _where(asked, cutoff, _everything(scaled.shape[0]))
+
+
+def search_cutoff(
     scaled: Float32[Array, "rows vocab"],
     top_k: Int32[Array, "rows"],
     top_p: Float32[Array, "rows"],
     wanted: Bool[Array, "rows"],
 ) -> Cutoff:
-    """What top_k and then top_p leave, by a search over all tokens.
+    """Up to which token each row stays, by searches over all tokens.
 
-    A token stays if the tokens before it weigh less than a target: each of them 1 and the target top_k, then each its
-    probability and the target top_p.
+    A token stays if those before it weigh less than a target: first each of them 1, and the target top_k; then, among
+    those that stayed, each its probability, and the target top_p.
 
     Args:
-      scaled: Log-probabilities of at most 0.
-      top_k, top_p: As in `candidates`.
+      scaled, top_k, top_p: As in `find_cutoff`.
       wanted: The rows whose results are looked at.
     """
     rows, vocab = scaled.shape
-    number = jnp.where((top_k > 0) & (top_k < vocab), top_k, vocab)
-    code, ids = encode(scaled), _ids(vocab)
+    number = _number(top_k, vocab)
 
     def step(i, cutoff):
-        by_mass = i == 1
-        each = jnp.where(by_mass, jnp.exp(scaled), 1.0)
-        weight = jnp.where(cutoff.keeps(code, ids), each, 0.0)
-        mass = jnp.where(top_p < 1, top_p * jnp.sum(weight, axis=1), jnp.inf)
+        by_mass, left = i == 1, _grouped(keep(scaled, cutoff), FEW, -jnp.inf)
+        mass = jnp.where(top_p < 1, top_p * _sum(jnp.exp(left)), jnp.inf)
         target = jnp.where(by_mass, mass, number.astype(jnp.float32))
-        last, before = _search(code, weight, target)
-        of_one = jnp.where(by_mass, jnp.exp(decode(last)), 1.0)
-        equal = jnp.maximum(jnp.ceil((target - before) / of_one), 1.0)  # at least: the first token is always kept
-        token = _nth(code == last[:, None], jnp.minimum(equal, vocab).astype(jnp.int32))
-        lower = (last < cutoff.code) | ((last == cutoff.code) & (token < cutoff.token))
-        return Cutoff(jnp.where(lower, last, cutoff.code), jnp.where(lower, token, cutoff.token))
+        code, before = _search(left, by_mass, target)
+        each = jnp.where(by_mass, jnp.exp(decode(code)), 1.0)
+        equal = jnp.clip(jnp.ceil((target - before) / each), 1, vocab)  # at least 1: the first token stays
+        token = _nth(encode(left) == code[:, None, None], equal.astype(jnp.int32))
+        earlier = (code < cutoff.code) | ((code == cutoff.code) & (token < cutoff.token))
+        return _where(earlier, Cutoff(code, token), cutoff)
 
     # Without a top_k there is one search.
     first = jnp.where(jnp.any(wanted & (number < vocab)), 0, 1)
-    return jax.lax.fori_loop(first, 2, step, everything(rows))
+    return jax.lax.fori_loop(first, 2, step, _everything(rows))
 
 
-def _search(code: Array, weight: Array, target: Array) -> tuple[Array, Array]:
-    """The greatest number for which the codes below it weigh less than the target; and what they weigh."""
+def _search(scaled: Array, by_mass: Array, target: Array) -> tuple[Array, Array]:
+    """The greatest number of which the tokens of smaller codes weigh less than the target; and what they weigh.
 
-    def pass_over(i, found):
-        number, below = found
+    Args:
+      scaled: Of tokens in groups, [rows, n, size].
+      by_mass: Whether a token weighs its probability, and not 1.
+      target: float32 [rows].
+    """
+
+    def find_digit(i, found):
+        # The barrier keeps XLA from computing weights ahead of the loop: a pass would read two arrays, not one.
+        now, (number, below) = jax.lax.optimization_barrier((scaled, found))
+        code, weight = encode(now), jnp.where(by_mass, jnp.exp(now), 1.0)
         shift = jnp.uint32(CODE - DIGIT) - jnp.uint32(DIGIT) * i.astype(jnp.uint32)
         tried = [number + (jnp.uint32(digit) << shift) for digit in range(1, 2**DIGIT)]
-        parts = [jnp.where(code < limit[:, None], weight, 0.0) for limit in tried]
-        # One reduction of all, so that one pass over the tokens does.
-        sums = jax.lax.reduce(parts, [jnp.float32(0)] * len(parts), _add, (1,))
-        for limit, total in zip(tried, sums, strict=True):
-            less = total < target
-            number, below = jnp.where(less, limit, number), jnp.where(less, total, below)
+        parts = [jnp.where(code < limit[:, None, None], weight, 0.0) for limit in tried]
+        sums = jax.lax.reduce(parts, [jnp.float32(0)] * len(parts), _add, (2,))  # in one pass
+        for limit, of_groups in zip(tried, jax.lax.optimization_barrier(sums), strict=True):
+            total = jnp.sum(of_groups, axis=1)
+            number, below = (jnp.where(total < target, *x) for x in ((limit, number), (total, below)))
         return number, below
 
-    start = jnp.zeros(code.shape[0], jnp.uint32), jnp.zeros(code.shape[0], jnp.float32)
-    return jax.lax.fori_loop(0, CODE // DIGIT, pass_over, start)
+    start = jnp.zeros(target.shape, jnp.uint32), jnp.zeros(target.shape, jnp.float32)
+    return jax.lax.fori_loop(0, CODE // DIGIT, find_digit, start)
 
 
 def _add(a, b):
@@ -227,15 +260,28 @@ def _add(a, b):
 
 
 def _nth(mask: Array, n: Array) -> Array:
-    """The index of the nth (from 1) that is True in each row; what is past the end where there are fewer."""
-    rows, number = mask.shape
-    grouped = jnp.pad(mask, ((0, 0), (0, -number % FEW))).reshape(rows, -1, FEW)
-    ends = jnp.cumsum(jnp.sum(grouped, axis=2, dtype=jnp.int32), axis=1)
+    """Where the nth (from 1) True of each row of [rows, n, size] is, int32; past the end of a row that has fewer."""
+    size = mask.shape[2]
+    ends = jnp.cumsum(jnp.sum(mask, axis=2, dtype=jnp.int32), axis=1)
     group = jnp.sum(ends < n[:, None], axis=1, dtype=jnp.int32)
-    within = jnp.minimum(group, ends.shape[1] - 1)
-    counts = jnp.cumsum(jnp.take_along_axis(grouped, within[:, None, None], axis=1)[:, 0], axis=1, dtype=jnp.int32)
-    earlier = jnp.take_along_axis(ends, within[:, None], axis=1) - counts[:, -1:]
-    return FEW * group + jnp.sum(earlier + counts < n[:, None], axis=1, dtype=jnp.int32)
+    inside = jnp.minimum(group, ends.shape[1] - 1)[:, None]
+    counts = jnp.cumsum(jnp.take_along_axis(mask, inside[:, :, None], axis=1)[:, 0], axis=1, dtype=jnp.int32)
+    before = jnp.take_along_axis(ends, inside, axis=1) - counts[:, -1:]
+    return size * group + jnp.sum(before + counts < n[:, None], axis=1, dtype=jnp.int32)
+
+
+def _number(top_k: Array, vocab: int) -> Array:
+    """How many tokens top_k leaves."""
+    return jnp.where((top_k > 0) & (top_k < vocab), top_k, vocab)
+
+
+def _everything(rows: int) -> Cutoff:
+    """Behind all tokens."""
+    return Cutoff(jnp.full(rows, 2**CODE - 1, jnp.uint32), jnp.zeros(rows, jnp.int32))
+
+
+def _where(condition: Array, a: Cutoff, b: Cutoff) -> Cutoff:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
 def _ids(number: int) -> Array:
