@@ -13,7 +13,7 @@ import numpy as np
 from jaxbuf.axes import Array, Bool, Float32, Int32, Key, UInt32
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.serving.token_masks import only
-from jaxbuf.serving.truncation import candidates, find_cutoff, keep
+from jaxbuf.serving.truncation import candidates, find_cutoff, greatest, keep
 
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 1024  # of a prompt: a mistake beyond, which would take all memory
@@ -298,7 +298,7 @@ def has_candidate(logits: Float32[Array, "*n vocab"]) -> Bool[Array, "*n"]:
 
     It can't where all tokens are forbidden (-inf), and where a candidate's logit is NaN or infinite.
     """
-    return jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum of anything and NaN is NaN
+    return jnp.isfinite(greatest(logits))
 
 
 def sample(
@@ -412,7 +412,7 @@ def narrow(logits: Float32[Array, "rows *n vocab"], sampling: Sampling) -> Float
         return keep(scaled, find_cutoff(scaled, found, settings.top_k, settings.top_p, truncated))
 
     def all_tokens():
-        return scale(settings, flat, jnp.max(flat, axis=1, keepdims=True))
+        return scale(settings, flat, greatest(flat)[:, None])
 
     return jax.lax.cond(jnp.any(truncated), most_probable, all_tokens).reshape(logits.shape)
 

@@ -78,6 +78,11 @@ def decode(code: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
     return -jax.lax.bitcast_convert_type(code, jnp.float32)
 
 
+def greatest(x: Float32[Array, "*n vocab"]) -> Float32[Array, "*n"]:
+    """The greatest number of the last axis; infinity where one is NaN, which XLA's maximum passes over on a CPU."""
+    return jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=-1)
+
+
 def keep(scaled: Float32[Array, "rows vocab"], cutoff: Cutoff) -> Float32[Array, "rows vocab"]:
     """Log-probabilities of at most 0, with -inf for each token behind the cutoff."""
     code, last = encode(scaled), cutoff.code[:, None]
@@ -134,9 +139,9 @@ def most_probable(
     levels = [logits]
     while levels[-1].shape[1] > FEW:
         # Without the barrier XLA makes a maximum of maxima one of all numbers, in a pass of its own.
-        levels.append(jax.lax.optimization_barrier(_maximum(_grouped(levels[-1], GROUP, -jnp.inf))))
+        levels.append(jax.lax.optimization_barrier(greatest(_grouped(levels[-1], GROUP, -jnp.inf))))
     top = levels.pop()
-    best = _maximum(top)[:, None]
+    best = greatest(top)[:, None]
     code, index = _sort(scale(top, best), jnp.broadcast_to(_ids(top.shape[1]), top.shape))
     for level in reversed(levels):
         member = jnp.arange(GROUP, dtype=jnp.int32)[None, None]
@@ -145,11 +150,6 @@ def most_probable(
         code, index = _sort(scale(level.at[row, index].get(mode="fill", fill_value=-jnp.inf), best), index)
     count = CANDIDATES if levels else logits.shape[1]
     return best, decode(code[:, :count]), index[:, :count]
-
-
-def _maximum(x: Array) -> Array:
-    """Over the last axis; infinity where a number is NaN, which a CPU's maximum may pass over."""
-    return jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=-1)
 
 
 def _grouped(x: Array, size: int, fill: Array | float) -> Array:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxbuf.serving import truncation
 from jaxbuf.serving.acceptance import log_distribution
-from jaxbuf.serving.sampling import SamplingParams, keys, narrow, noise, noise_of, pack, sample, scale
+from jaxbuf.serving.sampling import SamplingParams, has_candidate, keys, narrow, noise, noise_of, pack, sample, scale
 
 VOCABULARIES = [37, 1500, 16_411]  # fewer than are sorted at once; two and three levels of groups, the last not full
 ROWS = 24
@@ -137,6 +137,8 @@ def test_a_row_without_a_candidate_keeps_no_token(rng):
         settings = drawn_settings(rng, ROWS)
         found = np.asarray(narrowed(logits, pack(settings)))
         assert (found[:12] == -np.inf).all() and (found[12:].max(axis=1) == 0).all()
+        assert (np.asarray(narrowed(logits, pack([SamplingParams()] * ROWS)))[:12] == -np.inf).all()
+        np.testing.assert_array_equal(has_candidate(logits), np.arange(ROWS) >= 12)
         alone = np.asarray(narrowed(np.tile(logits[12:], (2, 1))[:ROWS], pack((settings[12:] * 2)[:ROWS])))
         np.testing.assert_array_equal(found[12:], alone[: ROWS - 12])
 
