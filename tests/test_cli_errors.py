@@ -239,6 +239,7 @@ NUMBERS_OF_BENCHMARKS = [
     ("step", "--drafts --accepted"),
     ("attention", "--heads --kv-heads --head-dim --batches --contexts --tokens --page-size --layers --budget"),
     ("short", "--layers --batch --lengths --steps --limit --seed"),
+    ("sample", "--batches --vocab --steps --seed"),
     ("step", "--attention-heads --kv-heads --attention-dim --devices"),
 ]
 

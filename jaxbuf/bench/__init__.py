@@ -33,4 +33,5 @@ PROGRAMS = (
     Program("drafts", "how many drafts a model keeps, and how many forward passes that saves", "drafts.json"),
     Program("step", "whole decoding steps of a model: their time, its parts, and that of their bytes", "step.json"),
     Program("short", "steps behind short texts, in each form of the memory", "short.json"),
+    Program("sample", "how a step chooses its tokens: greedy, sampled, with top_k and top_p"),
 )

@@ -56,7 +56,8 @@ def _add_and_norm(norm: Norm, asked: Asked | None, x: Array, y: Array, weight: A
 
     @jax.custom_vjp
     def add(x, y, weight):
-        found = gpu.add_and_norm(call, *(a.reshape(-1, hidden) for a in (x, y)), weight, interpret=asked.interpret)
+        flat = x.reshape(-1, hidden), y.reshape(-1, hidden)
+        found = gpu.add_and_norm(call, *flat, weight, interpret=asked.interpret)
         return tuple(a.reshape(x.shape) for a in found)
 
     add.defvjp(

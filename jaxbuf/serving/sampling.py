@@ -1,7 +1,9 @@
 """How the next token is chosen, as data: one compiled program serves every mix of settings."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeGuard, get_args
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 from jaxbuf.axes import Array, Bool, Float32, Int32, Key, UInt32
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.serving.token_masks import only
+from jaxbuf.serving.truncation import candidates, find_cutoff, greatest, keep
 
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 1024  # of a prompt: a mistake beyond, which would take all memory
@@ -201,11 +204,21 @@ class History:
         return self.length - self.prompt_length
 
 
-def adjust(logits: Float32[Array, "rows vocab"], sampling: Sampling, history: History) -> Float32[Array, "rows vocab"]:
+def adjust(
+    logits: Float32[Array, "rows vocab"],
+    sampling: Sampling,
+    history: History,
+    allowed: Int32[Array, "rows words"] | None = None,
+) -> Float32[Array, "rows vocab"]:
     """Applies logit_bias, min_tokens and the penalties to logits.
 
     Nothing is counted unless some row asks for it: then the counts are made anew from the tokens, so that no counter as
     large as the vocabulary is kept.
+
+    Args:
+      logits: The model's.
+      sampling, history: Of the rows.
+      allowed: The tokens that each row may sample, see `token_masks`; all others get -inf. None: all.
 
     Source: Keskar et al., CTRL (2019), section 4.1, for repetition; the OpenAI API for presence and frequency.
     """
@@ -219,7 +232,11 @@ def adjust(logits: Float32[Array, "rows vocab"], sampling: Sampling, history: Hi
         ids = jnp.where(real, history.tokens, vocab)
         return jnp.zeros((rows, vocab), jnp.float32).at[row, ids].add(1.0, mode="drop")
 
-    def penalised(logits):
+    def permitted():
+        return logits if allowed is None else only(allowed, logits)
+
+    def penalised():
+        logits = permitted()
         biased = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, vocab)
         logits = logits.at[row, biased].add(sampling.bias, mode="drop")
         logits = logits.at[row, jnp.where(early, history.stop_ids, vocab)].set(-jnp.inf, mode="drop")
@@ -229,7 +246,8 @@ def adjust(logits: Float32[Array, "rows vocab"], sampling: Sampling, history: Hi
         logits = logits - sampling.frequency_penalty[:, None] * generated
         return logits - sampling.presence_penalty[:, None] * (generated > 0).astype(jnp.float32)
 
-    return jax.lax.cond(adjusts(sampling, history), penalised, lambda logits: logits, logits)
+    # Each branch makes its result from the model's logits: one that was handed through would be copied.
+    return jax.lax.cond(adjusts(sampling, history), penalised, permitted)
 
 
 def adjusts(sampling: Sampling, history: History) -> Bool[Array, ""]:
@@ -269,16 +287,10 @@ def choose(
     """
 
     def as_asked():
-        adjusted = adjust(only(allowed, logits), sampling, history)
-        return sample(adjusted, sampling, position), has_candidate(adjusted)
-
-    def most_probable():
-        left = only(allowed, logits)
-        best = jnp.argmax(left, axis=-1).astype(jnp.int32)  # NaN counts as the largest
-        return best, has_candidate(jnp.take_along_axis(left, best[:, None], axis=1))
+        return _sample(adjust(logits, sampling, history, allowed), sampling, position)
 
     asked = jnp.any(sampling.temperature > 0) | adjusts(sampling, history)
-    return jax.lax.cond(asked, as_asked, most_probable)
+    return jax.lax.cond(asked, as_asked, lambda: _most_probable(only(allowed, logits)))
 
 
 def has_candidate(logits: Float32[Array, "*n vocab"]) -> Bool[Array, "*n"]:
@@ -286,7 +298,7 @@ def has_candidate(logits: Float32[Array, "*n vocab"]) -> Bool[Array, "*n"]:
 
     It can't where all tokens are forbidden (-inf), and where a candidate's logit is NaN or infinite.
     """
-    return jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum of anything and NaN is NaN
+    return jnp.isfinite(greatest(logits))
 
 
 def sample(
@@ -299,19 +311,63 @@ def sample(
       sampling: The settings of each row.
       position: The position that the token will have: it selects the row's random numbers.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    chosen = jax.lax.cond(
-        jnp.any(sampling.temperature > 0),
+    return _sample(logits, sampling, position)[0]
+
+
+def _sample(logits: Array, sampling: Sampling, position: Array) -> tuple[Array, Array]:
+    """A token of each row, int32, and whether there was a candidate."""
+    drawn = sampling.temperature > 0
+    truncated = drawn & _truncates(sampling)
+    kinds = (
+        lambda: _most_probable(logits),
         lambda: _draw(logits, sampling, position),
-        lambda: greedy,
+        lambda: _draw_truncated(logits, sampling, position, truncated),
     )
-    return jnp.where(sampling.temperature > 0, chosen, greedy)
+    return jax.lax.switch(jnp.where(jnp.any(truncated), 2, jnp.any(drawn).astype(jnp.int32)), kinds)
 
 
-def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
-    """Draws by the Gumbel-max rule; the noise belongs to the token, so that leaving tokens out changes no other's."""
-    noisy = narrow(logits, sampling) + noise(keys(sampling, position), logits.shape[-1])
-    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+def _most_probable(logits: Array) -> tuple[Array, Array]:
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
+    return best, has_candidate(jnp.take_along_axis(logits, best[:, None], axis=1))
+
+
+def _draw(logits: Array, sampling: Sampling, position: Array) -> tuple[Array, Array]:
+    """Draws by the Gumbel-max rule where nobody asks for top_k or top_p; greedy rows get their most probable token."""
+    greedy, possible = _most_probable(logits)
+    scaled = scale(sampling, logits, jnp.take_along_axis(logits, greedy[:, None], axis=1))
+    return _draw_from_all(scaled, greedy, sampling, position), possible
+
+
+def _draw_from_all(scaled: Array, greedy: Array, sampling: Sampling, position: Array) -> Array:
+    noisy = scaled + noise(keys(sampling, position), scaled.shape[1])
+    return jnp.where(sampling.temperature > 0, jnp.argmax(noisy, axis=1).astype(jnp.int32), greedy)
+
+
+def _draw_truncated(logits: Array, sampling: Sampling, position: Array, truncated: Array) -> tuple[Array, Array]:
+    """As `_draw`, with top_k and top_p in the rows where `truncated`.
+
+    The noise belongs to the token, so that leaving tokens out changes no other's. Where the candidates are all that is
+    left of the rows that draw, they alone are looked at.
+    """
+    found = candidates(logits, partial(scale, sampling), sampling.top_k, sampling.top_p)
+    greedy, drawn = found.token[:, 0], sampling.temperature > 0
+
+    def from_candidates():
+        noisy = jnp.where(found.kept, found.value, -jnp.inf) + noise_of(keys(sampling, position), found.token)
+        best = noisy == jnp.max(noisy, axis=1, keepdims=True)
+        token = jnp.min(jnp.where(best, found.token, logits.shape[1]), axis=1)
+        return jnp.where(drawn, token, greedy)
+
+    def from_all():
+        scaled = scale(sampling, logits, found.best)
+        cutoff = find_cutoff(scaled, found, sampling.top_k, sampling.top_p, truncated)
+        return _draw_from_all(keep(scaled, cutoff), greedy, sampling, position)
+
+    if found.all_tokens:
+        token = from_candidates()
+    else:
+        token = jax.lax.cond(jnp.all(found.closed | ~drawn), from_candidates, from_all)
+    return token, has_candidate(found.best)
 
 
 def keys(sampling: Sampling, position: Int32[Array, "rows"]) -> Key[Array, "rows"]:
@@ -320,8 +376,18 @@ def keys(sampling: Sampling, position: Int32[Array, "rows"]) -> Key[Array, "rows
 
 
 def noise(key: Key[Array, "rows"], vocab: int) -> Float32[Array, "rows {vocab}"]:
-    """Gumbel noise of keys."""
-    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(key)
+    """Gumbel noise of keys, for every token."""
+    return noise_of(key, jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32)[None], (key.shape[0], vocab)))
+
+
+def noise_of(key: Key[Array, "rows"], tokens: Int32[Array, "rows n"]) -> Float32[Array, "rows n"]:
+    """Gumbel noise of keys and tokens: what `jax.random.gumbel` would give, for these tokens alone."""
+    folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(key, tokens.astype(jnp.uint32))
+    words = jax.random.key_data(folded)
+    one = jnp.uint32(0x3F800000)  # the bits of 1.0, below which a mantissa goes
+    bits = jax.lax.shift_right_logical(words[..., 0] ^ words[..., 1], jnp.uint32(9)) | one
+    uniform = jax.lax.bitcast_convert_type(bits, jnp.float32) - 1.0
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
 
 
 def narrow(logits: Float32[Array, "rows *n vocab"], sampling: Sampling) -> Float32[Array, "rows *n vocab"]:
@@ -334,29 +400,43 @@ def narrow(logits: Float32[Array, "rows *n vocab"], sampling: Sampling) -> Float
     Returns:
       Unnormalised log-probabilities.
     """
-    vocab = logits.shape[-1]
+    each = math.prod(logits.shape[1:-1])
+    flat = logits.reshape(-1, logits.shape[-1])
+    settings = jax.tree.map(lambda x: jnp.repeat(x, each, axis=0), sampling)
 
-    def wide(setting):
-        return setting.reshape(-1, *[1] * (logits.ndim - 1))
-
-    # The best token's is 0: divided by however small a temperature, it stays.
-    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = scaled / wide(jnp.where(sampling.temperature > 0, sampling.temperature, 1.0))
-    scaled = jnp.where(scaled >= wide(jnp.log(sampling.min_p)), scaled, -jnp.inf)
+    truncated = _truncates(settings)
 
     def most_probable():
-        order = jnp.argsort(scaled, axis=-1, descending=True)
-        rank = jnp.arange(vocab, dtype=jnp.int32).reshape(*[1] * (logits.ndim - 1), vocab)
-        top_k = wide(jnp.where(sampling.top_k > 0, sampling.top_k, vocab))
-        ranked = jnp.take_along_axis(scaled, order, axis=-1)
-        probability = jax.nn.softmax(jnp.where(rank < top_k, ranked, -jnp.inf), axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        # Whatever rounding does to `before`: the first token is kept, and top_p 1 keeps all.
-        top_p = wide(jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf))
-        kept = (rank < top_k) & ((before < top_p) | (rank == 0))
-        return jnp.put_along_axis(scaled, order, jnp.where(kept, ranked, -jnp.inf), axis=-1, inplace=False)
+        found = candidates(flat, partial(scale, settings), settings.top_k, settings.top_p)
+        scaled = scale(settings, flat, found.best)
+        return keep(scaled, find_cutoff(scaled, found, settings.top_k, settings.top_p, truncated))
 
-    return jax.lax.cond(jnp.any((sampling.top_k > 0) | (sampling.top_p < 1)), most_probable, lambda: scaled)
+    def all_tokens():
+        return scale(settings, flat, greatest(flat)[:, None])
+
+    return jax.lax.cond(jnp.any(truncated), most_probable, all_tokens).reshape(logits.shape)
+
+
+def scale(
+    sampling: Sampling, logits: Float32[Array, "rows vocab"], best: Float32[Array, "rows 1"]
+) -> Float32[Array, "rows vocab"]:
+    """Applies temperature and min_p: 0 for the most probable token, -inf for those left out.
+
+    Where `best` is NaN or infinite, it leaves out all.
+
+    Args:
+      sampling: The settings of each row. A greedy row's logits are taken at temperature 1.
+      logits: As `adjust` leaves them, of any tokens.
+      best: The greatest of each row.
+    """
+    # The best token's is 0: divided by however small a temperature, it stays.
+    scaled = (logits - best) / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+    return jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
+
+
+def _truncates(sampling: Sampling) -> Array:
+    """bool [rows]: which ask for top_k or top_p."""
+    return (sampling.top_k > 0) | (sampling.top_p < 1)
 
 
 def whole(value: object) -> TypeGuard[int]:
