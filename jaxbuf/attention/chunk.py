@@ -107,7 +107,8 @@ def attend_parts(
         out, lse = flash(q, k, v, lengths=count)
         some = count > 0  # where there is no key, nothing is known of the results
         out = jnp.where(some[:, None, None, None], out, jnp.zeros((), out.dtype))
-        return merge(*carry, out, jnp.where(some[:, None, None], lse, -jnp.inf))
+        merged, merged_lse = carry
+        return merge(merged, merged_lse, out, jnp.where(some[:, None, None], lse, -jnp.inf))
 
     def with_pages():
         pieces = -(-jnp.max(committed) // piece)
@@ -136,9 +137,11 @@ def _committed(
     page = jnp.broadcast_to(place // page_size, (slots.shape[0], piece))
     page = jnp.take_along_axis(table[slots], jnp.clip(page, 0, table.shape[1] - 1), axis=1)
     live, token = (offset < count[:, None])[..., None, None], page * page_size + place % page_size
-    return tuple(
-        jnp.where(live, x.reshape(-1, *x.shape[2:])[token], jnp.zeros((), x.dtype)) for x in (kv.keys, kv.values)
-    )
+
+    def read(x):
+        return jnp.where(live, x.reshape(-1, *x.shape[2:])[token], jnp.zeros((), x.dtype))
+
+    return read(kv.keys), read(kv.values)
 
 
 def _without_open(place: Array, listed: Array, start: Array) -> Array:

@@ -561,9 +561,8 @@ def check_long_chunk(rng, time: int = 2048, committed: int = 6000, rows: int = 2
     the gradient, too. Relative to the norm of a head's output, and of a whole gradient."""
     draw = jax.random.split(jax.random.key(int(rng.integers(2**31))), 6)
     pages = 1 + rows * -(-(committed + time) // 16)
-    q, k, v, weigh = (
-        jax.random.normal(key, (rows, time, n, 256), jnp.bfloat16) for key, n in zip(draw, (16, 4, 4, 16))
-    )
+    shapes = ((rows, time, heads, 256) for heads in (16, 4, 4, 16))
+    q, k, v, weigh = (jax.random.normal(*each, jnp.bfloat16) for each in zip(draw[:4], shapes, strict=True))
     kv = PagedKV(*(jax.random.normal(key, (pages, 16, 4, 256), jnp.bfloat16) for key in draw[4:]))
     table = jnp.asarray(np.r_[np.zeros((1, (pages - 1) // rows)), rng.permutation(pages - 1).reshape(rows, -1) + 1])
     slots = jnp.arange(1, rows + 1, dtype=jnp.int32)

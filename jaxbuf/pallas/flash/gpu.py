@@ -43,7 +43,7 @@ def flash(
 
     Of rows with a length of 0 the results are not specified.
     """
-    rows, time, heads, head_dim = q.shape
+    rows, time, heads, _ = q.shape
     mask, operands = "CAUSAL" if causal else "NO_MASK", (q, k, v)
     if lengths is not None:
         mask = "PADDING_CAUSAL" if causal else "PADDING"
@@ -56,15 +56,19 @@ def flash(
     return jnp.swapaxes(out, 1, 2), lse
 
 
-@jax.jit  # so that layers share a trace
 @jax.custom_vjp
+def _causal(q: Array, k: Array, v: Array) -> Array:
+    return flash(q, k, v, causal=True)[0]
+
+
+@jax.jit  # so that layers share a trace
 def causal(
     q: Float[Array, "batch time heads head_dim"],
     k: Float[Array, "batch time kv_heads head_dim"],
     v: Float[Array, "batch time kv_heads head_dim"],
 ) -> Float[Array, "batch time heads head_dim"]:
     """The outputs of causal attention; differentiable, and the memory is linear in time."""
-    return flash(q, k, v, causal=True)[0]
+    return _causal(q, k, v)
 
 
 def _forward(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
@@ -81,7 +85,7 @@ def _backward(kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, A
     return dq, dk, dv
 
 
-causal.__wrapped__.defvjp(_forward, _backward)
+_causal.defvjp(_forward, _backward)
 
 
 def _head_major(x: Array) -> jax.ShapeDtypeStruct:
