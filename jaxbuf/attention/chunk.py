@@ -17,9 +17,9 @@ from jaxbuf.axes import Array, Bool, Float, Int32
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.target import Target
 
-# Committed tokens that are copied out of pages at once, if a chunk has fewer: as many as these of all rows together, and
-# more rather than few of each row, up to a bound. On an H200 a chunk of 2,048 tokens takes some 55 us more for each
-# piece, and 2.3 us for each 1,024 tokens of it.
+# Committed tokens that are copied out of pages at once, if a chunk has fewer: so many of all rows together, more where
+# that is few of each row, up to a bound. On an H200 a chunk of 2,048 tokens takes some 55 us more for each piece, and
+# 2.3 us for each 1,024 tokens of it.
 TOKENS, ENOUGH, MOST_TOKENS = 2**14, 4096, 2**18
 
 
