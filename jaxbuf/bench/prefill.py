@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxbuf.bench import report
 from jaxbuf.bench.kernel_figures import Row
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, output, whole
 from jaxbuf.bench.random_model import configuration, random_model
+from jaxbuf.bench.step import IN_TRACES
 from jaxbuf.compilation import without_cache
 from jaxbuf.models.config import ATTENTION
 from jaxbuf.models.families import config_json
@@ -115,32 +117,47 @@ def ask(lm: LanguageModel, number: int, tokens: int, seed: int) -> Batch:
     return make_batch(lm, prompts, SamplingParams(temperature=0.0, ignore_eos=True), Decoding(max_new_tokens=1))
 
 
-def compile_reading(asked: Batch) -> tuple[Callable[[], Carry], Row]:
-    """What reads the prompts, and what that takes: seconds of compilation, and bytes that a program needs at once.
+class Reading:
+    """The programs that read the prompts of a batch: the first chunk's, and that of the others if there are any."""
 
-    Not from the compilation cache: a profile needs the names of operations.
-    """
-    model, chunks, began = asked.lm.model, asked.arrivals, time.perf_counter()
-    with without_cache():
-        first = start.lower(model, asked.sizes, chunks[0]).compile()
-        programs = [first]
-        if len(chunks) > 1:
-            carry = jax.eval_shape(lambda: start(model, asked.sizes, chunks[0]))
-            programs.append(admit.lower(model, carry, chunks[1]).compile())
-    seconds, most = time.perf_counter() - began, 0
-    for program in programs:
-        needs = program.memory_analysis()
-        sizes = [getattr(needs, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")]
-        most = max(most, sum(sizes) - getattr(needs, "alias_size_in_bytes", 0))
+    def __init__(self, asked: Batch):
+        self.asked, self.chunks = asked, asked.arrivals
+        model = asked.lm.model
+        self.lowered = [start.lower(model, asked.sizes, self.chunks[0])]
+        if len(self.chunks) > 1:
+            carry = jax.eval_shape(lambda: start(model, asked.sizes, self.chunks[0]))
+            self.lowered.append(admit.lower(model, carry, self.chunks[1]))
 
-    def read() -> Carry:
-        carry = first(model, chunks[0])
-        for chunk in chunks[1:]:
-            carry = programs[-1](model, carry, chunk)
+    def compile(self) -> None:
+        self.programs = [lowered.compile(compiler_options=IN_TRACES) for lowered in self.lowered]
+
+    def __call__(self) -> Carry:
+        """Reads the prompts."""
+        model, (first, *others) = self.asked.lm.model, self.chunks
+        carry = self.programs[0](model, first)
+        for chunk in others:
+            carry = self.programs[1](model, carry, chunk)
         return jax.block_until_ready(carry)
 
-    chunk = {"chunks": len(chunks), "chunk_tokens": int(chunks[0].tokens.shape[1])}
-    return read, chunk | {"compile_s": seconds, "program_bytes": most}
+    def describe(self) -> Row:
+        """How the prompts are cut, and the bytes that a program needs at once at most."""
+        most = 0
+        for program in self.programs:
+            needs = program.memory_analysis()
+            sizes = [getattr(needs, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")]
+            most = max(most, sum(sizes) - getattr(needs, "alias_size_in_bytes", 0))
+        chunk = int(self.chunks[0].tokens.shape[1])
+        return {"chunks": len(self.chunks), "chunk_tokens": chunk, "program_bytes": most}
+
+
+def compile_all(readings: Sequence[Reading]) -> float:
+    """The seconds that compiling all takes, side by side. Not from the compilation cache: a profile needs the names of
+    operations."""
+    began = time.perf_counter()
+    with without_cache(), ThreadPoolExecutor(len(readings)) as pool:
+        for done in [pool.submit(reading.compile) for reading in readings]:
+            done.result()
+    return time.perf_counter() - began
 
 
 def attention_flop(lm: LanguageModel, number: int, tokens: int) -> float:
@@ -153,9 +170,9 @@ def softmax_mixers(lm: LanguageModel) -> list[Any]:
     return [mixer for layer in lm.config.layers for mixer in layer.mixers if mixer.kind == ATTENTION]
 
 
-def measure(lm: LanguageModel, number: int, tokens: int, options: argparse.Namespace) -> Row:
-    """The figures of prompts that are read together."""
-    read, found = compile_reading(ask(lm, number, tokens, options.seed))
+def measure(read: Reading, number: int, tokens: int, options: argparse.Namespace) -> Row:
+    """The figures of prompts that are read together, by compiled programs."""
+    lm, found = read.asked.lm, read.describe()
     carry, walls = read(), []
     lacking = int(np.sum(carry.lacking))
     if lacking:
@@ -284,13 +301,20 @@ def main(arguments: Sequence[str]) -> int:
         lm = make_model(options)
         record["model"] = {"name": lm.name, "dtype": jnp.dtype(lm.dtype).name, "config": config_json(lm.config)}
         mixers = softmax_mixers(lm)
-        if mixers and not options.no_torch:
-            progress.update(task, advance=1, description="torch's attention")
-            heads = mixers[0].heads, mixers[0].kv_heads, mixers[0].head_dim
-            record["torch"] = measure_torch([(*sizes, *heads) for sizes in options.prompts])
-        for number, tokens in options.prompts:
+        with ThreadPoolExecutor(1) as beside:  # lowering needs no GPU
+            progress.update(task, advance=1, description="lowering")
+            if mixers and not options.no_torch:
+                heads = mixers[0].heads, mixers[0].kv_heads, mixers[0].head_dim
+                theirs = beside.submit(measure_torch, [(*sizes, *heads) for sizes in options.prompts])
+                readings = [Reading(ask(lm, *sizes, options.seed)) for sizes in options.prompts]
+                record["torch"] = theirs.result()
+            else:
+                readings = [Reading(ask(lm, *sizes, options.seed)) for sizes in options.prompts]
+        progress.update(task, advance=1, description="compiling")
+        record["compile_s"] = compile_all(readings)
+        for reading, (number, tokens) in zip(readings, options.prompts, strict=True):
             progress.update(task, advance=1, description=f"{number} prompts of {tokens} tokens")
-            figures.append(measure(lm, number, tokens, options))
+            figures.append(measure(reading, number, tokens, options))
             if options.json:
                 report.write(options.json, record | {"figures": figures})
     show(console, figures, record)
