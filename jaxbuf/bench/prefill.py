@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from jaxbuf.attention.causal import causal_attention
 from jaxbuf.bench import report
 from jaxbuf.bench.kernel_figures import Row
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, output, whole
@@ -34,7 +37,8 @@ from jaxbuf.serving import SamplingParams, admit
 from jaxbuf.serving.admit import start
 from jaxbuf.serving.batch import Batch, Decoding, make_batch
 from jaxbuf.serving.carry import Carry
-from jaxbuf.serving.profiling import Operation, operations, trace
+from jaxbuf.serving.profiling import OTHER, Operation, operations, trace
+from jaxbuf.target import Target
 from jaxbuf.terminal import parse_whole
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -42,8 +46,10 @@ USUAL = "8x2048,4x8192,1x32768"
 # Of the random model, by option: the full ones.
 SIZES: dict[str, int] = {name: size.default for name, size in inspect.signature(configuration).parameters.items()}
 REPEATS = 3
-BETWEEN = "between kernels"
-# Of these sizes torch times its attention: rows, tokens, query heads, heads of keys and values, and their numbers.
+BETWEEN, PRODUCTS = "between kernels", "matrix products"
+# In the names of libraries' kernels that no scope is known of.
+FLASH, PRODUCT = re.compile("sdpa|fmha|flash", re.I), re.compile("nvjet|gemm|cutlass|cublas", re.I)
+# Of these sizes attention is timed alone: rows, tokens, query heads, heads of keys and values, and their numbers.
 type Shape = tuple[int, int, int, int, int]
 
 
@@ -54,10 +60,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="The programs are those by which jaxbuf.generate reads prompts, start for the first chunk and admit for "
         "the others, on random token ids; the last chunk draws a token of each prompt. The time is the wall clock's, "
         f"the median of {REPEATS} runs from an empty memory to the first tokens. The parts are operations of a "
-        "jax.profiler trace of one more run; what they leave of the wall clock is time between kernels. The FLOP of "
-        "attention are those of the scores and sums that a causal softmax needs, 4 for each number of a query and key "
-        "that it sees; its time is all that its scope takes, appends to pages among it. torch's "
-        "scaled_dot_product_attention is timed on the same sizes, a layer of whole prompts without a memory.",
+        "jax.profiler trace of one more run; what they leave of the wall clock is time between kernels. XLA leaves "
+        "libraries' kernels without a name of their layer in CUDA graphs: they are known by their own names, flash "
+        "attention's as attention and others as matrix products. The FLOP of attention are those of the scores and "
+        "sums that a causal softmax needs, 4 for each number of a query and a key that it sees. jaxbuf's "
+        "causal_attention and torch's scaled_dot_product_attention are timed on the same sizes, a layer of whole "
+        "prompts without a memory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -190,8 +198,29 @@ def measure(read: Reading, number: int, tokens: int, options: argparse.Namespace
     seconds = statistics.median(walls)
     found |= {"prompts": number, "tokens": tokens, "ms": 1e3 * seconds, "tokens_per_s": number * tokens / seconds}
     found |= split(traced)
-    flop, spent = attention_flop(lm, number, tokens), found["parts_ms"].get("attention", 0.0)
-    return found | {"attention_flop": flop, "attention_flop_per_s": 1e3 * flop / spent if spent else None}
+    return found | {"attention_flop": attention_flop(lm, number, tokens)}
+
+
+def measure_attention(shape: Shape, dtype: str, target: Target) -> Row:
+    """The time of `causal_attention` on random prompts, without a memory."""
+    number, tokens, heads, kv_heads, head_dim = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = ((number, tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (jax.random.normal(key, size, dtype) for key, size in zip(keys, sizes, strict=True))
+    call = jax.jit(partial(causal_attention, target=target)).lower(q, k, v).compile()
+    jax.block_until_ready(call(q, k, v))
+    began = time.perf_counter()
+    jax.block_until_ready([call(q, k, v) for _ in range(REPEATS)])
+    ms = 1e3 * (time.perf_counter() - began) / REPEATS
+    flop = 2 * number * heads * head_dim * tokens * (tokens + 1)
+    return {"layer_ms": ms, "layer_flop_per_s": 1e3 * flop / ms}
+
+
+def part(ran: Operation) -> str:
+    """The part that an operation belongs to: its scope, if one is known."""
+    if ran.scope != OTHER:
+        return ran.scope
+    return "attention" if FLASH.search(ran.name) else PRODUCTS if PRODUCT.search(ran.name) else OTHER
 
 
 def split(traced: Sequence[Operation]) -> Row:
@@ -199,8 +228,8 @@ def split(traced: Sequence[Operation]) -> Row:
     parts: dict[str, float] = {}
     attention: dict[str, float] = {}
     for ran in traced:
-        parts[ran.scope] = parts.get(ran.scope, 0.0) + 1e3 * ran.seconds
-        if ran.scope == "attention":
+        parts[part(ran)] = parts.get(part(ran), 0.0) + 1e3 * ran.seconds
+        if part(ran) == "attention":
             attention[ran.name] = attention.get(ran.name, 0.0) + 1e3 * ran.seconds
     longest = sorted(attention.items(), key=lambda item: -item[1])[:5]
     return {
@@ -235,13 +264,13 @@ def show(console: Console, figures: Sequence[Row], record: Row) -> None:
     table = Table(
         *("prompts", "chunks", "ms", "tokens/s", "attention TFLOP/s", "torch", "memory"),
         title=f"{model['name']} in {model['dtype']}, {record['device']}",
-        caption="torch: TFLOP/s of a layer's scaled_dot_product_attention, the fastest of its kernels; memory: what a "
-        "program needs, in GB",
+        caption="attention: of a layer alone; torch: of its scaled_dot_product_attention, the fastest of its kernels; "
+        "memory: what a program needs, in GB",
         collapse_padding=True,
         pad_edge=False,
     )
     for row in figures:
-        rates = [row["attention_flop_per_s"], fastest(record["torch"], row)]
+        rates = [row.get("layer_flop_per_s"), fastest(record["torch"], row)]
         words = ["" if rate is None else f"{rate / 1e12:.0f}" for rate in rates]
         numbers = [f"{row['ms']:.1f}", f"{row['tokens_per_s']:.0f}", *words, f"{row['program_bytes'] / 1e9:.1f}"]
         table.add_row(named(row), f"{row['chunks']} x {row['chunk_tokens']}", *numbers)
@@ -306,15 +335,19 @@ def main(arguments: Sequence[str]) -> int:
             if mixers and not options.no_torch:
                 heads = mixers[0].heads, mixers[0].kv_heads, mixers[0].head_dim
                 theirs = beside.submit(measure_torch, [(*sizes, *heads) for sizes in options.prompts])
-                readings = [Reading(ask(lm, *sizes, options.seed)) for sizes in options.prompts]
+                readings = [Reading(ask(lm, number, tokens, options.seed)) for number, tokens in options.prompts]
                 record["torch"] = theirs.result()
             else:
-                readings = [Reading(ask(lm, *sizes, options.seed)) for sizes in options.prompts]
+                readings = [Reading(ask(lm, number, tokens, options.seed)) for number, tokens in options.prompts]
         progress.update(task, advance=1, description="compiling")
         record["compile_s"] = compile_all(readings)
         for reading, (number, tokens) in zip(readings, options.prompts, strict=True):
             progress.update(task, advance=1, description=f"{number} prompts of {tokens} tokens")
-            figures.append(measure(reading, number, tokens, options))
+            row = measure(reading, number, tokens, options)
+            if mixers:
+                shape = number, tokens, mixers[0].heads, mixers[0].kv_heads, mixers[0].head_dim
+                row |= measure_attention(shape, record["model"]["dtype"], lm.target)
+            figures.append(row)
             if options.json:
                 report.write(options.json, record | {"figures": figures})
     show(console, figures, record)
