@@ -33,8 +33,9 @@ from tests.gpu.program import pool_sized_writes
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
 BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}  # of a vector, relative to XLA's path; by entry dtype
-# Likewise, where parts of a softmax are merged: each was rounded once itself, and they may nearly cancel.
-MERGED = {"float16": 1e-3, "bfloat16": 6e-3}
+# Likewise, where parts of a softmax are merged, of a head and of all outputs together: each part was rounded itself, by
+# some 1.6e-3 of its norm in bfloat16 and an eighth of that in float16, before the sum is; and parts may nearly cancel.
+MERGED, MERGED_ALL = {"float16": 1e-3, "bfloat16": 6e-3}, {"float16": 4e-4, "bfloat16": 3e-3}
 KEPT = {"split": 1e-4, "split8": 4e-4}  # of a state with both its halves
 ROWS, LIMIT, MAX_PENDING = 8, 6, 8
 WRITTEN = ("updates", "checkpoints")  # arrays of a pool that a kernel computes
@@ -557,7 +558,7 @@ def check_chunks(rng) -> Figures:
                 f"{dtype}, all": float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)),
             }
             for name, error in errors.items():
-                bound = MERGED[dtype] if name.endswith("head") else BOUNDS[dtype] / 2
+                bound = (MERGED if name.endswith("head") else MERGED_ALL)[dtype]
                 assert error <= bound, f"{sizes}, {name}: {error}, at most {bound}"
                 found[name] = max(found.get(name, 0.0), error)
             assert same_bits(kv.keys, launch.pool.keys) and same_bits(kv.values, launch.pool.values), f"{sizes}: pages"
