@@ -3,11 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from jaxbuf.attention.flash import check_heads, flash
 from jaxbuf.axes import Array, Float, Int
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.target import Target
-
-MASKED = float(jnp.finfo(jnp.float32).min)
 
 
 def causal_attention(
@@ -19,7 +18,7 @@ def causal_attention(
     implementation: str = "auto",
     target: Target | str | None = None,
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Causal softmax attention without a cache. Differentiable; memory is quadratic in time.
+    """Causal softmax attention without a cache. Differentiable; memory is linear in time.
 
     A NaN or infinity in v of a token reaches the outputs of earlier tokens of its row, too: they weigh it with zero. It
     does not reach other rows, and what lies past `lengths` reaches nobody.
@@ -27,37 +26,37 @@ def causal_attention(
     Args:
       q: The queries.
       k, v: Head h reads kv head h // (heads // kv_heads).
-      lengths: Keys from there on are seen by nobody. None: all are real.
-      implementation: "auto" or "xla": there is no kernel yet.
+      lengths: Keys from there on are seen by no query before; the outputs from there on are finite where q is. None:
+        all are real.
+      implementation: "xla", "gpu" (cuDNN's flash attention, on NVIDIA GPUs from Ampere on, in bfloat16 or float16), or
+        "auto": the target's kernel where it serves the call, else "xla".
       target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
     Returns:
       The outputs in q's dtype; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
 
     Raises:
-      ValueError: heads is not a multiple of kv_heads, or no such implementation or target.
+      ValueError: heads is not a multiple of kv_heads, no such implementation or target, or the implementation asked for
+        can't serve the call; it says why.
     """
-    ask("causal_attention", implementation, target, (q,))
+    asked = ask("causal_attention", implementation, target, (q,))
     check_heads(q, k.shape[2])
     if lengths is not None:
-        live = jnp.arange(v.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-        v = jnp.where(live[:, :, None, None], v, jnp.zeros((), v.dtype))
+        lengths = jnp.asarray(lengths, jnp.int32)
+        live = (jnp.arange(v.shape[1], dtype=jnp.int32)[None] < lengths[:, None])[:, :, None, None]
+        k, v = (jnp.where(live, x, jnp.zeros((), x.dtype)) for x in (k, v))
     k, v = k.astype(q.dtype), v.astype(q.dtype)
-    precision = jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default")
-    with precision, jax.numpy_dtype_promotion("standard"):  # it relies on implicit promotion
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths)
+    if asked is not None:
+        from jaxbuf.pallas.flash import Call, gpu, supports
+
+        (rows, time, heads, head_dim), kv_heads = q.shape, k.shape[2]
+        call = Call(rows, time, k.shape[1], heads, kv_heads, head_dim, q.dtype, asked.generation)
+        if asked.takes(supports(call, k=k.dtype, v=v.dtype)):
+            # What is past a length is behind every real query: a causal one does not see it.
+            return gpu.causal(q, k, v)
+    return _by_xla(q, k, v, lengths)
 
 
-def check_heads(q: Float[Array, "... heads head_dim"], kv_heads: int) -> None:
-    """Raises a ValueError unless the heads of q are a multiple of kv_heads."""
-    if q.shape[-2] % kv_heads:
-        raise ValueError(f"heads ({q.shape[-2]}) must be a multiple of kv_heads ({kv_heads})")
-
-
-def split_heads(
-    q: Float[Array, "batch time heads head_dim"], kv_heads: int
-) -> Float[Array, "batch time kv_heads group head_dim"]:
-    """The heads of q apart: those that read one kv head are a group."""
-    batch, time, heads, head_dim = q.shape
-    check_heads(q, kv_heads)
-    return q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)
+@jax.jit
+def _by_xla(q: Array, k: Array, v: Array, lengths: Array | None) -> Array:
+    return flash(q, k, v, causal=True, lengths=lengths)[0]

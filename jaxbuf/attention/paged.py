@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.arguments import check_sizes, checked_slots
-from jaxbuf.attention.causal import MASKED, check_heads, split_heads
 from jaxbuf.attention.contraction import contract
+from jaxbuf.attention.flash import MASKED, check_heads, split_heads
 from jaxbuf.attention.pages import places
 from jaxbuf.axes import Array, Bool, Float, Int, Int32
 from jaxbuf.pallas.dispatch import ask

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 
 from jaxbuf.arguments import checked_slots
 from jaxbuf.attention import paged
+from jaxbuf.attention.chunk import attend_chunk
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.pages import places
 from jaxbuf.axes import Array, Bool, Float, Int32
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.target import Target
+
+AT_ONCE = 16  # tokens of a row: so many at most are a decoding step, or drafts that are verified; more are a chunk
 
 
 def append_and_attend(
@@ -33,12 +36,15 @@ def append_and_attend(
 ) -> tuple[Float[Array, "rows time heads head_dim"], PagedKV]:
     """`paged.append` of k and v, then `paged.attend` of q.
 
+    Up to AT_ONCE tokens at once are one operation, which decoding and verification are made of. More are a chunk of
+    prompts: `paged.append` and `jaxbuf.attention.chunk.attend_chunk`.
+
     Args:
       q, k, v: As there.
       kv: The layer's pool.
       table, slots, start, lengths, order, ancestors: As there; no slot twice but the null one.
-      implementation: "xla", "gpu" (an NVIDIA Hopper GPU), or "auto": the target's kernel where it serves the call, else
-        "xla".
+      implementation: "xla", "gpu" (an NVIDIA Hopper GPU; of chunks one from Ampere on), or "auto": the target's kernel
+        where it serves the call, else "xla".
       interpret: Run the kernel that was named in Pallas' interpreter, on any platform: slow, for tests.
       target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
@@ -48,18 +54,22 @@ def append_and_attend(
     Raises:
       ValueError: A shape or dtype does not fit, or the implementation asked for can't serve the call; it says why.
     """
-    asked = ask("append_and_attend", implementation, target, (q,), interpret=interpret)
+    chunk = q.shape[1] > AT_ONCE
+    asked = ask("attend_chunk" if chunk else "append_and_attend", implementation, target, (q,), interpret=interpret)
     lengths = jnp.full_like(start, q.shape[1]) if lengths is None else lengths
     paged.check_launch(q, k, v, kv, slots=slots, start=start, lengths=lengths, ancestors=ancestors)
     slots = checked_slots(slots, table.shape[0], once=True)
     where = {"slots": slots, "start": start, "lengths": lengths, "order": order}
-    if asked is not None:
+    if asked is not None and not chunk:
         from jaxbuf.pallas.attend import supports
 
         call = _call(q, kv, table, order)
         if asked.takes(supports(call, q=q.dtype, k=k.dtype, v=v.dtype)):
             return _on_gpu(call, asked.interpret, q, k, v, kv, table, where, ancestors)
     kv = paged.append(kv, table, k, v, **where, implementation="xla")
+    if chunk:
+        where |= {"lengths": jnp.minimum(lengths, q.shape[1]), "ancestors": ancestors}
+        return attend_chunk(q, k, v, kv, table, **where, implementation=implementation, target=target), kv
     return paged.attend(q, kv, table, **where, ancestors=ancestors, implementation="xla"), kv
 
 

@@ -32,6 +32,7 @@ PROGRAMS = (
     Program("attention", "how near a softmax layer's step comes to the memory's bandwidth, and what others take"),
     Program("drafts", "how many drafts a model keeps, and how many forward passes that saves", "drafts.json"),
     Program("step", "whole decoding steps of a model: their time, its parts, and that of their bytes", "step.json"),
+    Program("prefill", "how fast prompts are read: tokens a second, its parts, attention's FLOP/s", "prefill.json"),
     Program("short", "steps behind short texts, in each form of the memory", "short.json"),
     Program("sample", "how a step chooses its tokens: greedy, sampled, with top_k and top_p"),
 )

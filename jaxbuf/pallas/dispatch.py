@@ -1,4 +1,6 @@
-"""The one table of kernels: which operation has one, on which platform and generation of its chips.
+"""The one table of kernels: which operation has one, on which platform and generations of its chips.
+
+A kernel is one of ours or a library's; both are asked for in the same way.
 
 What else a kernel needs of a call its package says: `Call` describes a call there, and `supports` gives the reason why
 one can't be served. An operation's module resolves what to ask with `ask` before it is traced, imports the package only
@@ -17,13 +19,15 @@ class Kernel:
 
     Attributes:
       package: Where it is.
-      generation: Of the chips that it was written for, as in `Target`.
+      generations: Of the chips that it was written for, as in `Target`.
       chips: Their names.
+      library: Whose it is, if it is not ours; Pallas' interpreter can't run it then.
     """
 
     package: str
-    generation: str
+    generations: tuple[str, ...]
     chips: str
+    library: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +38,14 @@ class Asked:
       operation, platform: In the table.
       named: Whether the caller named it, so that it is an error if it can't serve the call.
       interpret: Whether it runs in Pallas' interpreter.
+      generation: Of the chips that the program is compiled for.
     """
 
     operation: str
     platform: str
     named: bool
     interpret: bool
+    generation: str = ""
 
     def takes(self, reason: str | None) -> bool:
         """Whether it takes the call: there is no reason against it, of its `supports` for example.
@@ -53,7 +59,12 @@ class Asked:
 
 
 def _hopper(package: str) -> dict[str, Kernel]:
-    return {"gpu": Kernel(f"jaxbuf.pallas.{package}", "Hopper", "NVIDIA Hopper GPUs (H100, H200)")}
+    return {"gpu": Kernel(f"jaxbuf.pallas.{package}", ("Hopper",), "NVIDIA Hopper GPUs (H100, H200)")}
+
+
+def _cudnn(package: str) -> dict[str, Kernel]:
+    chips = ("Ampere", "Ada", "Hopper", "Blackwell"), "NVIDIA GPUs from Ampere on"
+    return {"gpu": Kernel(f"jaxbuf.pallas.{package}", *chips, library="cuDNN")}
 
 
 # operation -> platform, which is what `implementation` names -> kernel
@@ -70,7 +81,8 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "attend": {},
     "append_and_attend": _hopper("attend"),
     "append": {},
-    "causal_attention": {},
+    "attend_chunk": _cudnn("flash"),
+    "causal_attention": _cudnn("flash"),
 }
 
 
@@ -104,8 +116,11 @@ def ask(
     if implementation == "xla" or not (named or found.kernels):
         return None
     platform = implementation if named else found.platform
-    asked, reason = Asked(operation, platform, named, interpret), unserved(operation, platform, found)
-    return asked if (named and interpret) or asked.takes(reason) else None
+    asked, reason = Asked(operation, platform, named, interpret, found.generation), unserved(operation, platform, found)
+    if named and interpret:
+        library = kernels[platform].library
+        reason = library and f"its kernel is {library}'s, which Pallas' interpreter can not run"
+    return asked if asked.takes(reason) else None
 
 
 def unserved(operation: str, platform: str, target: Target) -> str | None:
@@ -113,7 +128,7 @@ def unserved(operation: str, platform: str, target: Target) -> str | None:
     kernel = KERNELS[operation].get(platform)
     if kernel is None:
         return f"there is no kernel of it for {target}"
-    if (platform, kernel.generation) == (target.platform, target.generation):
+    if platform == target.platform and target.generation in kernel.generations:
         return None
     return f"its kernel is written for {kernel.chips}, and the target is {target}"
 
@@ -125,12 +140,17 @@ def told(target: Target) -> str | None:
         return None
     if not target.kernels:
         return f"everything is compiled by XLA on {target}: its kernels are left out, as the target says"
-    chips: dict[str, list[str]] = {}
+    left_out: dict[str, list[str]] = {}
+    served = False
     for operation, kernels in KERNELS.items():
-        if kernels and unserved(operation, target.platform, target) is not None:
-            for kernel in kernels.values():
-                chips.setdefault(kernel.chips, []).append(operation)
-    if not chips:
+        if target.platform in kernels and unserved(operation, target.platform, target) is None:
+            served = True
+            continue
+        for kernel in kernels.values():
+            left_out.setdefault(kernel.chips, []).append(operation)
+    if not left_out:
         return None
-    words = "; ".join(f"{', '.join(operations)} have kernels for {which} alone" for which, operations in chips.items())
-    return f"everything is compiled by XLA on {target}: {words}"
+    words = "; ".join(
+        f"{', '.join(operations)} have kernels for {which} alone" for which, operations in left_out.items()
+    )
+    return f"{'most' if served else 'everything'} is compiled by XLA on {target}: {words}"

@@ -13,7 +13,8 @@ LISTED = 16  # places in a slot's list of next tokens, where launches are trees
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a launch; `lengths` are the committed tokens of each row, of which the first has the null slot."""
+    """Of a launch; `lengths` are the committed tokens of each row, of which the first has the null slot. `trees`: the
+    places of next tokens are out of order; unless they are `in_a_row`, the tokens are a tree, too."""
 
     lengths: tuple[int, ...]
     time: int
@@ -22,6 +23,7 @@ class Sizes:
     head_dim: int
     page_size: int = 16
     trees: bool = False
+    in_a_row: bool = False
     dtype: str = "bfloat16"
 
 
@@ -40,7 +42,7 @@ class Launch:
 def make_launch(rng: np.random.Generator, sizes: Sizes) -> Launch:
     rows, time, size = len(sizes.lengths), sizes.time, sizes.page_size
     start, dtype = np.array(sizes.lengths), jnp.dtype(sizes.dtype)
-    max_pages = -(-(int(start.max()) + LISTED) // size) + 1
+    max_pages = -(-(int(start.max()) + max(LISTED, time)) // size) + 1
     own = rng.permutation(np.arange(1, 1 + rows * max_pages)).reshape(rows, max_pages)
     table = np.concatenate([np.zeros((1, max_pages), int), own]).astype(np.int32)
     slots = np.concatenate([[0], 1 + rng.permutation(rows)[: rows - 1]])
@@ -65,9 +67,9 @@ def make_launch(rng: np.random.Generator, sizes: Sizes) -> Launch:
             listed = np.sort(np.append(rng.choice(free, LISTED - 1, replace=False), last))
         order[slot] = listed if slot else order[slot]
         committed = np.setdiff1d(np.arange(start[row] + LISTED), listed)
-        places.append((listed, committed))
+        places.append((np.append(listed, np.arange(start[row] + LISTED, start[row] + time)), committed))
         for i in range(time):
-            parent = rng.integers(-1, i) if sizes.trees else i - 1
+            parent = rng.integers(-1, i) if sizes.trees and not sizes.in_a_row else i - 1
             ancestors[row, i] = ancestors[row, parent] if parent >= 0 else False
             ancestors[row, i, i] = True
         if slot:
@@ -93,7 +95,9 @@ def make_launch(rng: np.random.Generator, sizes: Sizes) -> Launch:
     integers: dict[str, Any] = {"slots": slots, "start": start, "lengths": lengths}
     integers = {name: jnp.asarray(x, jnp.int32) for name, x in integers.items()}
     if sizes.trees:
-        integers |= {"order": jnp.asarray(order), "ancestors": jnp.asarray(ancestors)}
+        integers["order"] = jnp.asarray(order)
+    if sizes.trees and not sizes.in_a_row:
+        integers["ancestors"] = jnp.asarray(ancestors)
     return Launch(arrays, integers, out, real, PagedKV(*map(jnp.asarray, after)))
 
 

@@ -56,23 +56,31 @@ def test_every_kernel_is_where_the_table_says_and_says_what_it_needs(operation):
     for platform, kernel in KERNELS[operation].items():
         package = importlib.import_module(kernel.package)
         assert package.Call and package.supports and getattr(package, platform)
-        target = Target(platform, kernel.generation)
-        assert target in CHIPS.values()
-        named, found = ask(operation, platform, target), ask(operation, "auto", target)
-        assert named == Asked(operation, platform, named=True, interpret=False)
-        assert found == Asked(operation, platform, named=False, interpret=False)
-        assert ask(operation, "auto", target.without_kernels()) is None
-        assert ask(operation, platform, target.without_kernels()) == named
-        assert ask(operation, platform, "cpu", interpret=True) == Asked(operation, platform, True, True)
+        for generation in kernel.generations:
+            target = Target(platform, generation)
+            assert target in CHIPS.values()
+            named, found = ask(operation, platform, target), ask(operation, "auto", target)
+            assert named == Asked(operation, platform, named=True, interpret=False, generation=generation)
+            assert found == Asked(operation, platform, named=False, interpret=False, generation=generation)
+            assert ask(operation, "auto", target.without_kernels()) is None
+            assert ask(operation, platform, target.without_kernels()) == named
+        if kernel.library is None:
+            assert ask(operation, platform, "cpu", interpret=True) == Asked(operation, platform, True, True)
+            continue
+        with pytest.raises(ValueError, match=f"its kernel is {kernel.library}'s, which Pallas' interpreter can not"):
+            ask(operation, platform, "cpu", interpret=True)
 
 
 @pytest.mark.parametrize("operation", KERNELS)
 def test_an_operation_says_what_it_has_no_kernel_for(operation):
     assert ask(operation, "xla", "H100") is None
+    served = [generation for kernel in KERNELS[operation].values() for generation in kernel.generations]
     for chip in ("cpu", "A100", "B200", "v6e"):
+        if as_target(chip).generation in served:
+            continue
         assert ask(operation, "auto", chip) is None
         if "gpu" in KERNELS[operation]:
-            words = rf'implementation="gpu" can not serve this {operation}: its kernel is written for NVIDIA Hopper'
+            words = rf'implementation="gpu" can not serve this {operation}: its kernel is written for NVIDIA '
             with pytest.raises(ValueError, match=words) as caught:
                 ask(operation, "gpu", chip)
             assert str(caught.value).endswith(f"and the target is {CHIPS.get(chip, CHIPS['CPU'])}")
@@ -145,8 +153,14 @@ def test_a_device_is_known_by_what_jax_says_of_it(platform, kind, capability, ex
 
 def test_users_of_other_chips_are_told_what_xla_compiles_there():
     assert told(CHIPS["CPU"]) is None and told(CHIPS["H200"]) is None
-    for chip, name in (("A100", "an NVIDIA Ampere GPU"), ("B200", "an NVIDIA Blackwell GPU"), ("v6e", "a TPU v6e")):
-        operations = "extend, fold, prepare, gated_norm, project, gated_project, add_and_norm, append_and_attend"
-        words = f"everything is compiled by XLA on {name}: {operations} have kernels for NVIDIA"
-        assert told(CHIPS[chip]).startswith(words)
+    operations = "extend, fold, prepare, gated_norm, project, gated_project, add_and_norm, append_and_attend"
+    for chip, words in (
+        ("A100", "most is compiled by XLA on an NVIDIA Ampere GPU"),
+        ("B200", "most is compiled by XLA on an NVIDIA Blackwell GPU"),
+        ("v6e", "everything is compiled by XLA on a TPU v6e"),
+    ):
+        assert told(CHIPS[chip]).startswith(f"{words}: {operations} have kernels for NVIDIA Hopper GPUs")
+    assert told(CHIPS["v6e"]).endswith(
+        "attend_chunk, causal_attention have kernels for NVIDIA GPUs from Ampere on alone"
+    )
     assert "left out" in told(CHIPS["H100"].without_kernels())
