@@ -1,11 +1,13 @@
 """What a softmax mixer does with its memory: on whole sequences without one, or in a launch on a cache.
 
-Both plans have the same functions, so that a mixer is written once: `angles` and `attend`.
+Both plans have the same functions, so that a mixer is written once: `angles` and `attend`; and `shared_by`, which is
+called before the first layer.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +20,46 @@ from jaxbuf.axes import Array, Float, Int32
 from jaxbuf.memory.sequences import Launch
 from jaxbuf.target import Target
 
-MEMO = ["_angles"]  # is made again where a plan is taken apart and put together
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Angles:
+    """Angles that layers share.
+
+    Attributes:
+      rotaries: What they are of (static).
+      values: For each of these, `Rotary.angles` of the positions.
+    """
+
+    rotaries: tuple[Rotary, ...] = dataclasses.field(default=(), metadata={"static": True})
+    values: tuple[tuple[Array, Array], ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
 class _Positions:
     """Positions of tokens, and the angles that layers share."""
 
-    _angles: dict[Rotary, tuple[Array, Array]]
+    shared: Angles = dataclasses.field(default=Angles(), kw_only=True)
 
     @property
     def positions(self) -> Array:
         """int32 [rows or 1, time]."""
         raise NotImplementedError
 
+    def shared_by(self, mixers: Iterable[Any]) -> Self:
+        """The same plan with what layers with these mixers share, which is computed here, once for all of them."""
+        rotaries = tuple(dict.fromkeys(mixer.rotary for mixer in mixers))
+        values = tuple(rotary.angles(self.positions) for rotary in rotaries)
+        return dataclasses.replace(self, shared=Angles(rotaries, values))
+
     def angles(self, rotary: Rotary) -> tuple[Array, Array]:
-        """`Rotary.angles` of the positions; computed once for all layers."""
-        if rotary not in self._angles:
-            self._angles[rotary] = rotary.angles(self.positions)
-        return self._angles[rotary]
+        """`Rotary.angles` of the positions."""
+        if rotary in self.shared.rotaries:
+            return self.shared.values[self.shared.rotaries.index(rotary)]
+        return rotary.angles(self.positions)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["lengths"], meta_fields=["time", "target"], drop_fields=MEMO)
+@partial(jax.tree_util.register_dataclass, data_fields=["lengths", "shared"], meta_fields=["time", "target"])
 @dataclasses.dataclass(frozen=True)
 class WholeAttention(_Positions):
     """Sequences that start from nothing, without a memory: it is None. Differentiable.
@@ -52,7 +73,6 @@ class WholeAttention(_Positions):
     time: int
     lengths: Int32[Array, "rows"] | None = None
     target: Target | None = None
-    _angles: dict = dataclasses.field(default_factory=dict, init=False)
 
     @property
     def positions(self) -> Int32[Array, "#rows time"]:
@@ -69,7 +89,7 @@ class WholeAttention(_Positions):
         return causal_attention(q, k, v, lengths=self.lengths, target=self.target), None
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["launch", "table", "order"], meta_fields=[], drop_fields=MEMO)
+@partial(jax.tree_util.register_dataclass, data_fields=["launch", "table", "order", "shared"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LaunchedAttention(_Positions):
     """A launch on a cache: its memory is a PagedKV.
@@ -82,7 +102,6 @@ class LaunchedAttention(_Positions):
     launch: Launch
     table: Int32[Array, "slots max_pages"]
     order: Int32[Array, "slots max_pending"] | None = None
-    _angles: dict = dataclasses.field(default_factory=dict, init=False)
 
     @property
     def target(self) -> Target | None:

@@ -136,6 +136,8 @@ def _apply_layers(
     layers: Sequence[DecoderLayer], x: Array, memories: Sequence[Any], plans: Plans, devices: int
 ) -> tuple[Array, tuple]:
     left, after, added = iter(memories), [], None
+    mixers = [mixer for layer in layers for mixer in layer.config.spread(devices).mixers]
+    plans = {kind: plan.shared_by([each for each in mixers if each.kind == kind]) for kind, plan in plans.items()}
     for number, layer in enumerate(layers):
         config = layer.config.spread(devices)
         with jax.named_scope(f"layer_{number}"):
@@ -144,6 +146,7 @@ def _apply_layers(
     return x if added is None else x + added, tuple(after)
 
 
+@functools.partial(jax.jit, static_argnums=0)  # Layers of one kind are traced and lowered once.
 def _apply_layer(
     config: LayerConfig,
     layer: DecoderLayer,

@@ -5,7 +5,8 @@ among them), `convolve` (the convolution alone) and `recur`.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -22,9 +23,15 @@ if TYPE_CHECKING:
     from jaxbuf.recurrence.recurrent_memory import RecurrentCache
 
 
+class _Plan:
+    def shared_by(self, mixers: Iterable[Any]) -> Self:
+        """The same plan: layers share nothing that is not in it."""
+        return self
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class WholeRecurrence:
+class WholeRecurrence(_Plan):
     """Sequences that start from nothing, without a memory: it is None. Differentiable.
 
     Attributes:
@@ -58,7 +65,7 @@ class WholeRecurrence:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LaunchedRecurrence:
+class LaunchedRecurrence(_Plan):
     """A launch on a cache: its memory is a RecurrentCache.
 
     Attributes:
