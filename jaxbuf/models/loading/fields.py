@@ -163,6 +163,14 @@ class Fields:
             return float(value)
         self.fail(name, f"a finite number{_range(least, most, above)}")
 
+    def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """A list of finite numbers, as many as its default has."""
+        value = self._value(name, default)
+        fits = isinstance(value, list | tuple) and len(value) == len(default)
+        if not fits or not all(isinstance(each, int | float) and math.isfinite(_float32(each)) for each in value):
+            self.fail(name, f"a list of {len(default)} finite numbers")
+        return tuple(float(each) for each in value)
+
     def flag(self, name: str, default: bool = REQUIRED) -> bool:
         """true or false."""
         value = self._value(name, default)
