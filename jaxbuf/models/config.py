@@ -100,13 +100,7 @@ class FeedForward(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _Channels:
-    """What MLPs have in common.
-
-    Attributes:
-      size: Numbers between the projections.
-      bias: Whether each of the projections adds one.
-      devices: Who share its numbers; the size is then that of one.
-    """
+    """What MLPs have in common; `MLP` says what the attributes are."""
 
     size: int
     bias: bool = False
@@ -124,7 +118,9 @@ class MLP(_Channels):
     """output_scale · down(silu(gate_scale · gate x) · up x).
 
     Attributes:
-      size, bias, devices: As in every MLP; only one that is not fused has biases.
+      size: Numbers between the projections.
+      bias: Whether each of the projections adds one.
+      devices: Who share its numbers; the size is then that of one.
       fused: Whether gate and up are one matrix.
       gate_scale, output_scale: What is multiplied with them.
     """
@@ -134,25 +130,33 @@ class MLP(_Channels):
     output_scale: float = 1.0
 
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype) -> GatedMLP:
+        """As in `FeedForward.parameters`."""
         given = {"initializer": initializer, "rngs": rngs, "dtype": dtype}
         return GatedMLP(hidden, self.size, bias=self.bias, fused=self.fused, **given)
 
     def __call__(
         self, parameters: GatedMLP, x: Float[Array, "rows time hidden"], target: Target | None = None
     ) -> Float[Array, "rows time hidden"]:
+        """As in `FeedForward.__call__`."""
         return scaled(gated_mlp(parameters, x, self.devices, target, self.gate_scale), self.output_scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class SquaredReluMLP(_Channels):
-    """down(relu(up x)²), without a gate; its attributes are those of every MLP."""
+    """down(relu(up x)²), without a gate.
+
+    Attributes:
+      size, bias, devices: As in `MLP`.
+    """
 
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype) -> PlainMLP:
+        """As in `FeedForward.parameters`."""
         return PlainMLP(hidden, self.size, bias=self.bias, initializer=initializer, rngs=rngs, dtype=dtype)
 
     def __call__(
         self, parameters: PlainMLP, x: Float[Array, "rows time hidden"], target: Target | None = None
     ) -> Float[Array, "rows time hidden"]:
+        """As in `FeedForward.__call__`."""
         return squared_relu_mlp(parameters, x, self.devices, target)
 
 

@@ -167,7 +167,8 @@ class Fields:
         """A list of finite numbers, as many as its default has."""
         value = self._value(name, default)
         fits = isinstance(value, list | tuple) and len(value) == len(default)
-        if not fits or not all(isinstance(each, int | float) and math.isfinite(_float32(each)) for each in value):
+        numbers = [each for each in value if _is_integer(each) or isinstance(each, float)] if fits else []
+        if not fits or len(numbers) < len(value) or not all(math.isfinite(_float32(each)) for each in numbers):
             self.fail(name, f"a list of {len(default)} finite numbers")
         return tuple(float(each) for each in value)
 
