@@ -28,7 +28,7 @@ SIZES = {
     "qwen3": {"num_attention_heads": 8, "head_dim": 8},
     "mamba2": {"head_dim": 12},
     "nemotron_h": {"num_attention_heads": 8, "head_dim": 8, "mamba_num_heads": 8, "mamba_head_dim": 12},
-    "falcon_h1": {"num_attention_heads": 8, "head_dim": 8, "mamba_n_heads": 8},
+    "falcon_h1": {"num_attention_heads": 8, "head_dim": 8, "mamba_n_heads": 8, "mamba_rms_norm": True},
     "granitemoehybrid": {"num_attention_heads": 8, "head_dim": 8, "mamba_n_heads": 8},
 }
 # Families whose mixers have a norm with a number for each channel of their heads.
