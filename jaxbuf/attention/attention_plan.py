@@ -48,7 +48,7 @@ class _Positions:
 
     def shared_by(self, mixers: Iterable[Any]) -> Self:
         """The same plan with what layers with these mixers share, which is computed here, once for all of them."""
-        rotaries = tuple(dict.fromkeys(mixer.rotary for mixer in mixers))
+        rotaries = tuple(dict.fromkeys(mixer.rotary for mixer in mixers if mixer.rotary is not None))
         values = tuple(rotary.angles(self.positions) for rotary in rotaries)
         return dataclasses.replace(self, shared=Angles(rotaries, values))
 

@@ -5,16 +5,25 @@ A family's config reader makes them (`jaxbuf.models.families`). They are static:
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxbuf.axes import Array, Float
-from jaxbuf.models.layers import Initializer, Norm
+from jaxbuf.models.layers import (
+    GatedMLP,
+    Initializer,
+    Norm,
+    PlainMLP,
+    gated_mlp,
+    scaled,
+    squared_relu_mlp,
+)
 from jaxbuf.models.tensor_parallel import devices_of
 from jaxbuf.recurrence.spec import RecurrenceSpec
+from jaxbuf.target import Target
 
 RECURRENCE, ATTENTION = "recurrence", "attention"  # kinds of memory
 
@@ -71,25 +80,84 @@ class Mixer(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class MLP:
-    """down(silu(gate x) · up x).
+class FeedForward(Protocol):
+    """What a layer does to each token by itself: its sizes, its parameters and its mathematics."""
 
-    Attributes:
-      size: Numbers between the projections.
-      bias: Whether each of the three adds one.
-      devices: Who share its numbers; the size is then that of one.
-    """
+    def spread(self, devices: int) -> "FeedForward":
+        """What each of so many devices has of it; all, if they can't share it."""
+        ...
+
+    def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype) -> nnx.Module:
+        """New parameters for inputs [..., hidden]."""
+        ...
+
+    def __call__(
+        self, parameters: Any, x: Float[Array, "rows time hidden"], target: Target | None = None
+    ) -> Float[Array, "rows time hidden"]:
+        """An array like x. What it is compiled for: `target`; None: for what x lies on."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Channels:
+    """What MLPs have in common; `MLP` says what the attributes are."""
 
     size: int
     bias: bool = False
     devices: int = 1
 
-    def spread(self, devices: int) -> "MLP":
+    def spread(self, devices: int) -> Self:
         """What each of so many devices has of it: all, if they do not divide it."""
         if self.size % devices:
             return self
         return dataclasses.replace(self, size=self.size // devices, devices=devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class MLP(_Channels):
+    """output_scale · down(silu(gate_scale · gate x) · up x).
+
+    Attributes:
+      size: Numbers between the projections.
+      bias: Whether each of the projections adds one.
+      devices: Who share its numbers; the size is then that of one.
+      fused: Whether gate and up are one matrix.
+      gate_scale, output_scale: What is multiplied with them.
+    """
+
+    fused: bool = False
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
+
+    def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype) -> GatedMLP:
+        """As in `FeedForward.parameters`."""
+        given = {"initializer": initializer, "rngs": rngs, "dtype": dtype}
+        return GatedMLP(hidden, self.size, bias=self.bias, fused=self.fused, **given)
+
+    def __call__(
+        self, parameters: GatedMLP, x: Float[Array, "rows time hidden"], target: Target | None = None
+    ) -> Float[Array, "rows time hidden"]:
+        """As in `FeedForward.__call__`."""
+        return scaled(gated_mlp(parameters, x, self.devices, target, self.gate_scale), self.output_scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class SquaredReluMLP(_Channels):
+    """down(relu(up x)²), without a gate.
+
+    Attributes:
+      size, bias, devices: As in `MLP`.
+    """
+
+    def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype) -> PlainMLP:
+        """As in `FeedForward.parameters`."""
+        return PlainMLP(hidden, self.size, bias=self.bias, initializer=initializer, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, parameters: PlainMLP, x: Float[Array, "rows time hidden"], target: Target | None = None
+    ) -> Float[Array, "rows time hidden"]:
+        """As in `FeedForward.__call__`."""
+        return squared_relu_mlp(parameters, x, self.devices, target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +172,7 @@ class LayerConfig:
     """
 
     mixers: tuple[Mixer, ...]
-    feed_forward: MLP | None
+    feed_forward: FeedForward | None
     before: Norm | None
     after: Norm | None = None
     residual_scale: float = 1.0

@@ -22,15 +22,14 @@ from jaxbuf.models.cache import reset as reset
 from jaxbuf.models.cache import rollback as rollback
 from jaxbuf.models.config import LayerConfig, ModelConfig
 from jaxbuf.models.layers import (
-    GatedMLP,
     Initializer,
     Norm,
-    gated_mlp,
     linear_float32,
     norm_weight,
     normal,
     parameter,
     rms_norm,
+    scaled,
 )
 from jaxbuf.models.residual import add_and_norm
 from jaxbuf.models.tensor_parallel import Part, devices_of, on_devices, partition
@@ -43,7 +42,7 @@ class DecoderLayer(nnx.Module):
     Attributes:
       config: Static.
       mixers: Those of each mixer.
-      mlp: GatedMLP, or None.
+      mlp: Those of its feed-forward, or None.
       before_mixers, after_mixers, before_mlp, after_mlp: [hidden], the norms around the two; None where there is none.
     """
 
@@ -56,7 +55,7 @@ class DecoderLayer(nnx.Module):
         mlp = config.feed_forward
         self.config = config
         self.mixers = nnx.List([mixer.parameters(hidden, **given) for mixer in config.mixers])
-        self.mlp = GatedMLP(hidden, mlp.size, bias=mlp.bias, **given) if mlp else None
+        self.mlp = mlp.parameters(hidden, **given) if mlp else None
         self.before_mixers, self.after_mixers = (weight(norm, config.mixers) for norm in (config.before, config.after))
         self.before_mlp, self.after_mlp = (weight(norm, mlp) for norm in (config.before, config.after))
 
@@ -102,7 +101,7 @@ class Decoder(nnx.Module):
 def embed(model: Decoder, tokens: Int[Array, "rows time"]) -> Float[Array, "rows time hidden"]:
     """Rows of the embedding table."""
     with jax.named_scope("embedding"):
-        return _scaled(model.embed_tokens[...][tokens], model.config.embedding_scale)
+        return scaled(model.embed_tokens[...][tokens], model.config.embedding_scale)
 
 
 def apply_layers(
@@ -172,7 +171,7 @@ def _apply_layer(
     def changed(y: Array, weight: nnx.Param | None) -> Array:
         """What the mixers or the MLP add."""
         y = y if weight is None or config.after is None else rms_norm(y, weight, config.after)
-        return _scaled(y, config.residual_scale)
+        return scaled(y, config.residual_scale)
 
     if config.mixers:
         (x, y), outs = read(layer.before_mixers, config.before), []
@@ -181,17 +180,12 @@ def _apply_layer(
             outs.append(out)
             after.append(memory)
         added = changed(functools.reduce(jnp.add, outs), layer.after_mixers)
-    if layer.mlp is not None:
+    if config.feed_forward is not None:
         x, y = read(layer.before_mlp, config.before)
         with jax.named_scope("mlp"):
-            devices = 1 if config.feed_forward is None else config.feed_forward.devices
-            y = gated_mlp(layer.mlp, y, devices, target)
+            y = config.feed_forward(layer.mlp, y, target)
         added = changed(y, layer.after_mlp)
     return x, added, after
-
-
-def _scaled(x: Array, scale: float) -> Array:
-    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
 
 def _run(model: Decoder, tokens: Array, memories: Iterable[Any], plans: Plans) -> tuple[Array, tuple]:
@@ -237,7 +231,7 @@ def logits(model: Decoder, hidden: Float[Array, "... hidden"]) -> Float32[Array,
     """The logits of hidden states: by the model's own head if it has one, else by its embedding."""
     with jax.named_scope("head"):
         head = model.embed_tokens if model.lm_head is None else model.lm_head
-        return _scaled(linear_float32(hidden, head), model.config.logits_scale)
+        return scaled(linear_float32(hidden, head), model.config.logits_scale)
 
 
 def prefill(

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxbuf.attention.contraction import contract
 from jaxbuf.axes import Array, Float, Float32, Key
-from jaxbuf.models.projections import gated_project
+from jaxbuf.models.projections import gated_project, project
 from jaxbuf.models.tensor_parallel import Axis, Part, add_devices
 from jaxbuf.target import Target
 
@@ -83,6 +83,11 @@ def output(
     return add_bias(add_devices(linear(x, weight), devices), bias)
 
 
+def scaled(x: Float[Array, "*n"], scale: float) -> Float[Array, "*n"]:
+    """x times a number, in x's dtype."""
+    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
+
 def linear_float32(x: Float[Array, "... in"], weight: nnx.Param) -> Float32[Array, "... out"]:
     """As `linear`, but float32: for gates and logits, which are never rounded to the compute dtype."""
     return contract("...i,oi->...o", x, weight[...])
@@ -120,32 +125,82 @@ def normalised(x: Float[Array, "*n"], weight: Float[Array, "size"], norm: Norm) 
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate x) · up x); gate_proj and up_proj [ffn, hidden], down_proj [hidden, ffn].
+    """Parameters of down(silu(gate x) · up x): gate_proj and up_proj [ffn, hidden], down_proj [hidden, ffn].
 
-    With `bias` each adds one, gate_bias and up_bias [ffn], down_bias [hidden]; else these are None.
+    With `fused` one matrix, gate_up_proj [2 · ffn, hidden], has the rows gate | up, and gate_proj and up_proj are None.
+    With `bias` each projection adds one, gate_bias and up_bias [ffn], down_bias [hidden]; else these are None.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        *,
+        initializer: Initializer,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        bias: bool = False,
+        fused: bool = False,
+    ):
+        part = Part("channels", ffn)
+
+        def matrix(parts):
+            return parameter(rngs, (len(parts) * ffn, hidden), (parts, None), initializer, dtype=dtype)
+
+        self.gate_proj, self.up_proj = (None, None) if fused else (matrix((part,)), matrix((part,)))
+        self.gate_up_proj = matrix((part, part)) if fused else None
+        self.down_proj = parameter(rngs, (hidden, ffn), (None, (part,)), initializer, dtype=dtype)
+        self.gate_bias = parameter(rngs, (ffn,), ((part,),), zeros, dtype=dtype) if bias else None
+        self.up_bias = parameter(rngs, (ffn,), ((part,),), zeros, dtype=dtype) if bias else None
+        self.down_bias = parameter(rngs, (hidden,), (None,), zeros, dtype=dtype) if bias else None
+
+
+def gated_mlp(
+    layer: GatedMLP,
+    x: Float[Array, "rows time hidden"],
+    devices: int = 1,
+    target: Target | None = None,
+    gate_scale: float = 1.0,
+) -> Float[Array, "rows time hidden"]:
+    """The MLP of x; `devices` share the channels. What it is compiled for: `target`; None: for what x lies on.
+
+    What the gate's projection gives is multiplied with `gate_scale` before silu.
+    """
+    weights = [w[...] for w in (layer.gate_proj, layer.up_proj, layer.gate_up_proj) if w is not None]
+    fused = len(weights) == 1
+    if not fused and layer.gate_bias is None and gate_scale == 1:
+        return output(gated_project(x, *weights, target=target), layer.down_proj, layer.down_bias, devices)
+    products = project(x, weights, target=target)
+    gate, up = jnp.split(products[0], 2, axis=-1) if fused else products
+    gate, up = add_bias(gate, layer.gate_bias), add_bias(up, layer.up_bias)
+    return output(jax.nn.silu(scaled(gate, gate_scale)) * up, layer.down_proj, layer.down_bias, devices)
+
+
+class PlainMLP(nnx.Module):
+    """Parameters of an MLP without a gate: up_proj [ffn, hidden], down_proj [hidden, ffn].
+
+    With `bias` each adds one, up_bias [ffn] and down_bias [hidden]; else these are None.
     """
 
     def __init__(
         self, hidden: int, ffn: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype, bias: bool = False
     ):
         channels = (Part("channels", ffn),)
-        self.gate_proj = parameter(rngs, (ffn, hidden), (channels, None), initializer, dtype=dtype)
         self.up_proj = parameter(rngs, (ffn, hidden), (channels, None), initializer, dtype=dtype)
         self.down_proj = parameter(rngs, (hidden, ffn), (None, channels), initializer, dtype=dtype)
-        self.gate_bias = parameter(rngs, (ffn,), (channels,), zeros, dtype=dtype) if bias else None
         self.up_bias = parameter(rngs, (ffn,), (channels,), zeros, dtype=dtype) if bias else None
         self.down_bias = parameter(rngs, (hidden,), (None,), zeros, dtype=dtype) if bias else None
 
 
-def gated_mlp(
-    layer: GatedMLP, x: Float[Array, "rows time hidden"], devices: int = 1, target: Target | None = None
+def squared_relu_mlp(
+    layer: PlainMLP, x: Float[Array, "rows time hidden"], devices: int = 1, target: Target | None = None
 ) -> Float[Array, "rows time hidden"]:
-    """The MLP of x; `devices` share the channels. What it is compiled for: `target`; None: for what x lies on."""
-    if layer.gate_bias is None:
-        inner = gated_project(x, layer.gate_proj[...], layer.up_proj[...], target=target)
-    else:
-        gate, up = linear(x, layer.gate_proj, layer.gate_bias), linear(x, layer.up_proj, layer.up_bias)
-        inner = jax.nn.silu(gate) * up
+    """down(relu(up x)²) of x; `devices` and `target` as in `gated_mlp`.
+
+    Source: So et al., Primer (2021), section 3.
+    """
+    (up,) = project(x, [layer.up_proj[...]], target=target)
+    inner = jnp.square(jax.nn.relu(add_bias(up, layer.up_bias)))
     return output(inner, layer.down_proj, layer.down_bias, devices)
 
 

@@ -1,5 +1,6 @@
 """What families read of a config.json beside the numbers that parity fixtures have: older files, and refusals."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jaxbuf.attention.rotary import Llama3Scaling
 from jaxbuf.models.families import config_from_dict, config_json, families
 from jaxbuf.models.language_model import load
+from jaxbuf.planning.model_sizes import NAMED, from_config
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -43,6 +45,38 @@ def described(name, **changes):
         ("mamba2_plain", {"time_step_limit": [1.0, 0.5]}, "time_step_limit must be two numbers"),
         ("mamba2_plain", {"time_step_limit": "inf"}, "time_step_limit must be two numbers"),
         ("mamba2_plain", {"conv_kernel": 1}, r"conv_kernel must be a whole number in \[2"),
+        ("nemotron_h_plain", {"layers_block_type": ["mamba", "moe"], "num_hidden_layers": 2}, r'experts \("moe"\)'),
+        ("nemotron_h_plain", {"layers_block_type": ["mamba", "linear"]}, "layers_block_type must be made of 'mamba'"),
+        (
+            "nemotron_h_plain",
+            {"layers_block_type": None, "hybrid_override_pattern": "M?"},
+            "pattern must be made of 'M'",
+        ),
+        ("nemotron_h_plain", {"num_hidden_layers": 4}, "layers_block_type has 5 layers, num_hidden_layers is 4"),
+        ("nemotron_h_plain", {"layers_block_type": ["mlp"]}, "must be a Mamba-2 or an attention layer"),
+        ("nemotron_h_plain", {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be 'relu2', got 'silu'"),
+        ("nemotron_h_plain", {"attention_bias": True}, "attention_bias must be False, got True"),
+        ("nemotron_h_plain", {"sliding_window": 512}, "sliding_window must be None, got 512"),
+        ("nemotron_h_plain", {"n_groups": 2}, r"mamba_num_heads \(5\) must be a multiple of n_groups \(2\)"),
+        ("nemotron_h_plain", {"num_key_value_heads": 4}, r"num_attention_heads \(6\) must be a multiple of"),
+        ("falcon_h1_plain", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ("falcon_h1_plain", {"mlp_multipliers": [1.0]}, "mlp_multipliers must be a list of 2 finite numbers"),
+        ("falcon_h1_plain", {"ssm_multipliers": [1.0, 1, 1, 1, "1"]}, "ssm_multipliers must be a list of 5 finite"),
+        ("falcon_h1_plain", {"key_multiplier": None}, "key_multiplier must be a finite number, got None"),
+        ("falcon_h1_plain", {"mamba_d_head": 12}, r"mamba_n_heads \(5\) times mamba_d_head \(12\) must be the width"),
+        ("falcon_h1_plain", {"mamba_n_groups": 3}, r"mamba_n_heads \(5\) must be a multiple of mamba_n_groups \(3\)"),
+        ("falcon_h1_plain", {"head_dim": 7}, "head_dim must be even"),
+        ("falcon_h1_plain", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type must be 'default', got 'yarn'"),
+        (
+            "granitemoehybrid_plain",
+            {"num_local_experts": 62},
+            r"must be 0 \(routed experts are not served",
+        ),
+        ("granitemoehybrid_plain", {"position_embedding_type": "alibi"}, "position_embedding_type must be one of"),
+        ("granitemoehybrid_plain", {"layer_types": ["mamba", "mlp"]}, r"layer_types must be 2 \(num_hidden_layers\)"),
+        ("granitemoehybrid_plain", {"logits_scaling": 0}, "logits_scaling must be a finite number above 0"),
+        ("granitemoehybrid_full", {"mamba_n_groups": 4}, r"mamba_n_heads \(6\) must be a multiple of mamba_n_groups"),
+        ("granitemoehybrid_full", {"normalization_function": "layernorm"}, "normalization_function must be 'rmsnorm'"),
     ],
 )
 def test_what_is_not_served_is_refused(name, changes, message):
@@ -73,6 +107,89 @@ def test_steps_without_a_limit_however_infinity_is_written():
     for limit in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
         mixer = config_from_dict(described("mamba2_plain", time_step_limit=limit)).layers[0].mixers[0]
         assert (mixer.least_step, mixer.most_step) == (0.0, np.inf)
+
+
+def test_layers_of_granite_by_old_names_and_without_a_list():
+    data = described("granitemoehybrid_full")
+    old = ["mamba", "attention", "mamba"]
+    assert config_from_dict(data | {"layer_types": old, "position_embedding_type": "nope"}) == config_from_dict(data)
+    without = config_from_dict({name: value for name, value in data.items() if name != "layer_types"})
+    assert without.source.layer_types == ("linear_attention",) * 3
+
+
+def test_layers_of_nemotron_h_by_letters_or_by_names():
+    """Released files have one or the other, and attention_head_dim where they are older."""
+    data = described("nemotron_h_plain")
+    config = config_from_dict(data)
+    for changes in (
+        {"layers_block_type": None, "hybrid_override_pattern": "M-*--"},
+        {"layers_block_type": ["mamba", "mlp", "full_attention", "mlp", "mlp"]},
+        {"head_dim": None, "attention_head_dim": 12},
+    ):
+        assert config_from_dict(data | changes) == config
+    assert [len(layer.mixers) for layer in config.layers] == [1, 0, 1, 0, 0]
+
+
+NEMOTRON_H = {"model_type": "nemotron_h", "vocab_size": 131_072, "num_key_value_heads": 8, "n_groups": 8}
+FALCON_H1 = {"model_type": "falcon_h1", "num_key_value_heads": 2, "mamba_n_groups": 1, "tie_word_embeddings": False}
+GRANITE = {"model_type": "granitemoehybrid", "vocab_size": 100_352, "num_hidden_layers": 40, "num_local_experts": 0} | {
+    "num_key_value_heads": 8,
+    "shared_intermediate_size": 8192,
+    "tie_word_embeddings": True,
+}
+# Configurations of record, and the parameters of the published checkpoints, embedding and head counted.
+PUBLISHED = {
+    "Nemotron-3-Nano-4B": (
+        NEMOTRON_H
+        | {"hidden_size": 3136, "intermediate_size": 12_544, "num_attention_heads": 40, "head_dim": 128}
+        | {"mamba_num_heads": 96, "mamba_head_dim": 80, "ssm_state_size": 128}
+        | {"hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-"},
+        3.97e9,
+    ),
+    "Nemotron-H-8B": (
+        NEMOTRON_H
+        | {"hidden_size": 4096, "intermediate_size": 21_504, "num_attention_heads": 32, "attention_head_dim": 128}
+        | {"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128}
+        | {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"},
+        8.10e9,
+    ),
+    "Falcon-H1-0.5B": (
+        FALCON_H1
+        | {"vocab_size": 32_784, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 36}
+        | {"num_attention_heads": 8, "head_dim": 64}
+        | {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128},
+        0.5214e9,
+    ),
+    "Falcon-H1-7B": (
+        FALCON_H1
+        | {"vocab_size": 130_048, "hidden_size": 3072, "intermediate_size": 12_288, "num_hidden_layers": 44}
+        | {"num_attention_heads": 12, "head_dim": 128}
+        | {"mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_state": 256},
+        7.59e9,
+    ),
+    "Granite-4.0-H-Micro": (
+        GRANITE
+        | {"hidden_size": 2048, "num_attention_heads": 32, "mamba_n_heads": 64, "mamba_d_head": 64}
+        | {"mamba_d_state": 128, "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4},
+        3.19e9,
+    ),
+    "Granite-4.0-Micro": (
+        GRANITE
+        | {"hidden_size": 2560, "num_attention_heads": 40, "layer_types": ["attention"] * 40}
+        | {"position_embedding_type": "rope"},
+        3.40e9,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_full_sizes_have_the_parameters_of_the_published_checkpoints(name):
+    data, expected = PUBLISHED[name]
+    sizes = from_config(config_from_dict(data), name)
+    assert sizes.parameter_bytes("float32") / 4 == pytest.approx(expected, rel=0.005)
+    if name in NAMED:
+        of_record = dataclasses.replace(NAMED[name], config=sizes.config, parameters=None)
+        assert of_record == sizes
 
 
 def test_frequencies_that_older_files_hold_are_not_read(tmp_path):

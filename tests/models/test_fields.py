@@ -32,6 +32,7 @@ def test_values_are_read_as_they_are(fields):
     assert (fields.size("size"), fields.number("share"), fields.number("whole")) == (64, 0.25, 3.0)
     assert isinstance(fields.number("whole"), float)
     assert (fields.flag("flag"), fields.text("text"), fields.texts("names")) == (False, "", ("a", "b"))
+    assert fields.numbers("end", (1.0, 2.0)) == (3.0, 0.0) and fields.numbers("absent", (1.0, 2.0)) == (1.0, 2.0)
     assert fields.token_ids("end", vocab_size=4) == (3, 0) and fields.token_ids("size", vocab_size=65) == (64,)
     assert fields.token_ids("nothing", vocab_size=4) == fields.token_ids("absent", vocab_size=4) == ()
     assert fields.items("rows")[0].text("name") == "a" and fields.serve("whole", 2, 3) == 3
@@ -62,6 +63,8 @@ def test_a_default_is_of_what_is_absent_and_not_of_what_is_null(fields):
         (lambda f: f.number("flag"), "flag must be a finite number, got False"),
         (lambda f: f.number("share", above=0.25), r"share must be a finite number above 0\.25, got 0\.25"),
         (lambda f: f.number("size", above=0, most=1), "size must be a finite number above 0 and at most 1, got 64"),
+        (lambda f: f.numbers("end", (0.0,)), r"end must be a list of 1 finite numbers, got \[3, 0\]"),
+        (lambda f: f.numbers("names", (0.0, 0.0)), "names must be a list of 2 finite numbers, got"),
         (lambda f: f.flag("whole"), "whole must be true or false, got 3"),
         (lambda f: f.text("names"), "names must be a text, got"),
         (lambda f: f.texts("text"), "text must be a list of texts, got ''"),

@@ -294,7 +294,7 @@ def test_vision_language_configuration_nests_the_text_model():
     [
         (
             {"model_type": "gpt2"},
-            r"model_type must be one of \('llama', .* \(jaxbuf serves .* dense text models of the .*\), got 'gpt2'",
+            r"model_type must be one of \('.*'llama', .* \(jaxbuf serves .* dense text models of the .*\), got 'gpt2'",
         ),
         ({"model_type": "qwen3_5"}, "lacks text_config"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),

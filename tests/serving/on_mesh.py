@@ -27,7 +27,12 @@ SIZES = {
     "llama": {"num_attention_heads": 8, "head_dim": 8},
     "qwen3": {"num_attention_heads": 8, "head_dim": 8},
     "mamba2": {"head_dim": 12},
+    "nemotron_h": {"num_attention_heads": 8, "head_dim": 8, "mamba_num_heads": 8, "mamba_head_dim": 12},
+    "falcon_h1": {"num_attention_heads": 8, "head_dim": 8, "mamba_n_heads": 8, "mamba_rms_norm": True},
+    "granitemoehybrid": {"num_attention_heads": 8, "head_dim": 8, "mamba_n_heads": 8},
 }
+# Families whose mixers have a norm with a number for each channel of their heads.
+SPREAD_NORMS = ("mamba2", "nemotron_h", "falcon_h1", "granitemoehybrid")
 NEW = 12
 GREEDY = jaxbuf.SamplingParams(temperature=0.0, ignore_eos=True, logprobs=5)
 CASES = {
@@ -74,7 +79,7 @@ def repeated(lm, devices):
     for name, param in named_parameters(lm.model).items():
         array, last = param[...], name.split(".")[-1]
         odd = last in ("embed_tokens", "lm_head") and lm.vocab_size % devices
-        inner = last == "norm" and "mamba2" in lm.config.family and "mixers" in name
+        inner = last == "norm" and lm.config.family in SPREAD_NORMS and "mixers" in name
         if odd or ((REPEATED.fullmatch(last) or last == "fc" or last.endswith("_norm")) and not inner):
             found[0] += (devices - 1) * array.nbytes
         elif last in ("k_proj", "v_proj", "k_bias", "v_bias"):

@@ -53,6 +53,28 @@ def random_qwen3(seed: int, **changes) -> LanguageModel:
     return _random(seed, {**CONFIG, "model_type": "qwen3", "attention_bias": True, **changes})
 
 
+def random_nemotron_h(seed: int, **changes) -> LanguageModel:
+    """The same of a Nemotron-H model: Mamba-2, an MLP and softmax attention without positions, a layer each."""
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2}
+    layers = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "mlp", "attention"]}
+    return _random(seed, {**CONFIG, "model_type": "nemotron_h", **mamba, **layers, **changes})
+
+
+def random_falcon_h1(seed: int, **changes) -> LanguageModel:
+    """The same of a Falcon-H1 model: Mamba-2 and softmax attention in one layer, and multipliers."""
+    mamba = {"mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_n_groups": 2}
+    scales = {"key_multiplier": 0.5, "ssm_in_multiplier": 1.5, "mlp_multipliers": [0.8, 1.25]}
+    return _random(seed, {**CONFIG, "model_type": "falcon_h1", **mamba, **scales, **changes})
+
+
+def random_granitemoehybrid(seed: int, **changes) -> LanguageModel:
+    """The same of a Granite 4 model: a layer of Mamba-2 and one of softmax attention without positions."""
+    mamba = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_n_groups": 2, "layer_types": ["mamba", "attention"]}
+    rest = {"num_local_experts": 0, "attention_multiplier": 0.25, "residual_multiplier": 0.5}
+    fields = {**CONFIG, "model_type": "granitemoehybrid", **mamba, **rest, **changes}
+    return _random(seed, fields | {"shared_intermediate_size": fields["intermediate_size"]})
+
+
 def _random(seed: int, fields: dict) -> LanguageModel:
     config = config_from_dict(fields)
     model = random_model(config, scale=0.15, seed=seed)
@@ -66,6 +88,9 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {
     "llama": random_llama,
     "mamba2": random_mamba2,
     "qwen3": random_qwen3,
+    "nemotron_h": random_nemotron_h,
+    "falcon_h1": random_falcon_h1,
+    "granitemoehybrid": random_granitemoehybrid,
 }
 # Every test of these files compiles programs of its own for each architecture: `test_architectures.py` has for all of
 # them what each must hold.

@@ -10,8 +10,10 @@ import sys
 
 import pytest
 
+from tests.serving.speculating import MODELS
+
 ALL = "plain,n-grams,samples,chunks,beams,score"
-MORE = [(name, devices, ALL) for name in ("qwen3_5", "llama", "mamba2", "qwen3") for devices in (2, 4)]
+MORE = [(name, devices, ALL) for name in MODELS for devices in (2, 4)]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from jaxbuf.models.loading.common_fields import (
     check_softmax,
     eos_json,
     make,
+    read_attention_heads,
     read_rope,
     rope_json,
     untied_if_stored,
@@ -85,14 +86,7 @@ def read_config(fields: Fields) -> ModelConfig:
     fields.require(*NEEDED)
     values: dict[str, Any] = {name: fields.size(name) for name in NEEDED}
     values["num_hidden_layers"] = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
-    heads, hidden = values["num_attention_heads"], values["hidden_size"]
-    values["num_key_value_heads"] = fields.size("num_key_value_heads", heads)
-    if fields.has("head_dim"):
-        values["head_dim"] = fields.size("head_dim")
-    elif hidden % heads:
-        raise fields.error(f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
-    else:
-        values["head_dim"] = hidden // heads
+    values |= read_attention_heads(fields)
     values["rope_theta"], values["scaling"] = read_rope(fields)
     values |= {
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0, most=1),

@@ -7,9 +7,16 @@ from typing import Any
 
 from jaxbuf.models.config import LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
-from jaxbuf.models.loading.common_fields import check_multiple, eos_json, make, untied_if_stored
+from jaxbuf.models.loading.common_fields import (
+    check_multiple,
+    eos_json,
+    make,
+    read_limits,
+    untied_if_stored,
+    write_limits,
+)
 from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
-from jaxbuf.models.loading.tensor_names import placed
+from jaxbuf.models.loading.tensor_names import mamba2_tensors, placed
 from jaxbuf.models.mixers.mamba2_mixer import Mamba2
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
@@ -74,6 +81,7 @@ class Config:
             least_step=self.time_step_limit[0],
             most_step=self.time_step_limit[1],
             bias=self.use_bias,
+            output_bias=self.use_bias,
             convolution_bias=self.use_conv_bias,
         )
         return ModelConfig(
@@ -100,25 +108,13 @@ def read_config(fields: Fields) -> ModelConfig:
         "conv_kernel": fields.integer("conv_kernel", 4, least=2, most=SIZE),
         "expand": fields.number("expand", 2, above=0),
         "layer_norm_epsilon": fields.number("layer_norm_epsilon", 1e-5, above=0, most=1),
-        "time_step_limit": _read_limits(fields),
+        "time_step_limit": read_limits(fields),
         "initializer_range": fields.number("initializer_range", 0.1, least=0),
         "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=values["vocab_size"]),
     }
     for name, default in (("use_bias", False), ("use_conv_bias", True), ("tie_word_embeddings", False)):
         values[name] = fields.flag(name, default)
     return make(Config, values, fields)
-
-
-def _read_limits(fields: Fields) -> tuple[float, float]:
-    if not fields.has("time_step_limit"):
-        return 0.0, math.inf
-    limits = fields.values["time_step_limit"]
-    if isinstance(limits, list | tuple):  # transformers writes infinity as an object, for JSON has none
-        limits = [math.inf if x == {"__float__": "Infinity"} else x for x in limits]
-    numbers = isinstance(limits, list | tuple) and all(type(x) in (int, float) for x in limits) and len(limits) == 2
-    if not numbers or not 0 <= limits[0] <= limits[1]:
-        fields.fail("time_step_limit", "two numbers, the second at least the first, which is at least 0")
-    return float(limits[0]), float(limits[1])
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
@@ -128,7 +124,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
         **data,
-        "time_step_limit": [{"__float__": "Infinity"} if x == math.inf else x for x in config.source.time_step_limit],
+        "time_step_limit": write_limits(config.source.time_step_limit),
         "hidden_act": "silu",
         "rms_norm": True,
         "eos_token_id": eos_json(eos),
@@ -144,17 +140,8 @@ def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Sourc
     found = {"embed_tokens": Source(table), "norm": Source("backbone.norm_f.weight")}
     if not config.tied:
         found["lm_head"] = Source("lm_head.weight")
-    for number in range(len(config.layers)):
-        found |= placed(_layer_tensors(config.source), f"layers.{number}.", f"backbone.layers.{number}.")
+    for number, layer in enumerate(config.layers):
+        mixer = placed(mamba2_tensors(layer.mixers[0]), "mixers.0.", "mixer.")
+        parts = {"before_mixers": Source("norm.weight")} | mixer
+        found |= placed(parts, f"layers.{number}.", f"backbone.layers.{number}.")
     return found
-
-
-def _layer_tensors(source: Config) -> dict[str, Source]:
-    found = {part: Source(part) for part in ("A_log", "D", "dt_bias")}
-    found |= {part: Source(f"{part}.weight") for part in ("in_proj", "norm", "out_proj")}
-    found["conv1d"] = Source("conv1d.weight", depthwise=True)
-    if source.use_conv_bias:
-        found["conv1d_bias"] = Source("conv1d.bias")
-    if source.use_bias:
-        found |= {f"{part}_bias": Source(f"{part}_proj.bias") for part in ("in", "out")}
-    return {"before_mixers": Source("norm.weight")} | placed(found, "mixers.0.", "mixer.")

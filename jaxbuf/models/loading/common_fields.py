@@ -1,17 +1,27 @@
-"""What the config.json of several families say in the same way: positions, tokens that end a text, a tied head."""
+"""What the config.json of several families say in the same way: positions, time steps, tokens that end a text, a tied
+head."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxbuf.attention.rotary import Llama3Scaling
 from jaxbuf.models.config import ModelConfig
-from jaxbuf.models.loading.fields import Fields, check_arrays
+from jaxbuf.models.loading.fields import SIZE, Fields, check_arrays
 
 SOFTMAX_ARRAYS = (
     ("vocab_size", "hidden_size"),
     ("intermediate_size", "hidden_size"),
     ("num_attention_heads", "head_dim", "hidden_size"),
+)
+# Sizes of a Mamba-2 mixer, and what transformers takes where they are absent.
+MAMBA = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
+MAMBA_ARRAYS = (
+    ("mamba_n_heads", "mamba_d_head", "hidden_size"),
+    ("mamba_n_groups", "mamba_d_state", "hidden_size"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_conv"),
 )
 # Of "llama3" positions: names in config.json, and those of Llama3Scaling.
 SCALING = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high"}
@@ -68,6 +78,66 @@ def rope_json(theta: float, scaling: Llama3Scaling | None = None) -> dict[str, A
 def eos_json(ids: tuple[int, ...]) -> int | list[int] | None:
     """The eos_token_id that `Fields.token_ids` reads back: a number, a list of several, or null."""
     return ids[0] if len(ids) == 1 else list(ids) or None
+
+
+def read_limits(fields: Fields) -> tuple[float, float]:
+    """The time_step_limit of a Mamba-2 mixer: what its time steps are clamped to; without the field 0 and infinity."""
+    if not fields.has("time_step_limit"):
+        return 0.0, math.inf
+    limits = fields.values["time_step_limit"]
+    if isinstance(limits, list | tuple):  # transformers writes infinity as an object, for JSON has none
+        limits = [math.inf if x == {"__float__": "Infinity"} else x for x in limits]
+    numbers = isinstance(limits, list | tuple) and all(type(x) in (int, float) for x in limits) and len(limits) == 2
+    if not numbers or not 0 <= limits[0] <= limits[1]:
+        fields.fail("time_step_limit", "two numbers, the second at least the first, which is at least 0")
+    return float(limits[0]), float(limits[1])
+
+
+def write_limits(limits: tuple[float, float]) -> list[Any]:
+    """The time_step_limit that `read_limits` reads back."""
+    return [{"__float__": "Infinity"} if x == math.inf else x for x in limits]
+
+
+def read_attention_heads(fields: Fields, *, key_value_heads: int | None = None) -> dict[str, int]:
+    """num_key_value_heads and head_dim: without them as many as queries have, and the hidden size shared by those.
+
+    Args:
+      fields: With hidden_size and num_attention_heads.
+      key_value_heads: What an absent num_key_value_heads counts as; null counts as None does.
+    """
+    heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
+    default = heads if key_value_heads is None or "num_key_value_heads" in fields.values else key_value_heads
+    found = fields.size("num_key_value_heads") if fields.has("num_key_value_heads") else default
+    if fields.has("head_dim"):
+        return {"num_key_value_heads": found, "head_dim": fields.size("head_dim")}
+    if hidden % heads:
+        raise fields.error(f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
+    return {"num_key_value_heads": found, "head_dim": hidden // heads}
+
+
+def read_mamba(fields: Fields, hidden: int) -> dict[str, Any]:
+    """The fields of a Mamba-2 mixer that several families call mamba_<what>, and time_step_limit.
+
+    Args:
+      fields: The configuration.
+      hidden: Its hidden_size, which says how wide the mixer is where mamba_d_ssm does not.
+    """
+    values: dict[str, Any] = {name: fields.size(name, default) for name, default in MAMBA.items()}
+    values["mamba_d_conv"] = fields.integer("mamba_d_conv", 4, least=2, most=SIZE)
+    expand = fields.size("mamba_expand", 2)
+    inner = fields.size("mamba_d_ssm") if fields.has("mamba_d_ssm") else expand * hidden
+    heads = values["mamba_n_heads"]
+    auto = fields.values.get("mamba_d_head", "auto") == "auto"
+    size = inner // heads if auto else fields.size("mamba_d_head")
+    if heads * size != inner:
+        raise fields.error(
+            f"mamba_n_heads ({heads}) times mamba_d_head ({'auto' if auto else size}) must be the width of the mixer, "
+            f"{inner} by mamba_d_ssm or mamba_expand"
+        )
+    limits = read_limits(fields)
+    flags = {"mamba_conv_bias": True, "mamba_proj_bias": False}
+    flags = {name: fields.flag(name, default) for name, default in flags.items()}
+    return values | flags | {"mamba_d_head": size, "time_step_limit": limits}
 
 
 def untied_if_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:

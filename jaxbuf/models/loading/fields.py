@@ -163,6 +163,15 @@ class Fields:
             return float(value)
         self.fail(name, f"a finite number{_range(least, most, above)}")
 
+    def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """A list of finite numbers, as many as its default has."""
+        value = self._value(name, default)
+        fits = isinstance(value, list | tuple) and len(value) == len(default)
+        numbers = [each for each in value if _is_integer(each) or isinstance(each, float)] if fits else []
+        if not fits or len(numbers) < len(value) or not all(math.isfinite(_float32(each)) for each in numbers):
+            self.fail(name, f"a list of {len(default)} finite numbers")
+        return tuple(float(each) for each in value)
+
     def flag(self, name: str, default: bool = REQUIRED) -> bool:
         """true or false."""
         value = self._value(name, default)

@@ -1,5 +1,5 @@
-"""Softmax attention with grouped queries: rotary positions, and, where an architecture has them, norms of queries and
-keys, biases, and a gate on the output."""
+"""Softmax attention with grouped queries, and, where an architecture has them, rotary positions, norms of queries and
+keys, biases, a gate on the output, and multipliers."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -13,7 +13,17 @@ from jaxbuf.attention.paged_memory import PageTable
 from jaxbuf.attention.rotary import Rotary, rotate
 from jaxbuf.axes import Array, Float
 from jaxbuf.models.config import ATTENTION
-from jaxbuf.models.layers import Initializer, Norm, add_bias, norm_weight, output, parameter, rms_norm, zeros
+from jaxbuf.models.layers import (
+    Initializer,
+    Norm,
+    add_bias,
+    norm_weight,
+    output,
+    parameter,
+    rms_norm,
+    scaled,
+    zeros,
+)
 from jaxbuf.models.projections import project
 from jaxbuf.models.tensor_parallel import Part, share
 
@@ -25,20 +35,25 @@ class Attention:
     Attributes:
       heads, kv_heads: Query heads, a multiple of the key and value heads.
       head_dim: Of queries, keys and values.
-      rotary: The positions.
+      rotary: The positions; None: there are none, and queries and keys are not turned.
       norm: Of each head's queries and keys, before they are turned; None: there is none.
       gate: Whether the outputs are multiplied with the sigmoid of a projection of the input.
       bias: Whether the four projections add one.
+      input_scale, score_scale, output_scale: The input, the scores q · k / sqrt(head_dim) and the output are multiplied
+        with them.
       devices: Who share the heads; the numbers of heads are then one device's.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
-    rotary: Rotary
+    rotary: Rotary | None
     norm: Norm | None = None
     gate: bool = False
     bias: bool = False
+    input_scale: float = 1.0
+    score_scale: float = 1.0
+    output_scale: float = 1.0
     devices: int = 1
 
     kind: ClassVar = ATTENTION
@@ -75,6 +90,7 @@ class Attention:
         p, (batch, time) = parameters, x.shape[:2]
 
         with jax.named_scope("projections"):
+            x = scaled(x, self.input_scale)
             projected = project(x, [w[...] for w in (p.q_proj, p.k_proj, p.v_proj)], target=plan.target)
             biased = [add_bias(y, bias) for y, bias in zip(projected, (p.q_bias, p.k_bias, p.v_bias), strict=True)]
             heads = self.heads, self.kv_heads, self.kv_heads
@@ -84,15 +100,17 @@ class Attention:
                 q, gate = jnp.split(q, 2, axis=-1)
             if self.norm is not None and p.q_norm is not None and p.k_norm is not None:
                 q, k = rms_norm(q, p.q_norm, self.norm), rms_norm(k, p.k_norm, self.norm)
-            angles = plan.angles(self.rotary)
-            q, k = rotate(q, angles), rotate(k, angles)
+            if self.rotary is not None:
+                angles = plan.angles(self.rotary)
+                q, k = rotate(q, angles), rotate(k, angles)
+            q = scaled(q, self.score_scale)
         with jax.named_scope("attention"):
             out, memory = plan.attend(memory, q, k, v)
         with jax.named_scope("output"):
             if gate is not None:
                 out = out * jax.nn.sigmoid(gate)
             out = out.reshape(batch, time, self.heads * self.head_dim)
-            return output(out, p.o_proj, p.o_bias, self.devices), memory
+            return scaled(output(out, p.o_proj, p.o_bias, self.devices), self.output_scale), memory
 
 
 class AttentionParameters(nnx.Module):

@@ -2,15 +2,27 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxbuf.attention.contraction import contract
 from jaxbuf.axes import Array, Float
-from jaxbuf.models.layers import Initializer, linear, log_rate, ones, output, parameter, step_bias, uniform, zeros
+from jaxbuf.models.layers import (
+    Initializer,
+    linear,
+    log_rate,
+    ones,
+    output,
+    parameter,
+    scaled,
+    step_bias,
+    uniform,
+    zeros,
+)
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.models.tensor_parallel import Part, add_devices
 
@@ -24,8 +36,12 @@ class Mamba2(RecurrentMixer):
     Attributes:
       spec, width, eps, devices, same_key_head: As in `RecurrentMixer`.
       least_step, most_step: Step sizes are clamped to these.
-      bias: Whether the two projections add one.
+      bias, output_bias: Whether the input's projection adds one, and whether the output's does.
       convolution_bias: Whether the convolution does.
+      norm: Of what is read, each group by itself: "gated" is the norm of out · silu(z), "gated after" that of out,
+        times silu(z); None: there is none, out · silu(z) is projected.
+      input_scale, output_scale: The input and the output are multiplied with them.
+      part_scales: What the input's projection gives is multiplied with them: z, x, B, C and the steps before dt_bias.
 
     Source: Dao and Gu, Transformers are SSMs (2024), sections 5 and 7.
     """
@@ -33,7 +49,12 @@ class Mamba2(RecurrentMixer):
     least_step: float = 0.0
     most_step: float = math.inf
     bias: bool = False
+    output_bias: bool = False
     convolution_bias: bool = True
+    norm: Literal["gated", "gated after"] | None = "gated"
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+    part_scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
     def inner(self) -> int:
@@ -49,7 +70,7 @@ class Mamba2(RecurrentMixer):
         """Applies the layer; `plan` is one of `jaxbuf.recurrence.recurrent_plan`."""
         p, spec, (batch, time) = parameters, self.spec, x.shape[:2]
         with jax.named_scope("projections"):
-            z, mixed, raw_step = self._project(p, x)
+            z, mixed, raw_step = self._project(p, scaled(x, self.input_scale))
         with jax.named_scope("convolution"):
             mixed, memory = plan.convolve(memory, p.conv1d[...], mixed)
             if p.conv1d_bias is not None:
@@ -64,7 +85,7 @@ class Mamba2(RecurrentMixer):
         out = out + (p.D[...][None, None, :, None] * values.astype(jnp.float32)).astype(out.dtype)
         with jax.named_scope("output"):
             out = self._norm(out.reshape(batch, time, self.inner), z, p.norm)
-            return output(out, p.out_proj, p.out_bias, self.devices), memory
+            return scaled(output(out, p.out_proj, p.out_bias, self.devices), self.output_scale), memory
 
     def _project(self, p: "Mamba2Parameters", x: Array) -> tuple[Array, Array, Array]:
         """z [batch, time, inner], x | B | C [batch, time, channels], and f32 [batch, time, heads] behind the steps."""
@@ -73,17 +94,26 @@ class Mamba2(RecurrentMixer):
         step = contract("...i,oi->...o", x, weight[first:])
         if p.in_bias is not None:
             step = step + p.in_bias[...][None, None, first:].astype(jnp.float32)
-        return both[..., : self.inner], both[..., self.inner :], step
+        keys, (of_z, *of_mixed, of_step) = self.spec.key_heads * self.spec.key_dim, self.part_scales
+        mixed = both[..., self.inner :]
+        if any(scale != 1 for scale in of_mixed):
+            scales = np.repeat(np.asarray(of_mixed, np.float32), [self.inner, keys, keys])
+            mixed = mixed * jnp.asarray(scales, mixed.dtype)[None, None]
+        return scaled(both[..., : self.inner], of_z), mixed, scaled(step, of_step)
 
-    def _norm(self, out: Array, z: Array, weight: nnx.Param) -> Array:
-        """The norm of out · silu(z), of each group by itself, in float32; returns out's dtype."""
-        wide = out.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+    def _norm(self, out: Array, z: Array, weight: nnx.Param | None) -> Array:
+        """What is projected: out with the gate and the norm, in float32; returns out's dtype."""
+        gate = jax.nn.silu(z.astype(jnp.float32))
+        wide = out.astype(jnp.float32)
+        if weight is None:
+            return (wide * gate).astype(out.dtype)
+        wide = wide * gate if self.norm == "gated" else wide
         grouped = wide.reshape(*out.shape[:2], self.spec.key_heads, -1)
         squares = jnp.mean(grouped * grouped, axis=-1, keepdims=True)
         squares = add_devices(squares, self.devices, among=self.same_key_head) / self.same_key_head
         scale = jax.lax.rsqrt(squares + self.eps)
-        wide = (grouped * scale).reshape(out.shape)
-        return (wide * weight[...].astype(jnp.float32)[None, None]).astype(out.dtype)
+        wide = (grouped * scale).reshape(out.shape) * weight[...].astype(jnp.float32)[None, None]
+        return (wide if self.norm == "gated" else wide * gate).astype(out.dtype)
 
 
 class Mamba2Parameters(nnx.Module):
@@ -116,6 +146,6 @@ class Mamba2Parameters(nnx.Module):
         self.conv1d = parameter(rngs, taps, (mixed, None), uniform(mixer.width**-0.5), dtype=dtype)
         self.conv1d_bias = bias(mixer.channels, mixed, mixer.convolution_bias)
         self.A_log, self.D, self.dt_bias = of_heads(log_rate), of_heads(ones), of_heads(step_bias)
-        self.norm = parameter(rngs, (mixer.inner,), ((values,),), ones, dtype=dtype)
+        self.norm = parameter(rngs, (mixer.inner,), ((values,),), ones, dtype=dtype) if mixer.norm else None
         self.out_proj = parameter(rngs, (hidden, mixer.inner), (None, (values,)), initializer, dtype=dtype)
-        self.out_bias = bias(hidden, None, mixer.bias)
+        self.out_bias = bias(hidden, None, mixer.output_bias)

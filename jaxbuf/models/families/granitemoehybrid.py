@@ -1,0 +1,212 @@
+"""Granite 4 without routed experts: Mamba-2 or softmax attention, with or without positions, and four multipliers."""
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import Any
+
+from jaxbuf.attention.rotary import Rotary
+from jaxbuf.models.config import MLP, RECURRENCE, LayerConfig, ModelConfig, Norm
+from jaxbuf.models.families import Source
+from jaxbuf.models.loading.common_fields import (
+    MAMBA_ARRAYS,
+    check_multiple,
+    eos_json,
+    make,
+    read_attention_heads,
+    read_mamba,
+    read_rope,
+    rope_json,
+    untied_if_stored,
+    write_limits,
+)
+from jaxbuf.models.loading.fields import MOST_LAYERS, Fields, check_arrays
+from jaxbuf.models.loading.tensor_names import AROUND, attention_tensors, decoder_tensors, mamba2_tensors, placed
+from jaxbuf.models.mixers.attention import Attention
+from jaxbuf.models.mixers.mamba2_mixer import Mamba2
+from jaxbuf.recurrence.spec import RecurrenceSpec
+
+MODEL_TYPES = ("granitemoehybrid",)
+SERVED = "Granite 4 text models without routed experts"
+IGNORED = ()
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+MAMBA, ATTENTION = "linear_attention", "full_attention"
+LAYER_TYPES = {"mamba": MAMBA, "attention": ATTENTION, MAMBA: MAMBA, ATTENTION: ATTENTION}  # old names first
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
+ARRAYS = (
+    ("vocab_size", "hidden_size"),
+    ("shared_intermediate_size", "hidden_size"),
+    ("num_attention_heads", "head_dim", "hidden_size"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The static facts of a Granite 4 model, under the names that its config.json uses.
+
+    `rope_theta` is nested in `rope_parameters` there, and `eos_token_ids` is `eos_token_id`.
+
+    Raises:
+      ValueError: Head counts that do not divide, an odd head_dim where channels are turned, or sizes whose arrays
+        nobody could hold.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    shared_intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    mamba_n_heads: int
+    mamba_d_head: int
+    mamba_d_state: int
+    layer_types: tuple[str, ...]
+    mamba_n_groups: int = 1
+    mamba_d_conv: int = 4
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    attention_bias: bool = False
+    position_embedding_type: str | None = None
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    initializer_range: float = 0.02
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        check_multiple(self, "num_attention_heads", "num_key_value_heads")
+        if MAMBA in self.layer_types:
+            check_multiple(self, "mamba_n_heads", "mamba_n_groups")
+        if self.position_embedding_type == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, for its channels are turned in pairs, got {self.head_dim}")
+        check_arrays(vars(self), ARRAYS + MAMBA_ARRAYS)
+
+    def model(self) -> ModelConfig:
+        """What the decoder is built from."""
+        norm = Norm(self.rms_norm_eps)
+        attention = Attention(
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            rotary=Rotary(self.head_dim, self.rope_theta) if self.position_embedding_type == "rope" else None,
+            bias=self.attention_bias,
+            score_scale=self.attention_multiplier * math.sqrt(self.head_dim),
+        )
+        mlp = MLP(self.shared_intermediate_size, fused=True)
+        layers = {
+            kind: LayerConfig(
+                (attention if kind == ATTENTION else self._mamba(),),
+                mlp,
+                norm,
+                residual_scale=self.residual_multiplier,
+            )
+            for kind in {*self.layer_types}
+        }
+        return ModelConfig(
+            family="granitemoehybrid",
+            source=self,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            layers=tuple(layers[kind] for kind in self.layer_types),
+            norm=norm,
+            tied=self.tie_word_embeddings,
+            max_length=self.max_position_embeddings,
+            eos_token_ids=self.eos_token_ids,
+            embedding_scale=self.embedding_multiplier,
+            logits_scale=1 / self.logits_scaling,
+            initializer_range=self.initializer_range,
+        )
+
+    def _mamba(self) -> Mamba2:
+        heads, groups = self.mamba_n_heads, self.mamba_n_groups
+        return Mamba2(
+            spec=RecurrenceSpec(heads, groups, self.mamba_d_state, self.mamba_d_head, decay="head", delta=False),
+            width=self.mamba_d_conv,
+            eps=self.rms_norm_eps,
+            least_step=self.time_step_limit[0],
+            most_step=self.time_step_limit[1],
+            bias=self.mamba_proj_bias,
+            output_bias=self.mamba_proj_bias,
+            convolution_bias=self.mamba_conv_bias,
+        )
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    fields.serve("num_local_experts", 0, default=8, words=" (routed experts are not served yet)")
+    fields.serve("hidden_act", "silu", default="silu")
+    fields.serve("normalization_function", "rmsnorm", default="rmsnorm")
+    kind = fields.serve("position_embedding_type", "rope", "nope", None)
+    fields.require(*NEEDED)
+    values: dict[str, Any] = {name: fields.size(name) for name in NEEDED}
+    layers = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
+    del values["num_hidden_layers"]
+    values |= read_attention_heads(fields)
+    values["layer_types"] = _read_layers(fields, layers)
+    if MAMBA in values["layer_types"]:
+        values |= read_mamba(fields, values["hidden_size"])
+    else:  # the sizes of a mixer that no layer has say nothing; these are some that transformers takes
+        values |= {"mamba_n_heads": 1, "mamba_d_head": values["hidden_size"], "mamba_d_state": 1}
+    values |= {
+        "shared_intermediate_size": fields.size("shared_intermediate_size", 1024),
+        "position_embedding_type": "rope" if kind == "rope" else None,
+        "rope_theta": read_rope(fields, scalings=False)[0],
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0, most=1),
+        "max_position_embeddings": fields.size("max_position_embeddings", 2048),
+        "logits_scaling": fields.number("logits_scaling", 1.0, above=0),
+        "initializer_range": fields.number("initializer_range", 0.02, least=0),
+        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=values["vocab_size"]),
+    }
+    values |= {name: fields.number(name, 1.0) for name in MULTIPLIERS}
+    values |= {name: fields.flag(name, False) for name in ("attention_bias", "tie_word_embeddings")}
+    return make(Config, values, fields)
+
+
+def _read_layers(fields: Fields, layers: int) -> tuple[str, ...]:
+    if not fields.has("layer_types"):
+        return (MAMBA,) * layers
+    given = fields.texts("layer_types")
+    if len(given) != layers or not {*given} <= {*LAYER_TYPES}:
+        fields.fail("layer_types", f"{layers} (num_hidden_layers) out of {', '.join(map(repr, LAYER_TYPES))}")
+    return tuple(LAYER_TYPES[each] for each in given)
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    source = config.source
+    data = dataclasses.asdict(source)
+    eos, theta = data.pop("eos_token_ids"), data.pop("rope_theta")
+    return {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        **data,
+        "mamba_expand": source.mamba_n_heads * source.mamba_d_head // source.hidden_size,
+        "layer_types": list(source.layer_types),
+        "num_hidden_layers": len(source.layer_types),
+        "num_local_experts": 0,
+        "time_step_limit": write_limits(source.time_step_limit),
+        "hidden_act": "silu",
+        "rope_parameters": rope_json(theta),
+        "eos_token_id": eos_json(eos),
+    }
+
+
+as_stored = untied_if_stored
+
+
+def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:
+    return decoder_tensors(config, _layer_tensors)
+
+
+def _layer_tensors(layer: LayerConfig) -> dict[str, Source]:
+    (mixer,) = layer.mixers
+    mamba = mixer.kind == RECURRENCE
+    parts = placed(mamba2_tensors(mixer), "", "mamba.") if mamba else placed(attention_tensors(mixer), "", "self_attn.")
+    found = {path: Source(name) for path, name in AROUND.items()} | placed(parts, "mixers.0.", "")
+    found["mlp.gate_up_proj"] = Source("shared_mlp.input_linear.weight")
+    found["mlp.down_proj"] = Source("shared_mlp.output_linear.weight")
+    return found
