@@ -116,7 +116,7 @@ def rms_norm(x: Float[Array, "*n"], weight: nnx.Param, norm: Norm) -> Float[Arra
     return normalised(x, weight[...], norm)
 
 
-def normalised(x: Float[Array, "*n"], weight: Float[Array, "size"], norm: Norm) -> Float[Array, "*n"]:
+def normalised(x: Float[Array, "*n"], weight: Float[Array, "_"], norm: Norm) -> Float[Array, "*n"]:
     """As `rms_norm`, with a weight that is an array."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + norm.eps)

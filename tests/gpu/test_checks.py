@@ -18,17 +18,18 @@ from jaxbuf.pallas.dispatch import unserved
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import GenerationResult
 from jaxbuf.target import resolve_target
-from tests.gpu import checks, mesh_checks
+from tests.gpu import checks, layer_checks, mesh_checks
 from tests.gpu.program import pool_sized_writes
 
 NO_HOPPER = unserved("extend", "gpu", resolve_target(None)) is not None
+ON_ONE = checks.CHECKS | layer_checks.CHECKS
 TINY = RecurrenceSpec(heads=2, key_heads=1, key_dim=8, value_dim=8)
 
 
 @pytest.mark.skipif(NO_HOPPER, reason="needs an NVIDIA Hopper GPU")
-@pytest.mark.parametrize("name", checks.CHECKS)
+@pytest.mark.parametrize("name", ON_ONE)
 def test_on_a_gpu(name, rng):
-    checks.CHECKS[name](rng)
+    ON_ONE[name](rng)
 
 
 @pytest.mark.skipif(NO_HOPPER or len(jax.devices()) < mesh_checks.DEVICES, reason="needs two NVIDIA Hopper GPUs")

@@ -1,0 +1,141 @@
+"""What must hold of the kernels around the recurrence: of softmax attention, projections and the residual stream.
+
+As in `checks.py`, which has those of the recurrence and of whole models.
+"""
+
+import functools
+from collections.abc import Callable
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.attention import chunk
+from jaxbuf.attention.causal import causal_attention
+from jaxbuf.attention.paged import PagedKV
+from jaxbuf.attention.paged_launch import append_and_attend
+from jaxbuf.bench.measure import worst_errors
+from jaxbuf.models.layers import Norm
+from jaxbuf.models.projections import gated_project, project
+from jaxbuf.models.residual import add_and_norm
+from tests.attention import launches
+from tests.gpu.checks import BOUNDS, Figures, same_bits
+
+# Relative to the norm, where parts of a softmax are merged, of a head and of all outputs together: each part was rounded
+# itself, by some 1.6e-3 of its norm in bfloat16 and an eighth of that in float16, before the sum is; and parts may
+# nearly cancel.
+MERGED, MERGED_ALL = {"float16": 1e-3, "bfloat16": 6e-3}, {"float16": 4e-4, "bfloat16": 3e-3}
+
+
+def check_attention(rng) -> Figures:
+    """What softmax layers give of launches of all kinds, against float64; the pages bit for bit."""
+    lengths, found = (9, 1024, 1000, 63, 64, 65, 0, 300), {}
+    shapes = (16, 4, 256, 1), (16, 4, 256, 16), (32, 8, 128, 5), (40, 8, 128, 1), (8, 4, 64, 3)
+    for heads, kv_heads, head_dim, time in shapes:
+        for dtype, trees in (("bfloat16", False), ("bfloat16", True), ("float16", True)):
+            sizes = launches.Sizes(lengths, time, heads, kv_heads, head_dim, trees=trees, dtype=dtype)
+            launch = launches.make_launch(rng, sizes)
+            out, kv = append_and_attend(*launch.arrays, **launch.integers, implementation="gpu")
+            error, bound = launches.worst_error(out, launch), BOUNDS[dtype]
+            assert error <= bound, f"{sizes}: {error}, at most {bound}"
+            assert same_bits(kv.keys, launch.pool.keys) and same_bits(kv.values, launch.pool.values), f"{sizes}: pages"
+            found[dtype] = max(found.get(dtype, 0.0), error)
+    return found
+
+
+def check_projections(rng) -> Figures:
+    """Products of a Qwen3.5-4B layer's tokens with its weights, and the residual sum and its norm, against float64."""
+    sizes, kept, hidden = (8192, 4096, 32, 1000), (False, False, True, False), 2560
+    weights = [hidden**-0.5 * rng.standard_normal((n, hidden), np.float32) for n in (*sizes, 9216, 9216)]
+    found: Figures = {}
+
+    def compare(name: str, out, expected, bound: float) -> None:
+        out = np.asarray(out, np.float64).reshape(expected.shape)
+        error = float(np.max(np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)))
+        assert error <= bound, f"{name}: {error}, at most {bound}"
+        found[name] = max(found.get(name, 0.0), error)
+
+    for dtype, bound in (("bfloat16", 2e-3), ("float16", 3e-4)):
+        *several, gate, up = (jnp.asarray(w, dtype) for w in weights)
+        for tokens in (1, 5, 64, 100, 128, 200, 256):
+            x = jnp.asarray(rng.standard_normal((tokens, 1, hidden)), dtype)
+            exact, *wide = (np.asarray(a, np.float64) for a in (x[:, 0], *several, gate, up))
+            products = [exact @ w.T for w in wide]
+            outs = project(x, several, float32=kept, implementation="gpu")
+            for out, expected, single in zip(outs, products, kept, strict=False):
+                compare(f"project, {'float32' if single else dtype}", out, expected, 1e-5 if single else bound)
+            gated = products[-2] / (1 + np.exp(-products[-2])) * products[-1]
+            compare(f"gated_project, {dtype}", gated_project(x, gate, up, implementation="gpu"), gated, bound)
+            total, normed = add_and_norm(x, 2 * x, several[0][0], Norm(1e-6, 1.0), implementation="gpu")
+            assert same_bits(total, x + 2 * x), "the sum is not XLA's"
+            rounded = np.asarray(total, np.float64)[:, 0]
+            root = np.sqrt(np.mean(rounded**2, axis=-1, keepdims=True) + 1e-6)
+            compare(f"add_and_norm, {dtype}", normed, rounded / root * (1 + wide[0][0]), bound)
+    return found
+
+
+def check_chunks(rng) -> Figures:
+    """Chunks of prompts behind nothing and behind some pieces of committed tokens, against float64; NaN wherever
+    nothing live lies; the pages bit for bit."""
+    found = {}
+    for heads, kv_heads, head_dim, time in ((16, 4, 256, 17), (8, 2, 256, 130), (8, 2, 128, 65)):
+        for dtype, order in (("bfloat16", False), ("float16", True)):
+            lengths = (9, 0, 300, 63)
+            sizes = launches.Sizes(lengths, time, heads, kv_heads, head_dim, trees=order, in_a_row=True, dtype=dtype)
+            launch = launches.make_launch(rng, sizes)
+            # Several pieces, and the second of them for one row alone.
+            with mock.patch.object(chunk, "piece_size", lambda rows, time: 200):
+                out, kv = append_and_attend(*launch.arrays, **launch.integers, implementation="gpu")
+            got, wanted = np.asarray(out, np.float64)[launch.real], launch.out[launch.real]
+            errors = {
+                f"{dtype}, a head": launches.worst_error(out, launch),
+                f"{dtype}, all": float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)),
+            }
+            for name, error in errors.items():
+                bound = (MERGED if name.endswith("head") else MERGED_ALL)[dtype]
+                assert error <= bound, f"{sizes}, {name}: {error}, at most {bound}"
+                found[name] = max(found.get(name, 0.0), error)
+            assert same_bits(kv.keys, launch.pool.keys) and same_bits(kv.values, launch.pool.values), f"{sizes}: pages"
+    return found
+
+
+def check_long_chunk(rng, time: int = 1024, committed: int = 3000, rows: int = 2) -> Figures:
+    """A long chunk, and a whole sequence as long, of Qwen3.5-4B's heads, against XLA in float32; of a whole sequence
+    the gradient, too. Relative to the norm of a head's output, and of a whole gradient."""
+    draw = jax.random.split(jax.random.key(int(rng.integers(2**31))), 6)
+    pages = 1 + rows * -(-(committed + time) // 16)
+    shapes = ((rows, time, heads, 256) for heads in (16, 4, 4, 16))
+    q, k, v, weigh = (jax.random.normal(*each, jnp.bfloat16) for each in zip(draw[:4], shapes, strict=True))
+    kv = PagedKV(*(jax.random.normal(key, (pages, 16, 4, 256), jnp.bfloat16) for key in draw[4:]))
+    table = jnp.asarray(np.r_[np.zeros((1, (pages - 1) // rows)), rng.permutation(pages - 1).reshape(rows, -1) + 1])
+    slots = jnp.arange(1, rows + 1, dtype=jnp.int32)
+    where = {"slots": slots, "start": jnp.asarray([committed, 100], jnp.int32)}
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def run(q, k, v, kv, weigh, implementation):
+        at = append_and_attend(q, k, v, kv, table.astype(jnp.int32), **where, implementation=implementation)[0]
+
+        def weighed(*inputs):
+            whole = causal_attention(*inputs, implementation=implementation)
+            return jnp.sum(whole.astype(jnp.float32) * weigh), whole
+
+        gradients, whole = jax.grad(weighed, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+        return at, whole, gradients
+
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), (q, k, v, kv, weigh))
+    wanted, got = run(*exact, implementation="xla"), run(q, k, v, kv, exact[-1], implementation="gpu")
+    found = dict(zip(("chunk", "whole"), map(float, worst_errors(got[:2], wanted[:2])), strict=True))
+    for name, x, y in zip(("dq", "dk", "dv"), got[2], wanted[2], strict=True):
+        found[name] = float(jnp.linalg.norm((x - y).astype(jnp.float32)) / jnp.linalg.norm(y))
+    bounds = {"chunk": MERGED["bfloat16"], "whole": BOUNDS["bfloat16"]} | dict.fromkeys(("dq", "dk", "dv"), 1e-2)
+    assert all(found[name] <= bounds[name] for name in found), f"{found}, at most {bounds}"
+    return found
+
+
+CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
+    "attention_is_that_of_float64": check_attention,
+    "projections_are_those_of_float64": check_projections,
+    "attention_of_chunks_is_that_of_float64": check_chunks,
+    "attention_of_long_chunks_and_its_gradient_are_xlas_in_float32": check_long_chunk,
+}
