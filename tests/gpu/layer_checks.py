@@ -22,9 +22,9 @@ from jaxbuf.models.residual import add_and_norm
 from tests.attention import launches
 from tests.gpu.checks import BOUNDS, Figures, same_bits
 
-# Relative to the norm, where parts of a softmax are merged, of a head and of all outputs together: each part was rounded
-# itself, by some 1.6e-3 of its norm in bfloat16 and an eighth of that in float16, before the sum is; and parts may
-# nearly cancel.
+# Relative to the norm, where parts of a softmax are merged, of a head and of all outputs together: each part was
+# rounded itself, by some 1.6e-3 of its norm in bfloat16 and an eighth of that in float16, before the sum is; and parts
+# may nearly cancel.
 MERGED, MERGED_ALL = {"float16": 1e-3, "bfloat16": 6e-3}, {"float16": 4e-4, "bfloat16": 3e-3}
 
 
