@@ -34,5 +34,6 @@ PROGRAMS = (
     Program("step", "whole decoding steps of a model: their time, its parts, and that of their bytes", "step.json"),
     Program("prefill", "how fast prompts are read: tokens a second, its parts, attention's FLOP/s", "prefill.json"),
     Program("short", "steps behind short texts, in each form of the memory", "short.json"),
+    Program("compile", "the first generation of a shape: traced, lowered, compiled, or from the compilation cache"),
     Program("sample", "how a step chooses its tokens: greedy, sampled, with top_k and top_p"),
 )

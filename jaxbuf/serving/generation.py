@@ -14,6 +14,7 @@ from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.progress import Report, check_progress, progress_bar, say_nothing
 from jaxbuf.serving import loop
 from jaxbuf.serving.admit import Arrivals, admit, start
+from jaxbuf.serving.ahead import compile_ahead
 from jaxbuf.serving.batch import DRAFT_TOKENS, GREEDY, Batch, Decoding, Form, Prompt, list_prompts, make_batch
 from jaxbuf.serving.carry import RUNNING, Carry, CarrySizes
 from jaxbuf.serving.profiling import trace
@@ -206,6 +207,8 @@ def read_prompts(
 
 def run_batch(batch: Batch, segment: int, report: Report = say_nothing) -> Generator[Event, None, None]:
     """Generates, and tells after every `segment` steps what came."""
+    if max(batch.begins.max_new_tokens) > 1:
+        compile_ahead(batch.lm, batch.sizes, batch.arrivals, batch.drafter)
     carry = read_prompts(batch.lm, batch.sizes, batch.arrivals, batch.drafter)
     reader, steps = Reader(batch), 1
 

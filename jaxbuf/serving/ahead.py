@@ -1,0 +1,45 @@
+"""Compiles the two programs of a generation side by side, before either runs."""
+
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.serving.admit import Arrivals, start
+from jaxbuf.serving.carry import CarrySizes
+from jaxbuf.serving.loop import generate_tokens
+from jaxbuf.serving.speculation import Drafter
+
+_known: set[Hashable] = set()  # what was compiled here, so that later generations spend no time on it
+
+
+def compile_ahead(
+    lm: LanguageModel, sizes: CarrySizes, arrivals: Sequence[Arrivals], drafter: Drafter | None = None
+) -> None:
+    """Compiles `start` for the first chunk of prompts and `generate_tokens` for what comes of it, unless it did before.
+
+    jit finds both when they are called with these arguments. They are traced and lowered on the caller's thread, under
+    its JAX settings; only XLA runs on another thread. With a mesh nothing is done: where the carry lies is not known
+    until the first program is compiled.
+
+    Args:
+      lm, sizes, arrivals, drafter: As `jaxbuf.serving.generation.read_prompts` has them.
+    """
+    given = () if drafter is None else (drafter,)
+    leaves, tree = jax.tree.flatten((arrivals[0], given))
+    # If an argument was put on a device explicitly, jit keeps its results there, too, and their sharding is in its key.
+    held = lm.model.norm.get_raw_value(), *jax.tree.leaves(given)
+    sharding = next((leaf.sharding for leaf in held if isinstance(leaf, jax.Array) and leaf.committed), None)
+    key = lm.config, lm.target, lm.dtype, sharding, sizes, tree, tuple(jax.typeof(leaf) for leaf in leaves)
+    if lm.config.mesh is not None or key in _known:
+        return
+    traced = start.trace(lm.model, sizes, arrivals[0], *given)
+    first = traced.lower()
+    carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), traced.out_info)
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(first.compile)
+        generate_tokens.lower(lm.model, carry, np.int32(0), *given).compile()
+        compiled.result()
+    _known.add(key)
