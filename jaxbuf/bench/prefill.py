@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import inspect
 import json
 import re
 import statistics
@@ -27,7 +26,7 @@ from jaxbuf.attention.causal import causal_attention
 from jaxbuf.bench import report
 from jaxbuf.bench.kernel_figures import Row
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, output, whole
-from jaxbuf.bench.random_model import configuration, random_model
+from jaxbuf.bench.random_model import SHAPES, SIZES, configuration, random_model
 from jaxbuf.bench.step_run import IN_TRACES
 from jaxbuf.compilation import without_cache
 from jaxbuf.models.config import ATTENTION
@@ -43,8 +42,6 @@ from jaxbuf.terminal import parse_whole
 
 DTYPES = ("float32", "bfloat16", "float16")
 USUAL = "8x2048,4x8192,1x32768"
-# Of the random model, by option: the full ones.
-SIZES: dict[str, int] = {name: size.default for name, size in inspect.signature(configuration).parameters.items()}
 REPEATS = 3
 BETWEEN, PRODUCTS = "between kernels", "matrix products"
 # In the names of libraries' kernels that no scope is known of.
@@ -85,17 +82,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--profile", type=folder, default=None, help="a folder for the traces, one folder for each")
     shape = parser.add_argument_group("the random model")
-    for name, default in SIZES.items():
-        shape.add_argument("--" + name.replace("_", "-"), type=whole(1), default=default)
+    shape.add_argument("--shape", choices=SHAPES, default=next(iter(SHAPES)), help="whose sizes it has")
+    for name in SIZES:
+        shape.add_argument("--" + name.replace("_", "-"), type=whole(1), default=None, help="default: the shape's")
     options = parser.parse_args(arguments)
+    options.sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     try:
         options.prompts = [_prompts(word) for word in options.prompts.split(",")]
     except ValueError:
         words = "NUMBERxTOKENS, whole numbers from 1 on, separated by commas"
         parser.error(f"--prompts must be {words}, got {options.prompts!r}")
     report.check_plots(parser, options.json)
-    full = options.model == "random" and all(getattr(options, name) == size for name, size in SIZES.items())
-    if full and jax.default_backend() == "cpu":
+    if options.model == "random":
+        try:
+            configuration(options.shape, **options.sizes)
+        except ValueError as error:
+            parser.error(f"--shape {options.shape}: {error}")
+    if options.model == "random" and not options.sizes and jax.default_backend() == "cpu":
         names = " and ".join("--" + name.replace("_", "-") for name in list(SIZES)[:2])
         parser.error(f"a random model of full size needs a GPU, this is a cpu: try --model demo, or {names}")
     return options
@@ -110,8 +113,7 @@ def _prompts(word: str) -> tuple[int, int]:
 
 def make_model(options: argparse.Namespace) -> LanguageModel:
     if options.model == "random":
-        sizes = {name: getattr(options, name) for name in SIZES}
-        lm = random_model(configuration(**sizes), jnp.dtype(options.dtype or "bfloat16"))
+        lm = random_model(configuration(options.shape, **options.sizes), jnp.dtype(options.dtype or "bfloat16"))
     else:
         lm = load(options.model, dtype=options.dtype)
     if options.implementation == "xla":

@@ -52,7 +52,10 @@ def copying_loop(lm, carry):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxbuf.recurrence.buffered.extend_pool", fold_by_selection)
         patch.setattr("jaxbuf.attention.paged.append", append_by_selection)
-        return hlo(fresh, lm, carry)
+        jax.clear_caches()  # or layers that were traced before, for other tests, would be taken
+        found = hlo(fresh, lm, carry)
+    jax.clear_caches()  # and those with mistakes by other tests
+    return found
 
 
 def test_no_step_writes_a_checkpoint_unless_a_slot_folds(lm, decode_loop):
