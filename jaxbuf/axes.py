@@ -28,6 +28,10 @@ get wrong, the functions themselves say.
     words        of 32 bits, one bit for each token that a model knows
     in           numbers that a projection reads
     out          numbers that it gives
+    experts      MLPs among which a router chooses
+    chosen       of them for one token
+    inner        numbers between an MLP's projections
+    tokens       that are computed together, each by itself
 
     states       rows of a pool of checkpoints, the null row 0 among them
     ring         places for a slot's last tokens: entries of a recurrence, inputs of a convolution

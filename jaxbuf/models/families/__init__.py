@@ -15,7 +15,6 @@ makes the ModelConfig again. `jaxbuf.models.loading.common_fields` has what seve
 CONTRIBUTING shows how to add one.
 """
 
-import dataclasses
 import functools
 import importlib
 import pkgutil
@@ -24,24 +23,9 @@ from typing import Any, Protocol, cast
 
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.loading.fields import Fields
+from jaxbuf.models.loading.source import Rows as Rows
+from jaxbuf.models.loading.source import Source as Source
 from jaxbuf.shown import shown
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Where a parameter lies in a checkpoint.
-
-    Attributes:
-      name: Of the tensor.
-      depthwise: Whether it is a depthwise convolution's, stored as [channels, 1, width].
-    """
-
-    name: str
-    depthwise: bool = False
-
-    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The tensor's shape, of a parameter's."""
-        return (shape[0], 1, *shape[1:]) if self.depthwise else tuple(shape)
 
 
 class Family(Protocol):

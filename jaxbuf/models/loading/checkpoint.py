@@ -1,7 +1,9 @@
 """Checkpoints in Hugging Face's format, read and written without torch: config.json and safetensors."""
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import math
@@ -22,13 +24,21 @@ from safetensors.numpy import save_file
 
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.decoder import Decoder
-from jaxbuf.models.families import Source, config_json, family_of
+from jaxbuf.models.families import config_json, family_of
 from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.models.loading.fields import CheckpointError as CheckpointError
 from jaxbuf.models.loading.fields import Fields, is_there, read_fields
 from jaxbuf.models.loading.hub import COMPANIONS, WEIGHTS
 from jaxbuf.models.loading.replacing import replacing
-from jaxbuf.models.loading.sharding import check_mesh, held_ranges, parameter_sharding, spread_shape, stored_order
+from jaxbuf.models.loading.sharding import (
+    check_mesh,
+    held_ranges,
+    parameter_sharding,
+    spread_shape,
+    stored_order,
+    stored_shape,
+)
+from jaxbuf.models.loading.source import Piece, Source, stored_shapes
 from jaxbuf.models.tensor_parallel import automatic, devices_of
 from jaxbuf.shown import shown
 
@@ -84,9 +94,9 @@ def load_model(
     mesh: jax.sharding.Mesh | None = None,
     progress: Progress | None = None,
 ) -> tuple[Decoder, ModelConfig]:
-    """Reads the parameters, one tensor at a time, each straight to where it belongs.
+    """Reads the parameters, one at a time, each straight to where it belongs.
 
-    Beside the parameters, the host holds the tensor that is on its way at most.
+    Beside the parameters, the host holds the one that is on its way at most.
 
     Args:
       directory: Holds *.safetensors, or the shards that a model.safetensors.index.json names.
@@ -117,25 +127,27 @@ def load_model(
             config = dataclasses.replace(config, mesh=automatic(mesh))
             _ = config.on_device  # raises an error if its heads can't be shared
         abstract, sources = _abstract(config), family.tensors(config, tensors.keys())
-        parameters = {sources[path]: param for path, param in named_parameters(abstract).items()}
-        shapes = {source.name: source.stored_shape(p.get_raw_value().shape) for source, p in parameters.items()}
-        _check(directory, tensors, shapes, family.IGNORED)
+        parameters = named_parameters(abstract)
+        shapes = {path: param.get_raw_value().shape for path, param in parameters.items()}
+        expected = stored_shapes(sources, shapes)
+        _check(directory, tensors, expected, family.IGNORED)
         if dtype is None:
             platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-            embedding = sources["embed_tokens"].name
+            embedding = sources["embed_tokens"].first
             stored = tensors[embedding].get_slice(embedding).get_dtype()
             dtype = jnp.dtype(jnp.float32 if platform == "cpu" else STORED_DTYPES[stored])
-        sizes = {name: _stored_bytes(tensors[name].get_slice(name)) for name in shapes}
-        done, values = 0, []
+        sizes = {name: _stored_bytes(tensors[name].get_slice(name)) for name in expected}
+        done, total, values = 0, sum(sizes.values()), []
         if progress is not None:
-            progress(0, sum(sizes.values()))
-        for source, param in parameters.items():
-            name = source.name
+            progress(0, total)
+        for path, param in parameters.items():
+            source = sources[path]
             wanted = jnp.dtype(jnp.float32) if param.keep_float32 else dtype
-            values.append(_read(tensors[name].get_slice(name), source, param, wanted, config.mesh))
-            done += sizes[name]
+            values.append(_read(tensors, source, param, wanted, config.mesh))
+            pieces = source.pieces(shapes[path])
+            done += sum(sizes[piece.name] // expected[piece.name][0] * piece.size for piece in pieces)
             if progress is not None:
-                progress(done, sum(sizes.values()))
+                progress(done, total)
     return replace_parameters(abstract, values), config
 
 
@@ -157,7 +169,8 @@ def save(
     """Writes config.json and the parameters under Hugging Face's names, so that transformers and `load` read them.
 
     All of it is written beside the name and takes it at the end: a process that dies on the way leaves what was there,
-    and its leftovers go with the next `save` to that name. Beside the parameters, the host holds one shard at most.
+    and its leftovers go with the next `save` to that name. Beside the parameters, the host holds one shard at most, and
+    those that tensors of the shard share.
 
     Args:
       model: The parameters; the gates' A_log and dt_bias are written in float32, whatever dtype says.
@@ -288,34 +301,56 @@ def _stored_bytes(stored: Any) -> int:
     return math.prod(stored.get_shape()) * jnp.dtype(STORED_DTYPES[stored.get_dtype()]).itemsize
 
 
-def _read(stored: Any, source: Source, param: nnx.Param, dtype: jnp.dtype, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """A tensor of an open file on its devices. Each device's part is read and converted on its own."""
+def _read(
+    tensors: Mapping[str, Any], source: Source, param: nnx.Param, dtype: jnp.dtype, mesh: jax.sharding.Mesh | None
+) -> jax.Array:
+    """A parameter from open files on its devices. Each device's part is read and converted on its own."""
     shape, sharding = spread_shape(param, mesh), parameter_sharding(param, mesh)
+    whole = param.get_raw_value().shape
+    pieces = list(source.pieces(whole))
+    starts = [piece.here for piece in pieces]
 
-    def ranges(index: slice, size: int, parts: Any) -> list[tuple[int, int]]:
+    def ranges(index: slice, size: int, stored: int, parts: Any) -> list[tuple[int, int]]:
         """What of a stored axis lies on a device that has `index` of the parameter's."""
         start, stop, _ = index.indices(size)
-        whole = stop - start == size
-        return [(0, size)] if whole else held_ranges(parts, start // (stop - start), devices_of(mesh))
+        if parts is None or stop - start == size:
+            return [(0, stored)]
+        return held_ranges(parts, start // (stop - start), devices_of(mesh))
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        first, *others = map(ranges, index or (slice(None),) * len(shape), shape, param.axes)
-        rest = [slice(start, stop) for ((start, stop),) in others]  # what is fused is so along its first axis
-        lengths = [stop - start for start, stop in first]
-        target = _aligned((sum(lengths), *(bound.stop - bound.start for bound in rest)), dtype)
-        if source.depthwise:
-            rest.insert(0, slice(0, 1))
-        rows, place = max(1, PIECE * target.shape[0] // max(1, target.nbytes)), 0
-        for start, stop in first:
-            for begin in range(start, stop, rows):
-                end = min(begin + rows, stop)
-                piece, here = stored[(slice(begin, end), *rest)], target[place : place + end - begin]
-                here[...] = piece.reshape(here.shape)
-                place += end - begin
-        return target
+        held = list(map(ranges, index or (slice(None),) * len(shape), shape, whole, param.axes))
+        lengths = [sum(stop - start for start, stop in each) for each in held]
+        target = _aligned(tuple(lengths), dtype)
+        flat, (rows, *inner) = target.reshape(source.flat(lengths)), held
+        if source.stacked:
+            within = inner.pop(0)
+            experts = [expert for start, stop in rows for expert in range(start, stop)]
+            rows = [
+                (whole[1] * expert + start, whole[1] * expert + stop) for expert in experts for start, stop in within
+            ]
+        blocks = list(zip(itertools.product(*inner), itertools.product(*map(_places, inner)), strict=True))
+        most, place = max(1, PIECE * flat.shape[0] // max(1, flat.nbytes)), 0
+        for start, stop in rows:
+            while start < stop:
+                name, there, here, size = pieces[bisect.bisect_right(starts, start) - 1]
+                end = min(start + most, stop, here + size)
+                first = slice(there + start - here, there + end - here)
+                for taken, put in blocks:
+                    index = (first, *([slice(0, 1)] if source.depthwise else []), *itertools.starmap(slice, taken))
+                    target = flat[(slice(place, place + end - start), *itertools.starmap(slice, put))]
+                    target[...] = tensors[name].get_slice(name)[index].reshape(target.shape)
+                place += end - start
+                start = end
+        return flat.reshape(lengths)
 
     array = jax.device_put(part(None)) if sharding is None else jax.make_array_from_callback(shape, sharding, part)
-    return array.block_until_ready()  # so that no more than one tensor is on its way
+    return array.block_until_ready()  # so that no more than one parameter is on its way
+
+
+def _places(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Where ranges lie once they are put one behind the other."""
+    ends = list(itertools.accumulate(stop - start for start, stop in ranges))
+    return list(itertools.pairwise([0, *ends]))
 
 
 def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
@@ -333,24 +368,42 @@ def _write_shards(
     shard_bytes: int,
     mesh: jax.sharding.Mesh | None,
 ) -> None:
+    shapes = {path: stored_shape(param) for path, param in parameters.items()}
     dtypes = {path: jnp.dtype(jnp.float32) if p.keep_float32 else dtype for path, p in parameters.items()}
+    stored = stored_shapes(sources, shapes)
+    pieces: dict[str, list[tuple[str, Piece]]] = {name: [] for name in stored}
+    for path, shape in shapes.items():
+        for piece in sources[path].pieces(shape):
+            pieces[piece.name].append((path, piece))
     shards: list[list[str]] = [[]]
     sizes = [0]
-    for path, param in parameters.items():
-        size = math.prod(param.shape) * dtypes[path].itemsize
+    for name, shape in stored.items():
+        size = math.prod(shape) * dtypes[pieces[name][0][0]].itemsize
         if shards[-1] and sizes[-1] + size > shard_bytes:
             shards.append([])
             sizes.append(0)
-        shards[-1].append(path)
+        shards[-1].append(name)
         sizes[-1] += size
-    weight_map = {}
-    for number, paths in enumerate(shards, start=1):
+    weight_map, held = {}, {}
+
+    def on_host(path: str) -> np.ndarray:
+        array = stored_order(np.asarray(parameters[path][...].astype(dtypes[path])), parameters[path], mesh)
+        return array.reshape(sources[path].flat(array.shape))
+
+    for number, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
-        for path in paths:
-            source, param = sources[path], parameters[path]
-            array = stored_order(np.asarray(param[...].astype(dtypes[path])), param, mesh)
-            tensors[source.name] = np.ascontiguousarray(array.reshape(source.stored_shape(array.shape)))
+        for name in names:
+            # A parameter that several tensors share is brought once: these follow one another.
+            held = {path: held[path] if path in held else on_host(path) for path, _ in pieces[name]}
+            if len(pieces[name]) == 1:
+                ((path, piece),) = pieces[name]
+                tensor = held[path][piece.here : piece.here + piece.size]
+            else:
+                tensor = np.empty((stored[name][0], *held[pieces[name][0][0]].shape[1:]), dtypes[pieces[name][0][0]])
+                for path, piece in pieces[name]:
+                    tensor[piece.there : piece.there + piece.size] = held[path][piece.here : piece.here + piece.size]
+            tensors[name] = np.ascontiguousarray(tensor.reshape(stored[name]))
         # transformers refuses files that do not say how they were laid out
         save_file(tensors, directory / file, metadata={"format": "pt"})
         (directory / file).chmod(directory.stat().st_mode & 0o666)  # safetensors lets nobody else read it

@@ -39,6 +39,14 @@ def spread_shape(param: nnx.Param, mesh: Mesh | None) -> tuple[int, ...]:
     )
 
 
+def stored_shape(param: nnx.Param) -> tuple[int, ...]:
+    """The shape that a parameter has in a checkpoint's order, wherever it lies."""
+    return tuple(
+        sum(part.length for part in parts) if parts else size
+        for size, parts in zip(param.get_raw_value().shape, param.axes, strict=True)
+    )
+
+
 def held_ranges(parts: Parts, device: int, devices: int) -> list[tuple[int, int]]:
     """The rows (or columns) of a checkpoint's tensor that a device has, from and to, in its order."""
     found, start = [], 0

@@ -30,7 +30,7 @@ def decoder_tensors(
 
 def placed(tensors: Mapping[str, Source], path: str, name: str) -> dict[str, Source]:
     """The same with something in front of the parameters' paths and of the tensors' names."""
-    return {path + part: Source(name + source.name, source.depthwise) for part, source in tensors.items()}
+    return {path + part: source.behind(name) for part, source in tensors.items()}
 
 
 def softmax_layer(layer: LayerConfig) -> dict[str, Source]:
