@@ -19,9 +19,14 @@ from jaxbuf.models.language_model import load
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 DEMO = Path(decoder.__file__).parent / "demo"
 QWEN3_5 = ("tied", "untied_mtp", "vision_language")
-RANDOM = (*QWEN3_5, "llama_plain", "llama_full", "mamba2_plain", "mamba2_full", "qwen3_plain", "qwen3_full")
+STRETCHED = ("llama_yarn", "llama_linear", "qwen3_yarn", "qwen3_linear")
+RANDOM = (*QWEN3_5, "llama_plain", "llama_full", "mamba2_plain", "mamba2_full", "qwen3_plain", "qwen3_full", *STRETCHED)
 FOUND = sorted(file.parent.name for file in FIXTURES.glob("*/expected.safetensors"))
-SLOW = ("demo", *(name for name in RANDOM if name.endswith("_plain")))  # to decode; the others have more options
+SLOW = (
+    "demo",
+    *STRETCHED,
+    *(name for name in RANDOM if name.endswith("_plain")),
+)  # to decode; the others have more options
 DECODED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FOUND]
 
 TOLERANCE = 2e-3
