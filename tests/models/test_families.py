@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxbuf.attention.rotary import Llama3Scaling
+from jaxbuf.attention.rotary import Llama3Scaling, Rotary, YarnScaling
 from jaxbuf.models.families import config_from_dict, config_json, families
 from jaxbuf.models.language_model import load
 from jaxbuf.planning.model_sizes import NAMED, from_config
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def described(name, **changes):
@@ -25,8 +26,26 @@ def described(name, **changes):
     ("name", "changes", "message"),
     [
         ("llama_plain", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        ("llama_plain", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of .'default', 'llama3'."),
-        ("llama_plain", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.type must be one of"),
+        ("llama_plain", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type must be one of .*, got 'dynamic'"),
+        (
+            "llama_plain",
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_scaling.type must be .* 'longrope'",
+        ),
+        ("llama_plain", {"rope_parameters": {"rope_type": "linear"}}, "lacks rope_parameters.factor"),
+        ("llama_plain", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor must be"),
+        (
+            "llama_plain",
+            {"rope_parameters": YARN | {"beta_fast": 1, "beta_slow": 2}},
+            r"beta_slow \(2.0\) must be at most",
+        ),
+        ("llama_plain", {"rope_parameters": YARN | {"truncate": 1}}, "rope_parameters.truncate must be true or false"),
+        ("llama_plain", {"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta must be above 1"),
+        (
+            "qwen3_plain",
+            {"rope_parameters": YARN | {"attention_factor": -1.0}},
+            "rope_parameters.attention_factor must",
+        ),
         ("llama_plain", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks rope_parameters.low_freq"),
         (
             "llama_plain",
@@ -38,7 +57,8 @@ def described(name, **changes):
         ("llama_plain", {"intermediate_size": 2**31 - 1}, r"at most 2\*\*40 elements"),
         ("qwen3_plain", {"use_sliding_window": True}, "use_sliding_window must be False, got True"),
         ("qwen3_plain", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be"),
-        ("qwen3_plain", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type must be 'default', got 'yarn'"),
+        ("qwen3_plain", {"rope_scaling": {"rope_type": "yarn"}}, "lacks rope_scaling.factor"),
+        ("tied", {"rope_parameters": YARN}, "rope_type must be 'default', got 'yarn'"),
         ("mamba2_plain", {"rms_norm": False}, "rms_norm must be True, got False"),
         ("mamba2_plain", {"n_groups": 2}, r"num_heads \(5\) must be a multiple of n_groups \(2\)"),
         ("mamba2_plain", {"expand": 3}, r"expand \(3.0\) times hidden_size \(40\) must be num_heads \(5\) times"),
@@ -94,6 +114,40 @@ def test_positions_of_older_files():
     del without["rope_scaling"]
     rotary = config_from_dict(without).layers[0].mixers[0].rotary
     assert (rotary.theta, rotary.scaling) == (5e5, None)
+
+
+def test_what_yarn_takes_where_a_configuration_says_nothing():
+    """Null is as absent; an original context beside the positions counts first, and without any it is the whole one."""
+
+    def read(changes, **beside):
+        return config_from_dict(described("qwen3_plain", rope_parameters=YARN | changes, **beside)).layers[0].mixers[0]
+
+    amplitude = 0.1 * np.log(4) + 1
+    plain = read(dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "truncate"))).rotary.scaling
+    assert plain == YarnScaling(4.0, 32, amplitude) == read({"mscale": 0.7}).rotary.scaling
+    assert read({"attention_factor": 1.5, "mscale": 2.0, "mscale_all_dim": 1.0}).rotary.scaling.amplitude == 1.5
+    scales = read({"mscale": 2.0, "mscale_all_dim": 1.0}).rotary.scaling
+    np.testing.assert_allclose(scales.amplitude, (0.2 * np.log(4) + 1) / amplitude, rtol=1e-12)
+    assert read({"factor": 0.5}).rotary.scaling.amplitude == 1
+    assert read({}, original_max_position_embeddings=77).rotary.scaling.context == 77
+    assert read({"original_max_position_embeddings": None}).rotary.scaling.context == 512
+    assert read({"factor": None}).rotary.scaling == YarnScaling(16.0, 32, 0.1 * np.log(16) + 1)
+
+
+def test_yarns_frequencies_keep_fast_pairs_and_stretch_slow_ones(rng):
+    for _ in range(20):
+        dim, theta, context = 2 * int(rng.integers(8, 65)), float(rng.uniform(1e3, 1e6)), int(rng.integers(64, 8192))
+        scaling = YarnScaling(float(rng.uniform(2, 40)), context, 1.3, 16.0, 2.0, bool(rng.integers(2)))
+        plain = theta ** (-np.arange(0, dim, 2) / dim)
+        turns, found = context * plain / (2 * np.pi), scaling.frequencies(dim, theta)
+        kept, slow = found / plain, 1 / scaling.factor
+        room = theta ** (2 / dim) if scaling.whole else 1 + 1e-9  # a pair more on either side
+        np.testing.assert_allclose(kept[turns >= 16 * room], 1, rtol=1e-12)
+        np.testing.assert_allclose(kept[turns <= 2 / room], slow, rtol=1e-12)
+        assert np.all(np.diff(kept) <= 1e-12)
+        cos, sin = Rotary(dim, theta, scaling).angles(np.array([[0, 3]], np.int32))
+        np.testing.assert_allclose(cos[0, 0, 0], 1.3, rtol=1e-6)
+        np.testing.assert_allclose(sin[0, 1, 0], 1.3 * np.sin(3 * found), rtol=0, atol=1e-5)
 
 
 def test_heads_without_a_size_of_their_own_share_the_hidden_size():

@@ -19,10 +19,15 @@ from jaxbuf.models.language_model import load
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 DEMO = Path(decoder.__file__).parent / "demo"
 QWEN3_5 = ("tied", "untied_mtp", "vision_language")
+STRETCHED = ("llama_yarn", "llama_linear", "qwen3_yarn", "qwen3_linear")
 OTHERS = ("llama", "mamba2", "qwen3", "nemotron_h", "falcon_h1", "granitemoehybrid")
-RANDOM = (*QWEN3_5, *(f"{family}_{kind}" for family in OTHERS for kind in ("plain", "full")))
+RANDOM = (*QWEN3_5, *(f"{family}_{kind}" for family in OTHERS for kind in ("plain", "full")), *STRETCHED)
 FOUND = sorted(file.parent.name for file in FIXTURES.glob("*/expected.safetensors"))
-SLOW = ("demo", *(name for name in RANDOM if name.endswith("_plain")))  # to decode; the others have more options
+SLOW = (
+    "demo",
+    *STRETCHED,
+    *(name for name in RANDOM if name.endswith("_plain")),
+)  # to decode; the others have more options
 DECODED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FOUND]
 
 TOLERANCE = 2e-3

@@ -1,10 +1,10 @@
-"""Llama: softmax attention alone, plain norms, and in Llama 3.1 and later positions that are stretched."""
+"""Llama: softmax attention alone, plain norms, and where a configuration says so positions that are stretched."""
 
 import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from jaxbuf.attention.rotary import Llama3Scaling, Rotary
+from jaxbuf.attention.rotary import Rotary, Scaling
 from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
 from jaxbuf.models.loading.common_fields import (
@@ -45,7 +45,7 @@ class Config:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    scaling: Llama3Scaling | None = None
+    scaling: Scaling | None = None
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     attention_bias: bool = False

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from jaxbuf.attention.rotary import Rotary
+from jaxbuf.attention.rotary import Rotary, Scaling
 from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
 from jaxbuf.models.loading.common_fields import (
@@ -37,7 +37,7 @@ NEEDED = (
 class Config:
     """The static facts of a Qwen3 model, under the names that its config.json uses.
 
-    `rope_theta` is nested in `rope_parameters` there, and `eos_token_ids` is `eos_token_id`.
+    `rope_theta` and `scaling` are nested in `rope_parameters` there, and `eos_token_ids` is `eos_token_id`.
 
     Raises:
       ValueError: Head counts that do not divide, an odd head_dim, or sizes whose arrays nobody could hold.
@@ -52,6 +52,7 @@ class Config:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    scaling: Scaling | None = None
     max_position_embeddings: int = 32_768
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -68,7 +69,7 @@ class Config:
             heads=self.num_attention_heads,
             kv_heads=self.num_key_value_heads,
             head_dim=self.head_dim,
-            rotary=Rotary(self.head_dim, self.rope_theta),
+            rotary=Rotary(self.head_dim, self.rope_theta, self.scaling),
             norm=norm,
             bias=self.attention_bias,
         )
@@ -94,9 +95,9 @@ def read_config(fields: Fields) -> ModelConfig:
     layers = values["num_hidden_layers"] = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
     if fields.has("layer_types"):
         fields.serve("layer_types", ["full_attention"] * layers)
+    values["rope_theta"], values["scaling"] = read_rope(fields)
     values |= {
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0, most=1),
-        "rope_theta": read_rope(fields, scalings=False)[0],
         "max_position_embeddings": fields.size("max_position_embeddings", 32_768),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
         "attention_bias": fields.flag("attention_bias", False),
@@ -108,14 +109,14 @@ def read_config(fields: Fields) -> ModelConfig:
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
     data = dataclasses.asdict(config.source)
-    eos, theta = data.pop("eos_token_ids"), data.pop("rope_theta")
+    eos, theta, _ = data.pop("eos_token_ids"), data.pop("rope_theta"), data.pop("scaling")
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         **data,
         "hidden_act": "silu",
         "use_sliding_window": False,
-        "rope_parameters": rope_json(theta),
+        "rope_parameters": rope_json(theta, config.source.scaling),
         "eos_token_id": eos_json(eos),
     }
 

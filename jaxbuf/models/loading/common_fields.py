@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any
 
-from jaxbuf.attention.rotary import Llama3Scaling
+from jaxbuf.attention.rotary import LinearScaling, Llama3Scaling, Scaling, YarnScaling, yarn_amplitude
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.loading.fields import SIZE, Fields, check_arrays
 
@@ -23,8 +23,20 @@ MAMBA_ARRAYS = (
     ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
     ("mamba_n_heads", "mamba_d_head", "mamba_d_conv"),
 )
-# Of "llama3" positions: names in config.json, and those of Llama3Scaling.
-SCALING = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high"}
+CONTEXT = "original_max_position_embeddings"
+# Of stretched positions, by their rope_type: names in config.json, and those of the scaling.
+SCALING = {
+    "linear": {"factor": "factor"},
+    "llama3": {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high", CONTEXT: "context"},
+    "yarn": {
+        "factor": "factor",
+        CONTEXT: "context",
+        "attention_factor": "amplitude",
+        "beta_fast": "fast",
+        "beta_slow": "slow",
+        "truncate": "whole",
+    },
+}
 
 
 def find_rope(fields: Fields) -> Fields:
@@ -41,12 +53,12 @@ def find_number(fields: Fields, name: str, default: float, **bounds: float) -> f
     return place.number(name, default, **bounds)
 
 
-def read_rope(fields: Fields, *, scalings: bool = True) -> tuple[float, Llama3Scaling | None]:
+def read_rope(fields: Fields, *, scalings: bool = True) -> tuple[float, Scaling | None]:
     """The base of the positions' frequencies, and how they are stretched.
 
     Args:
       fields: The configuration.
-      scalings: Whether the family may stretch them as Llama 3 does.
+      scalings: Whether the family may stretch them: as Llama 3 does, linearly, or by YaRN.
 
     Raises:
       CheckpointError: A number is missing, of another type or out of range.
@@ -55,24 +67,69 @@ def read_rope(fields: Fields, *, scalings: bool = True) -> tuple[float, Llama3Sc
     theta, rope = find_number(fields, "rope_theta", 10_000.0, above=0), find_rope(fields)
     if rope is fields:
         return theta, None
-    kinds = ("default", "llama3") if scalings else ("default",)
+    kinds = ("default", *SCALINGS) if scalings else ("default",)
     kind = rope.serve("rope_type" if "rope_type" in rope.values else "type", *kinds, default="default")
     if kind == "default":
         return theta, None
-    rope.require(*SCALING, "original_max_position_embeddings")
-    numbers = {name: rope.number(key, above=0) for key, name in SCALING.items()}
-    if numbers["low"] >= numbers["high"]:
-        raise rope.error(f"low_freq_factor ({numbers['low']}) must be below high_freq_factor ({numbers['high']})")
-    return theta, Llama3Scaling(**numbers, context=rope.size("original_max_position_embeddings"))
+    return theta, SCALINGS[kind](fields, rope, theta)
 
 
-def rope_json(theta: float, scaling: Llama3Scaling | None = None) -> dict[str, Any]:
+def _read_linear(fields: Fields, rope: Fields, theta: float) -> Scaling:
+    return LinearScaling(rope.number("factor", above=0))
+
+
+def _read_llama3(fields: Fields, rope: Fields, theta: float) -> Scaling:
+    rope.require(*SCALING["llama3"])
+    factor, low, high = (rope.number(f"{name}factor", above=0) for name in ("", "low_freq_", "high_freq_"))
+    if low >= high:
+        raise rope.error(f"low_freq_factor ({low}) must be below high_freq_factor ({high})")
+    return Llama3Scaling(factor, low, high, rope.size(CONTEXT))
+
+
+def _read_yarn(fields: Fields, rope: Fields, theta: float) -> Scaling:
+    """Null counts as absent here, as transformers has it; but a null factor is the ratio of the two contexts."""
+    rope.require("factor")
+    places = fields, rope  # the configuration's own counts first
+    context = next((place.size(CONTEXT) for place in places if place.has(CONTEXT)), None)
+    if context is None:
+        context = fields.size("max_position_embeddings")
+    factor = rope.number("factor", above=0) if rope.has("factor") else fields.size("max_position_embeddings") / context
+    fast, slow = (
+        rope.number(name, above=0) if rope.has(name) else default
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
+    if slow > fast:
+        raise rope.error(f"beta_slow ({slow}) must be at most beta_fast ({fast})")
+    if theta <= 1:
+        raise rope.error(f"rope_theta must be above 1 for rope_type 'yarn', got {theta}")
+    whole = rope.flag("truncate") if rope.has("truncate") else True
+    return YarnScaling(factor, context, _read_amplitude(rope, factor), fast, slow, whole)
+
+
+def _read_amplitude(rope: Fields, factor: float) -> float:
+    """Of YaRN: given, or by the two scales if there are both, or what the paper proposes for the factor."""
+    if rope.has("attention_factor"):
+        return rope.number("attention_factor", above=0)
+    scales = [rope.number(name, least=0) if rope.has(name) else 0.0 for name in ("mscale", "mscale_all_dim")]
+    if all(scales):
+        over, under = (yarn_amplitude(factor, scale) for scale in scales)
+        return over / under
+    return yarn_amplitude(factor)
+
+
+SCALINGS: dict[str, Callable[[Fields, Fields, float], Scaling]] = {
+    "linear": _read_linear,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+}
+
+
+def rope_json(theta: float, scaling: Scaling | None = None) -> dict[str, Any]:
     """The rope_parameters that `read_rope` reads back."""
     if scaling is None:
         return {"rope_type": "default", "rope_theta": theta}
-    numbers = {key: getattr(scaling, name) for key, name in SCALING.items()}
-    context = {"original_max_position_embeddings": scaling.context}
-    return {"rope_type": "llama3", "rope_theta": theta, **numbers, **context}
+    numbers = {key: getattr(scaling, name) for key, name in SCALING[scaling.kind].items()}
+    return {"rope_type": scaling.kind, "rope_theta": theta, **numbers}
 
 
 def eos_json(ids: tuple[int, ...]) -> int | list[int] | None:
