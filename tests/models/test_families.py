@@ -59,6 +59,21 @@ def described(name, **changes):
         ("qwen3_plain", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be"),
         ("qwen3_plain", {"rope_scaling": {"rope_type": "yarn"}}, "lacks rope_scaling.factor"),
         ("tied", {"rope_parameters": YARN}, "rope_type must be 'default', got 'yarn'"),
+        (
+            "qwen3_moe_plain",
+            {"num_experts_per_tok": 7},
+            r"num_experts_per_tok must be a whole number in \[1, 6\], got 7",
+        ),
+        ("qwen3_moe_plain", {"num_local_experts": 2**20}, r"num_local_experts must be a whole number in \[1, 16384\]"),
+        ("qwen3_moe_plain", {"mlp_only_layers": [2]}, r"mlp_only_layers must be a list of whole numbers in \[0, 1\]"),
+        ("qwen3_moe_plain", {"moe_intermediate_size": 2**31 - 1}, r"at most 2\*\*40 elements"),
+        ("qwen3_moe_plain", {"use_sliding_window": True}, "use_sliding_window must be False, got True"),
+        ("qwen3_5_moe_plain", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ("qwen3_5_moe_plain", {"attn_output_gate": False}, "attn_output_gate must be True, got False"),
+        ("qwen3_next_plain", {"attention_bias": True}, "attention_bias must be False, got True"),
+        ("qwen3_next_plain", {"decoder_sparse_step": 0}, r"decoder_sparse_step must be a whole number in \[1"),
+        ("qwen3_next_plain", {"linear_num_key_heads": 4}, r"linear_num_value_heads \(6\) must be a multiple of"),
+        ("qwen3_next_plain", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type must be 'default', got 'yarn'"),
         ("mamba2_plain", {"rms_norm": False}, "rms_norm must be True, got False"),
         ("mamba2_plain", {"n_groups": 2}, r"num_heads \(5\) must be a multiple of n_groups \(2\)"),
         ("mamba2_plain", {"expand": 3}, r"expand \(3.0\) times hidden_size \(40\) must be num_heads \(5\) times"),
@@ -191,6 +206,20 @@ GRANITE = {"model_type": "granitemoehybrid", "vocab_size": 100_352, "num_hidden_
     "shared_intermediate_size": 8192,
     "tie_word_embeddings": True,
 }
+HYBRID = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256} | {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "mtp_num_hidden_layers": 1,
+}
+QWEN3_MOE = {"model_type": "qwen3_moe", "vocab_size": 151_936, "num_key_value_heads": 4, "head_dim": 128} | {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 # Configurations of record, and the parameters of the published checkpoints, embedding and head counted.
 PUBLISHED = {
     "Nemotron-3-Nano-4B": (
@@ -232,6 +261,30 @@ PUBLISHED = {
         | {"hidden_size": 2560, "num_attention_heads": 40, "layer_types": ["attention"] * 40}
         | {"position_embedding_type": "rope"},
         3.40e9,
+    ),
+    "Qwen3-30B-A3B": (
+        QWEN3_MOE
+        | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32}
+        | {"moe_intermediate_size": 768},
+        30_532_122_624,
+    ),
+    "Qwen3-235B-A22B": (
+        QWEN3_MOE
+        | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 94, "num_attention_heads": 64}
+        | {"moe_intermediate_size": 1536},
+        235_093_634_560,
+    ),
+    "Qwen3-Next-80B-A3B": (
+        HYBRID
+        | {"model_type": "qwen3_next", "vocab_size": 151_936, "intermediate_size": 5120, "num_hidden_layers": 48}
+        | {"num_experts": 512, "num_experts_per_tok": 10},
+        81_324_862_720,  # with the MTP layer
+    ),
+    "Qwen3.5-35B-A3B": (
+        HYBRID
+        | {"model_type": "qwen3_5_moe_text", "vocab_size": 248_320, "num_hidden_layers": 40}
+        | {"num_experts": 256, "num_experts_per_tok": 8},
+        35_951_822_704 - 446_571_248,  # with the MTP layer, without the vision tower
     ),
 }
 

@@ -30,6 +30,9 @@ SIZES = {
     "nemotron_h": {"num_attention_heads": 8, "head_dim": 8, "mamba_num_heads": 8, "mamba_head_dim": 12},
     "falcon_h1": {"num_attention_heads": 8, "head_dim": 8, "mamba_n_heads": 8, "mamba_rms_norm": True},
     "granitemoehybrid": {"num_attention_heads": 8, "head_dim": 8, "mamba_n_heads": 8},
+    "qwen3_moe": {"num_attention_heads": 8, "head_dim": 8},
+    "qwen3_5_moe": {"linear_num_value_heads": 8, "num_attention_heads": 8, "head_dim": 8},
+    "qwen3_next": {"linear_num_value_heads": 8, "num_attention_heads": 8, "head_dim": 8},
 }
 # Families whose mixers have a norm with a number for each channel of their heads.
 SPREAD_NORMS = ("mamba2", "nemotron_h", "falcon_h1", "granitemoehybrid")
@@ -70,7 +73,7 @@ def memory(lm):
     return generate_tokens(lm.model, carry, np.int32(3)).cache.layers
 
 
-REPEATED = re.compile(r"norm(_\w+)?|before_\w+|\w*\.fc|o_bias|out_bias|down_bias")
+REPEATED = re.compile(r"norm(_\w+)?|before_\w+|\w*\.fc|o_bias|out_bias|down_bias|router|shared_gate")
 
 
 def repeated(lm, devices):

@@ -75,6 +75,26 @@ def random_granitemoehybrid(seed: int, **changes) -> LanguageModel:
     return _random(seed, fields | {"shared_intermediate_size": fields["intermediate_size"]})
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def random_qwen3_moe(seed: int, **changes) -> LanguageModel:
+    """The same of a Qwen3-MoE model: a layer with an MLP, and one with experts."""
+    return _random(seed, {**CONFIG, "model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [0], **changes})
+
+
+def random_qwen3_5_moe(seed: int, **changes) -> LanguageModel:
+    """The same of a Qwen3.5-MoE model: experts in every layer and in the MTP layer, and a shared one."""
+    shared = {"shared_expert_intermediate_size": 24, "mtp_num_hidden_layers": 1}
+    return _random(seed, {**CONFIG, "model_type": "qwen3_5_moe_text", **EXPERTS, **shared, **changes})
+
+
+def random_qwen3_next(seed: int, **changes) -> LanguageModel:
+    """The same of a Qwen3-Next model: as Qwen3.5-MoE's, saved with fused projections."""
+    shared = {"shared_expert_intermediate_size": 24, "mtp_num_hidden_layers": 1}
+    return _random(seed, {**CONFIG, "model_type": "qwen3_next", **EXPERTS, **shared, **changes})
+
+
 def _random(seed: int, fields: dict) -> LanguageModel:
     config = config_from_dict(fields)
     model = random_model(config, scale=0.15, seed=seed)
@@ -91,6 +111,9 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {
     "nemotron_h": random_nemotron_h,
     "falcon_h1": random_falcon_h1,
     "granitemoehybrid": random_granitemoehybrid,
+    "qwen3_moe": random_qwen3_moe,
+    "qwen3_5_moe": random_qwen3_5_moe,
+    "qwen3_next": random_qwen3_next,
 }
 # Every test of these files compiles programs of its own for each architecture: `test_architectures.py` has for all of
 # them what each must hold.

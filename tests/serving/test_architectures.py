@@ -29,8 +29,8 @@ from tests.serving.test_trees import plant
 SAMPLES = 4
 
 
-# Their memories are Llama's, or Mamba-2's and Llama's in layers of their own.
-LIKE_ANOTHER = ("qwen3", "nemotron_h", "granitemoehybrid")
+# Their memories are Llama's, or Mamba-2's and Llama's in layers of their own, or Qwen3.5's.
+LIKE_ANOTHER = ("qwen3", "nemotron_h", "granitemoehybrid", "qwen3_moe", "qwen3_next")
 
 
 @pytest.fixture(

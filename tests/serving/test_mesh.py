@@ -20,6 +20,7 @@ MORE = [(name, devices, ALL) for name in MODELS for devices in (2, 4)]
     ("architecture", "devices", "names"),
     [pytest.param("qwen3_5", 4, "mtp,chunks", marks=pytest.mark.slow)]
     + [pytest.param("mamba2", 4, "plain,score", marks=pytest.mark.slow)]
+    + [pytest.param("qwen3_next", 4, "mtp", marks=pytest.mark.slow)]
     + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE],
 )
 def test_tokens_on_a_mesh_are_those_of_one_device(architecture, devices, names):

@@ -2,242 +2,71 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any, Literal, cast
+from typing import Any, ClassVar
 
-from jaxbuf.attention.rotary import Rotary
-from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
+from jaxbuf.models.config import MLP, RECURRENCE, LayerConfig, ModelConfig
 from jaxbuf.models.families import Source
-from jaxbuf.models.loading.common_fields import check_multiple, eos_json, find_number, make, read_rope, untied_if_stored
-from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
-from jaxbuf.models.loading.tensor_names import decoder_tensors, outside_mixers, placed, softmax_layer
-from jaxbuf.models.mixers.attention import Attention
-from jaxbuf.models.mixers.gated_delta_net import GatedDeltaNet
-from jaxbuf.recurrence.spec import RecurrenceSpec
-from jaxbuf.shown import shown
+from jaxbuf.models.loading.common_fields import make
+from jaxbuf.models.loading.fields import Fields
+from jaxbuf.models.loading.hybrid_fields import (
+    PROJECTIONS,
+    Hybrid,
+    hybrid_tensors,
+    linear_tensors,
+    read_hybrid,
+    stored_facts,
+)
+from jaxbuf.models.loading.hybrid_fields import LayerType as LayerType
+from jaxbuf.models.loading.tensor_names import outside_mixers, softmax_layer
 
-type LayerType = Literal["linear_attention", "full_attention"]
-
-LAYER_TYPES = ("linear_attention", "full_attention")
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 SERVED = "dense text models of the Qwen3.5 architecture"
 IGNORED = ("model.visual.*",)  # the vision tower
-NEEDED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-)
-RANGES = {
-    "rms_norm_eps": {"above": 0, "most": 1},
-    "rope_theta": {"above": 0},
-    "partial_rotary_factor": {"above": 0, "most": 1},
-    "initializer_range": {"least": 0},
-}
-
-ARRAYS = (
-    ("vocab_size", "hidden_size"),
-    ("intermediate_size", "hidden_size"),
-    ("num_attention_heads", "head_dim", "hidden_size"),
-    ("linear_num_key_heads", "linear_key_head_dim", "hidden_size"),
-    ("linear_num_value_heads", "linear_value_head_dim", "hidden_size"),
-    ("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim"),
-    ("linear_num_key_heads", "linear_key_head_dim", "linear_conv_kernel_dim"),
-    ("linear_num_value_heads", "linear_value_head_dim", "linear_conv_kernel_dim"),
-)
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The static facts of a Qwen3.5 text model, under the names that its `config.json` uses.
-
-    Attributes that are not in a checkpoint under their own name: `rope_theta` and `partial_rotary_factor` (nested in
-    `rope_parameters` there), and `eos_token_ids` (`eos_token_id`, a number or a list).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Hybrid):
+    """The static facts of a Qwen3.5 text model: those of `Hybrid`, and the size of its MLPs.
 
     Raises:
-      ValueError: A value of another type or out of range, head counts that do not divide, a layer type that is not
-        known, more than 1,024 layers, or sizes whose arrays nobody could hold (2**40 elements).
+      ValueError: As `Hybrid`.
     """
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    linear_key_head_dim: int
-    linear_value_head_dim: int
-    layer_types: tuple[LayerType, ...]
-    linear_conv_kernel_dim: int = 4
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    partial_rotary_factor: float = 0.25
-    max_position_embeddings: int = 32_768
-    tie_word_embeddings: bool = False
-    mtp_num_hidden_layers: int = 0
-    initializer_range: float = 0.02
-    eos_token_ids: tuple[int, ...] = ()
 
-    def __post_init__(self):
-        own = Fields(vars(self))
-        for field in dataclasses.fields(self):
-            if field.type is int and field.name != "mtp_num_hidden_layers":
-                own.size(field.name)
-            elif field.type is float:
-                own.number(field.name, **RANGES[field.name])
-            elif field.type is bool:
-                own.flag(field.name)
-        own.integer("mtp_num_hidden_layers", least=0, most=1)
-        own.token_ids("eos_token_ids", vocab_size=SIZE + 1)
-        own.texts("layer_types")
-        check_multiple(self, "num_attention_heads", "num_key_value_heads")
-        check_multiple(self, "linear_num_value_heads", "linear_num_key_heads")
-        if not self.layer_types or not set(self.layer_types) <= set(LAYER_TYPES):
-            found = shown(self.layer_types)
-            raise ValueError(f"layer_types must be a non-empty list out of {LAYER_TYPES}, got {found}")
-        if len(self.layer_types) > MOST_LAYERS:
-            raise ValueError(f"layer_types must have at most {MOST_LAYERS} entries, got {len(self.layer_types)}")
-        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
-            raise ValueError(
-                f"head_dim ({self.head_dim}) times partial_rotary_factor ({self.partial_rotary_factor}) must be "
-                f"an even number of channels, got {self.rotary_dim}"
-            )
-        check_arrays(vars(self), ARRAYS)
-
-    @property
-    def spec(self) -> RecurrenceSpec:
-        """The recurrence of the linear layers."""
-        return RecurrenceSpec(
-            heads=self.linear_num_value_heads,
-            key_heads=self.linear_num_key_heads,
-            key_dim=self.linear_key_head_dim,
-            value_dim=self.linear_value_head_dim,
-            decay="head",
-            delta=True,
-        )
-
-    @property
-    def rotary_dim(self) -> int:
-        """How many channels of a head are rotated."""
-        return int(self.head_dim * self.partial_rotary_factor)
+    ARRAYS: ClassVar = (*Hybrid.ARRAYS, ("intermediate_size", "hidden_size"))
 
     def model(self) -> ModelConfig:
         """What the decoder is built from."""
-        norm = Norm(self.rms_norm_eps, offset=1.0)
-        attention = Attention(
-            heads=self.num_attention_heads,
-            kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            rotary=Rotary(self.rotary_dim, self.rope_theta),
-            norm=norm,
-            gate=True,
-        )
-        mixers = {
-            "linear_attention": GatedDeltaNet(self.spec, self.linear_conv_kernel_dim, self.rms_norm_eps),
-            "full_attention": attention,
-        }
-        layers = {kind: LayerConfig((mixer,), MLP(self.intermediate_size), norm) for kind, mixer in mixers.items()}
-        return ModelConfig(
-            family="qwen3_5",
-            source=self,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            layers=tuple(layers[kind] for kind in self.layer_types),
-            norm=norm,
-            tied=self.tie_word_embeddings,
-            mtp=layers["full_attention"] if self.mtp_num_hidden_layers else None,
-            max_length=self.max_position_embeddings,
-            eos_token_ids=self.eos_token_ids,
-            initializer_range=self.initializer_range,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The `config.json` of a text-only checkpoint; `read_config` reads it back."""
-        data = dataclasses.asdict(self)
-        theta, factor = data.pop("rope_theta"), data.pop("partial_rotary_factor")
-        eos = data.pop("eos_token_ids")
-        return {
-            "architectures": ["Qwen3_5ForCausalLM"],
-            "model_type": "qwen3_5_text",
-            **data,
-            "layer_types": list(self.layer_types),
-            "num_hidden_layers": len(self.layer_types),
-            "hidden_act": "silu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": factor},
-            "eos_token_id": eos_json(eos),
-        }
+        mlp = MLP(self.intermediate_size)
+        return self.build("qwen3_5", (mlp,) * len(self.layer_types), mlp)
 
 
 def read_config(fields: Fields) -> ModelConfig:
     """Text only (`qwen3_5_text`, flat) or vision-language (`qwen3_5`, the text model only)."""
     text = fields.nested("text_config") if fields.values["model_type"] == "qwen3_5" else fields
-    text.serve("hidden_act", "silu", default="silu")
-    text.serve("attention_bias", False, default=False)
-    text.serve("attn_output_gate", True, default=True)
-    text.require(*NEEDED, ("layer_types", "num_hidden_layers"))
-    values = {
-        **{name: text.size(name) for name in NEEDED},
-        "layer_types": _layer_types(text),
-        "linear_conv_kernel_dim": text.size("linear_conv_kernel_dim", 4),
-        "rms_norm_eps": text.number("rms_norm_eps", 1e-6, **RANGES["rms_norm_eps"]),
-        "max_position_embeddings": text.size("max_position_embeddings", 32_768),
-        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
-        "mtp_num_hidden_layers": text.integer("mtp_num_hidden_layers", 0, least=0, most=1),
-        "initializer_range": text.number("initializer_range", 0.02, **RANGES["initializer_range"]),
-        "eos_token_ids": text.token_ids("eos_token_id", vocab_size=text.size("vocab_size")),
-    }
-    values["rope_theta"], _ = read_rope(text, scalings=False)
-    values["partial_rotary_factor"] = find_number(
-        text, "partial_rotary_factor", 0.25, **RANGES["partial_rotary_factor"]
-    )
+    values = read_hybrid(text, ("intermediate_size",), tied=fields.flag("tie_word_embeddings", False))
     return make(Config, values, text)
 
 
-def _layer_types(text: Fields) -> tuple[LayerType, ...]:
-    if not text.has("layer_types"):
-        interval = text.size("full_attention_interval", 4)
-        layers = range(1, text.integer("num_hidden_layers", least=1, most=MOST_LAYERS) + 1)
-        return tuple("linear_attention" if layer % interval else "full_attention" for layer in layers)
-    given = cast(tuple[LayerType, ...], text.texts("layer_types"))  # the configuration checks which
-    count = text.size("num_hidden_layers") if "num_hidden_layers" in text.values else len(given)
-    if count != len(given):
-        raise text.error(f"layer_types has {len(given)} entries, num_hidden_layers is {count}")
-    return given
-
-
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    return config.source.to_dict()
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        **config.source.to_dict(),
+    }
 
 
 def as_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """A head or an MTP layer that is there counts, whatever the configuration says."""
-    config = untied_if_stored(config, names)
-    stored = any(name.startswith("mtp.") for name in names)
-    return dataclasses.replace(config.source, mtp_num_hidden_layers=1).model() if stored else config
+    return dataclasses.replace(config.source, **stored_facts(config.source, names)).model()
 
 
 def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:
-    inside = any(name.startswith("model.language_model.") for name in names)
-    found = decoder_tensors(config, _layer_tensors, "model.language_model." if inside else "model.")
-    if config.mtp is not None:
-        parts = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-        found |= {f"mtp.{part}": Source(f"mtp.{part}.weight") for part in parts}
-        found |= placed(_layer_tensors(config.mtp), "mtp.layers.0.", "mtp.layers.0.")
-    return found
+    return hybrid_tensors(config, names, _layer_tensors, _layer_tensors)
 
 
 def _layer_tensors(layer: LayerConfig) -> dict[str, Source]:
-    if not isinstance(layer.mixers[0], GatedDeltaNet):
+    if layer.mixers[0].kind != RECURRENCE:
         return softmax_layer(layer)
-    parts = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj")
-    found = {part: Source(f"{part}.weight") for part in parts}
-    found |= {part: Source(part) for part in ("A_log", "dt_bias")}
-    found["conv1d"] = Source("conv1d.weight", depthwise=True)
-    return placed(found, "mixers.0.", "linear_attn.") | outside_mixers(layer)
+    return linear_tensors(PROJECTIONS) | outside_mixers(layer)

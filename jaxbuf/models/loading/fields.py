@@ -172,6 +172,12 @@ class Fields:
             self.fail(name, f"a list of {len(default)} finite numbers")
         return tuple(float(each) for each in value)
 
+    def integers(self, name: str, default: tuple[int, ...], *, most: int) -> tuple[int, ...]:
+        """A list of whole numbers from 0 to `most`."""
+        value = self._value(name, default)
+        fits = isinstance(value, list | tuple) and all(_is_integer(each) and 0 <= each <= most for each in value)
+        return tuple(value) if fits else self.fail(name, f"a list of whole numbers in [0, {most}]")
+
     def flag(self, name: str, default: bool = REQUIRED) -> bool:
         """true or false."""
         value = self._value(name, default)

@@ -96,9 +96,7 @@ def stored_shapes(sources: Mapping[str, Source], shapes: Mapping[str, tuple[int,
             rows += piece.size
         if rows != source.flat(shape)[0]:
             raise ValueError(f"the source of {path} has {rows} rows, expected {source.flat(shape)[0]}")
-    shared = [name for name, end in ends.items() if given[name] != end]
-    if shared:
-        raise ValueError(
-            f"each row of {shared[0]} must be one parameter's, got {given[shared[0]]} of {ends[shared[0]]}"
-        )
+    for name, end in ends.items():
+        if given[name] != end:
+            raise ValueError(f"each of the {end} rows of {name} must be one parameter's, got {given[name]}")
     return {name: (end, *rest[name]) for name, end in ends.items()}

@@ -1,13 +1,14 @@
 """Under which names the tensors of a decoder are stored where they are named as Llama's, as most families' are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxbuf.models.config import LayerConfig, ModelConfig
-from jaxbuf.models.families import Source
+from jaxbuf.models.families import Rows, Source
 
 AROUND = {"before_mixers": "input_layernorm.weight", "before_mlp": "post_attention_layernorm.weight"}
 MLP_PARTS = ("gate", "up", "down")
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def decoder_tensors(
@@ -71,3 +72,44 @@ def mlp_tensors(mlp: Any, parts: Sequence[str] = MLP_PARTS) -> dict[str, Source]
     """The tensors of an MLP's projections, with those biases that it has."""
     found = {f"{part}_proj": Source(f"{part}_proj.weight") for part in parts}
     return found | ({f"{part}_bias": Source(f"{part}_proj.bias") for part in parts} if mlp.bias else {})
+
+
+def experts_tensors(
+    experts: Any,
+    hidden: int,
+    *,
+    stacked: bool,
+    parts: Sequence[str] = EXPERT_PARTS,
+    bias: str = "gate.e_score_correction_bias",
+    shared: str = "shared_experts",
+) -> dict[str, Source]:
+    """The tensors of `Experts`.
+
+    Args:
+      experts: The feed-forward.
+      hidden: Numbers of a token.
+      stacked: Whether all experts have two tensors, experts.gate_up_proj and experts.down_proj; else each has its own.
+      parts: What the projections of one expert are called; without a gate two.
+      bias: The name of the bias by which experts are chosen.
+      shared: What the names of the shared experts begin with.
+    """
+    found = {"router": Source("gate.weight")} | ({"router_bias": Source(bias)} if experts.router.bias else {})
+    *first, last = parts
+    numbers, read = range(experts.router.experts), experts.latent or hidden
+    if stacked:
+        joined = "gate_up_proj" if experts.gated else "up_proj"
+        found |= {"up_proj": Source(f"experts.{joined}"), "down_proj": Source("experts.down_proj")}
+    else:
+        ups = tuple(Rows(f"experts.{number}.{part}.weight", experts.size) for number in numbers for part in first)
+        downs = tuple(Rows(f"experts.{number}.{last}.weight", read) for number in numbers)
+        found |= {"up_proj": Source(ups, stacked=True), "down_proj": Source(downs, stacked=True)}
+    if experts.shared is not None:
+        found |= placed(mlp_tensors(experts.shared), "shared.", f"{shared}.")
+        found |= {"shared_gate": Source(f"{shared}_gate.weight")} if experts.shared_gate else {}
+    return found
+
+
+def are_stacked(names: Collection[str], prefix: str = "") -> bool | None:
+    """Whether the experts of some tensors, whose names begin like that, are stacked; None if there are none."""
+    inside = [name for name in names if name.startswith(prefix) and ".experts." in name]
+    return any(name.endswith(".experts.down_proj") for name in inside) if inside else None

@@ -1,0 +1,53 @@
+"""What Qwen's families with routed experts say of them in config.json, and which layers have some."""
+
+from typing import Any
+
+from jaxbuf.models.config import MLP
+from jaxbuf.models.experts import Experts, Router
+from jaxbuf.models.loading.fields import SIZE, Fields
+
+MOST_EXPERTS = 2**14  # so that no names are made for experts that nobody means
+EXPERT_ARRAYS = (
+    ("num_experts", "hidden_size"),
+    ("num_experts", "moe_intermediate_size", "hidden_size"),
+    ("num_experts", "hidden_size", "moe_intermediate_size"),
+)
+
+
+def read_experts(fields: Fields) -> dict[str, int]:
+    """num_experts, which may be called num_local_experts, num_experts_per_tok and moe_intermediate_size."""
+    fields.require(("num_experts", "num_local_experts"), "num_experts_per_tok", "moe_intermediate_size")
+    name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
+    experts = fields.integer(name, least=1, most=MOST_EXPERTS)
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": fields.integer("num_experts_per_tok", least=1, most=experts),
+        "moe_intermediate_size": fields.size("moe_intermediate_size"),
+    }
+
+
+def read_sparse_layers(fields: Fields, layers: int) -> dict[str, Any]:
+    """decoder_sparse_step, and mlp_only_layers, of which null counts as none."""
+    given = fields.has("mlp_only_layers")
+    return {
+        "decoder_sparse_step": fields.integer("decoder_sparse_step", 1, least=1, most=SIZE),
+        "mlp_only_layers": fields.integers("mlp_only_layers", (), most=layers - 1) if given else (),
+    }
+
+
+def has_experts(source: Any, layer: int) -> bool:
+    """Whether a layer has experts, of what `read_sparse_layers` read; the others have an MLP."""
+    return layer not in source.mlp_only_layers and (layer + 1) % source.decoder_sparse_step == 0
+
+
+def make_experts(source: Any, *, renormalised: bool, shared: int | None = None) -> Experts:
+    """The experts that `read_experts` read.
+
+    Args:
+      source: Has its fields.
+      renormalised: As in `Router`.
+      shared: Numbers between the projections of the shared expert, which has a gate; None: there is none.
+    """
+    router = Router(source.num_experts, source.num_experts_per_tok, renormalised=renormalised)
+    mlp = None if shared is None else MLP(shared)
+    return Experts(router, source.moe_intermediate_size, shared=mlp, shared_gate=shared is not None)
