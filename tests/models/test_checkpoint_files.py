@@ -1,6 +1,7 @@
 """What a checkpoint's small files may hold: every value of a wrong type or range is an error that names file and field,
 and no file outside the directory is read."""
 
+import dataclasses
 import json
 import os
 import re
@@ -125,7 +126,7 @@ def test_more_layers_than_tensors_are_told_before_they_are_traced(directory, mon
 
 
 def test_configurations_made_by_hand_are_checked_too():
-    data = {name: getattr(CONFIG.source, name) for name in CONFIG.source.__dataclass_fields__}
+    data = {field.name: getattr(CONFIG.source, field.name) for field in dataclasses.fields(CONFIG.source)}
     assert Config(**data | {"vocab_size": np.int64(VOCAB), "rope_theta": np.float32(5)}).vocab_size == VOCAB
     for name, value in [
         ("hidden_size", "x"),
@@ -144,7 +145,7 @@ def test_configurations_made_by_hand_are_checked_too():
             config_from_dict(value)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "qwen3_5_moe", 5, None, ["qwen3_5"], {}])
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen3_omni_moe", 5, None, ["qwen3_5"], {}])
 def test_an_architecture_that_is_not_served_names_the_file_and_those_that_are(directory, model_type):
     change(directory, "config.json", model_type=model_type)
     served = r"\(.*'qwen3_5', 'qwen3_5_text'.*\) \(jaxbuf serves .*dense text models of the Qwen3\.5 architecture.*\)"

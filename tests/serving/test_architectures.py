@@ -30,7 +30,7 @@ SAMPLES = 4
 
 
 # Their memories are Llama's, or Mamba-2's and Llama's in layers of their own, or Qwen3.5's.
-LIKE_ANOTHER = ("qwen3", "nemotron_h", "granitemoehybrid", "qwen3_moe", "qwen3_next")
+LIKE_ANOTHER = ("qwen3", "nemotron_h", "granitemoehybrid", "qwen3_moe", "qwen3_5_moe", "qwen3_next")
 
 
 @pytest.fixture(
