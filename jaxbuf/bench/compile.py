@@ -10,22 +10,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from jaxbuf.bench import report
+from jaxbuf.bench.model_options import TOO_LARGE, add_model_options, asked_model, is_too_large, read_model_options
 from jaxbuf.bench.parser import Parser, errors_are_lines, output, whole
-from jaxbuf.bench.random_model import SHAPES, SIZES, configuration, random_model
 from jaxbuf.compilation import cache_compilations
-from jaxbuf.models.language_model import LanguageModel, load
+from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.serving import SamplingParams
 from jaxbuf.serving.generation import generate
 
 type Row = dict[str, Any]
 
-DTYPES = ("float32", "bfloat16", "float16")
 PROGRAMS = ("start", "generate_tokens")
 # What JAX tells of each program that it makes, by the name that it has here.
 PARTS = {
@@ -51,30 +49,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "less than the sum. The second call of the same generation is what is left without all that.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--model",
-        default="random",
-        help="random, with the shape of Qwen3.5-4B unless the options below say otherwise; demo; or a directory",
-    )
+    add_model_options(parser)
     parser.add_argument("--prompts", type=whole(1), default=8, help="that are continued at once")
     parser.add_argument("--tokens", type=whole(1), default=100, help="of each prompt")
     parser.add_argument("--new-tokens", type=whole(2), default=64, help="that each is continued by")
     parser.add_argument("--drafter", choices=("ngram", "none"), default="ngram", help="of the second generation")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default=None, help="of the parameters; default: bfloat16, or as a checkpoint is"
-    )
     parser.add_argument("--json", type=output, default=None, help="write the figures to this file")
-    shape = parser.add_argument_group("the random model")
-    shape.add_argument("--shape", choices=SHAPES, default=next(iter(SHAPES)), help="whose sizes it has")
-    for name in SIZES:
-        shape.add_argument("--" + name.replace("_", "-"), type=whole(1), default=None, help="default: the shape's")
     options = parser.parse_args(arguments)
-    options.sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    if options.model == "random":
-        try:
-            configuration(options.shape, **options.sizes)
-        except ValueError as error:
-            parser.error(f"--shape {options.shape}: {error}")
+    read_model_options(parser, options)
     return options
 
 
@@ -84,11 +66,9 @@ def make_model(asked: Mapping[str, Any]) -> LanguageModel:
     Raises:
       ValueError: A random model of full size on a CPU.
     """
-    if asked["model"] != "random":
-        return load(asked["model"], dtype=asked["dtype"], progress=False)
-    if not asked["sizes"] and jax.default_backend() == "cpu":
-        raise ValueError("a random model of full size needs a GPU, this is a cpu: try --model demo, or --layers")
-    return random_model(configuration(asked["shape"], **asked["sizes"]), jnp.dtype(asked["dtype"] or "bfloat16"))
+    if is_too_large(asked["model"], asked["sizes"]):
+        raise ValueError(f"{TOO_LARGE} --layers")
+    return asked_model(asked["model"], asked["shape"], asked["sizes"], asked["dtype"], progress=False)
 
 
 def measure(settings: str, process: str, cache: str) -> str:

@@ -81,6 +81,14 @@ def device_time(kernels: dict[str, list[float]], calls: int, implementation: str
     return {"kernel": name} | {key: float(value) for key, value in found.items()}
 
 
+def program_bytes(program) -> dict[str, int]:
+    """Bytes that a compiled program needs at once on each device: in all, and for what it makes on the way."""
+    needs = program.memory_analysis()
+    sizes = [getattr(needs, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")]
+    total = sum(sizes) - getattr(needs, "alias_size_in_bytes", 0)
+    return {"program_bytes": total, "temporary_bytes": sizes[2]}
+
+
 def bandwidths() -> Row:
     """Bytes a second that a sum reads, and that a copy reads and writes."""
     x = jnp.full(2**30 if jax.default_backend() == "gpu" else 2**24, 0.5, jnp.float32)
@@ -145,7 +153,7 @@ def measure_torch(what: str, cases: Sequence[Any], seconds: float = 200) -> list
     """The rows of `jaxbuf.bench.torch_peer`, from a process of its own: two profilers in one get in each other's way.
 
     Args:
-      what: "products" or "attention".
+      what: "products", "attention" or "prompts".
       cases: The arguments of the function of that name, for each case.
       seconds: After which it is ended.
 

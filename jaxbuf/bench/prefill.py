@@ -2,11 +2,8 @@
 
 import argparse
 import dataclasses
-import json
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,13 +22,14 @@ from rich.table import Table
 from jaxbuf.attention.causal import causal_attention
 from jaxbuf.bench import report
 from jaxbuf.bench.kernel_figures import Row
+from jaxbuf.bench.measure import measure_torch, program_bytes
+from jaxbuf.bench.model_options import add_model_options, asked_model, check_full_size, read_model_options
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, output, whole
-from jaxbuf.bench.random_model import SHAPES, SIZES, configuration, random_model
 from jaxbuf.bench.step_run import IN_TRACES
 from jaxbuf.compilation import without_cache
 from jaxbuf.models.config import ATTENTION
 from jaxbuf.models.families import config_json
-from jaxbuf.models.language_model import LanguageModel, load
+from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.serving import SamplingParams, admit
 from jaxbuf.serving.admit import start
 from jaxbuf.serving.batch import Batch, Decoding, make_batch
@@ -40,7 +38,6 @@ from jaxbuf.serving.profiling import OTHER, Operation, operations, trace
 from jaxbuf.target import Target
 from jaxbuf.terminal import parse_whole
 
-DTYPES = ("float32", "bfloat16", "float16")
 USUAL = "8x2048,4x8192,1x32768"
 REPEATS = 3
 BETWEEN, PRODUCTS = "between kernels", "matrix products"
@@ -65,15 +62,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "prompts without a memory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--model",
-        default="random",
-        help="random, with the shape of Qwen3.5-4B unless the options below say otherwise; demo; or a directory",
-    )
+    add_model_options(parser)
     parser.add_argument("--prompts", default=USUAL, help="NUMBERxTOKENS of prompts read together, separated by commas")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default=None, help="of the parameters; default: bfloat16, or as a checkpoint is"
-    )
     parser.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: without kernels")
     parser.add_argument("--no-torch", action="store_true", help="leave out torch's attention")
     parser.add_argument("--seed", type=whole(0), default=0, help="of the prompts")
@@ -81,26 +71,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--json", type=output, default=None, help="keep the figures here as they come; a plot beside it"
     )
     parser.add_argument("--profile", type=folder, default=None, help="a folder for the traces, one folder for each")
-    shape = parser.add_argument_group("the random model")
-    shape.add_argument("--shape", choices=SHAPES, default=next(iter(SHAPES)), help="whose sizes it has")
-    for name in SIZES:
-        shape.add_argument("--" + name.replace("_", "-"), type=whole(1), default=None, help="default: the shape's")
     options = parser.parse_args(arguments)
-    options.sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     try:
         options.prompts = [_prompts(word) for word in options.prompts.split(",")]
     except ValueError:
         words = "NUMBERxTOKENS, whole numbers from 1 on, separated by commas"
         parser.error(f"--prompts must be {words}, got {options.prompts!r}")
     report.check_plots(parser, options.json)
-    if options.model == "random":
-        try:
-            configuration(options.shape, **options.sizes)
-        except ValueError as error:
-            parser.error(f"--shape {options.shape}: {error}")
-    if options.model == "random" and not options.sizes and jax.default_backend() == "cpu":
-        names = " and ".join("--" + name.replace("_", "-") for name in list(SIZES)[:2])
-        parser.error(f"a random model of full size needs a GPU, this is a cpu: try --model demo, or {names}")
+    read_model_options(parser, options)
+    check_full_size(parser, options)
     return options
 
 
@@ -112,10 +91,7 @@ def _prompts(word: str) -> tuple[int, int]:
 
 
 def make_model(options: argparse.Namespace) -> LanguageModel:
-    if options.model == "random":
-        lm = random_model(configuration(options.shape, **options.sizes), jnp.dtype(options.dtype or "bfloat16"))
-    else:
-        lm = load(options.model, dtype=options.dtype)
+    lm = asked_model(options.model, options.shape, options.sizes, options.dtype)
     if options.implementation == "xla":
         lm = dataclasses.replace(lm, compiled_for=lm.target.without_kernels())
     return lm
@@ -151,11 +127,7 @@ class Reading:
 
     def describe(self) -> Row:
         """How the prompts are cut, and the bytes that a program needs at once at most."""
-        most = 0
-        for program in self.programs:
-            needs = program.memory_analysis()
-            sizes = [getattr(needs, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")]
-            most = max(most, sum(sizes) - getattr(needs, "alias_size_in_bytes", 0))
+        most = max(program_bytes(program)["program_bytes"] for program in self.programs)
         chunk = int(self.chunks[0].tokens.shape[1])
         return {"chunks": len(self.chunks), "chunk_tokens": chunk, "program_bytes": most}
 
@@ -239,15 +211,6 @@ def split(traced: Sequence[Operation]) -> Row:
         "parts_ms": dict(sorted(parts.items(), key=lambda part: -part[1])),
         "attention_ms": dict(longest),
     }
-
-
-def measure_torch(shapes: Sequence[Shape]) -> list[Row]:
-    """A row for every shape and kernel of torch's, from a process of its own: its memory is given back with it."""
-    command = [sys.executable, "-m", "jaxbuf.bench.prefill_peer", json.dumps(shapes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    if done.returncode:
-        return [{"error": "its process failed: " + (done.stderr.strip().splitlines() or ["no message"])[-1]}]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def parts(row: Row) -> dict[str, float]:
@@ -336,7 +299,7 @@ def main(arguments: Sequence[str]) -> int:
             progress.update(task, advance=1, description="lowering")
             if mixers and not options.no_torch:
                 heads = mixers[0].heads, mixers[0].kv_heads, mixers[0].head_dim
-                theirs = beside.submit(measure_torch, [(*sizes, *heads) for sizes in options.prompts])
+                theirs = beside.submit(measure_torch, "prompts", [(*sizes, *heads) for sizes in options.prompts])
                 readings = [Reading(ask(lm, number, tokens, options.seed)) for number, tokens in options.prompts]
                 record["torch"] = theirs.result()
             else:

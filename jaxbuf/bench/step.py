@@ -16,21 +16,21 @@ from rich.progress import Progress, TaskID
 from jaxbuf.bench import report
 from jaxbuf.bench.kernel_figures import Row, find
 from jaxbuf.bench.measure import bandwidths, measure_torch
+from jaxbuf.bench.model_options import add_model_options, asked_model, check_full_size, read_model_options
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, output, whole
-from jaxbuf.bench.random_model import SHAPES, SIZES, configuration, random_model, repeating_model
+from jaxbuf.bench.random_model import repeating_model
 from jaxbuf.bench.step_carry import FORMS, PLAIN, Tokens, first_carry, make_batch, make_carry, small_arrays
 from jaxbuf.bench.step_figures import compare_devices, compare_drafts, compare_forms, plot, show
 from jaxbuf.bench.step_parts import floors, held_bytes, matrices
 from jaxbuf.bench.step_run import COMMAND_BUFFERS, REPEATS, compile_steps, measure, memory
 from jaxbuf.models.families import config_json
-from jaxbuf.models.language_model import LanguageModel, load
+from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.models.tensor_parallel import TENSOR, devices_of
 from jaxbuf.serving.own_drafter import MOST_DRAFTS
 
 USUAL = ("recurrent", "buffered")
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -57,11 +57,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "and the bandwidth is the first one's.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--model",
-        default="random",
-        help="random, of the shape that the options below say; demo; or a directory",
-    )
+    add_model_options(parser)
     parser.add_argument("--batches", default="128,256", help="rows that decode at once, separated by commas")
     parser.add_argument("--context", type=whole(1), default=1024, help="tokens before the first timed step")
     parser.add_argument("--steps", type=whole(1), default=64, help="of one run; rounded up to whole fold cycles")
@@ -79,9 +75,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--forms",
         default=",".join(USUAL),
         help=f"forms of the memory, separated by commas: {', '.join(FORMS)}; the split ones are buffered",
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default=None, help="of the parameters; default: bfloat16, or as a checkpoint is"
     )
     parser.add_argument(
         "--devices",
@@ -104,10 +97,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--json", type=output, default=None, help="keep the figures here as they come; a plot beside it"
     )
     parser.add_argument("--profile", type=folder, default=None, help="a folder for the traces, one folder for each")
-    shape = parser.add_argument_group("the random model")
-    shape.add_argument("--shape", choices=SHAPES, default=next(iter(SHAPES)), help="whose sizes it has")
-    for name in SIZES:
-        shape.add_argument("--" + name.replace("_", "-"), type=whole(1), default=None, help="default: the shape's")
     options = parser.parse_args(arguments)
     options.batches = report.whole_numbers(parser, "--batches", options.batches)
     options.devices = report.whole_numbers(parser, "--devices", options.devices)
@@ -128,15 +117,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     report.check_plots(parser, options.json)
     if options.kernels is not None:
         options.kernels = report.read_kernels(parser, "--kernels", options.kernels)["figures"]
-    options.sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    if options.model == "random":
-        try:
-            configuration(options.shape, **options.sizes)
-        except ValueError as error:
-            parser.error(f"--shape {options.shape}: {error}")
-    if options.model == "random" and not options.sizes and jax.default_backend() == "cpu":
-        names = " and ".join("--" + name.replace("_", "-") for name in list(SIZES)[:2])
-        parser.error(f"a random model of full size needs a GPU, this is a cpu: try --model demo, or {names}")
+    read_model_options(parser, options)
+    check_full_size(parser, options)
     options.steps = PLAIN.steps(options.steps, options.limit)
     options.tokens = [PLAIN] + [Tokens(options.drafts, options.accepted)] * bool(options.drafts)
     return options
@@ -150,12 +132,8 @@ def make_model(options: argparse.Namespace, devices: int = 1) -> LanguageModel:
     """
     mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), (TENSOR,))
     try:
-        if options.model == "random":
-            name = "random" if options.sizes else f"random {options.shape}"
-            config = configuration(options.shape, **options.sizes)
-            lm = random_model(config, jnp.dtype(options.dtype or "bfloat16"), mesh=mesh, name=name)
-        else:
-            lm = load(options.model, dtype=options.dtype, mesh=mesh)
+        name = "random" if options.sizes else f"random {options.shape}"
+        lm = asked_model(options.model, options.shape, options.sizes, options.dtype, mesh=mesh, name=name)
     except ValueError as error:
         if mesh is None:
             raise

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxbuf.bench.kernel_figures import Row
+from jaxbuf.bench.measure import program_bytes
 from jaxbuf.bench.step_carry import Tokens, restart
 from jaxbuf.bench.step_parts import count_bytes, matrices, memory_dtypes, products, split
 from jaxbuf.compilation import without_cache
@@ -115,8 +116,5 @@ def check_drafts(carry: Carry, row_steps: int, tokens: Tokens) -> None:
 def memory(program, devices: int) -> Row:
     """Bytes: what the program needs at once on each device, and the most that this process had in use on the last of
     them until now."""
-    needs = program.memory_analysis()
-    sizes = [getattr(needs, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")]
-    total = sum(sizes) - getattr(needs, "alias_size_in_bytes", 0)
     peak = (jax.devices()[devices - 1].memory_stats() or {}).get("peak_bytes_in_use")
-    return {"program_bytes": total, "temporary_bytes": sizes[2], "peak_bytes": peak}
+    return program_bytes(program) | {"peak_bytes": peak}

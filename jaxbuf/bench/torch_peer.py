@@ -1,13 +1,15 @@
-"""Times torch's matrix products and attention: run by `jaxbuf.bench.measure.measure_torch`, in a process of its own."""
+"""Times what torch does: run by `jaxbuf.bench.measure.measure_torch`, in a process of its own."""
 
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 FOOTPRINT = 160e6  # bytes that take turns: over twice the L2 of an H200
 MOST_COPIES = 512  # of a small matrix
 LEAST_CALLS = 128  # of one measurement, in whole runs, of which there are 2 to 8
+PROMPT_CALLS = 5  # of attention over whole prompts
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 
 type Row = dict[str, Any]
@@ -17,8 +19,8 @@ def main(arguments: Sequence[str]) -> int:
     """Prints a line of JSON: the rows of what was asked for, or one that says what is missing.
 
     Args:
-      arguments: "products" or "attention", and JSON of a list with the arguments of the function of that name for each
-        case, behind torch. `case` in a row is its place there.
+      arguments: "products", "attention" or "prompts", and JSON of a list with the arguments of the function of that
+        name for each case, behind torch. `case` in a row is its place there.
     """
     try:
         import torch  # pyright: ignore[reportMissingImports]
@@ -27,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         return say([{"error": f"torch {torch.__version__} finds no GPU"}])
     what, cases = arguments[0], json.loads(arguments[1])
-    measure = {"products": products, "attention": attention}[what]
+    measure = {"products": products, "attention": attention, "prompts": prompts}[what]
     rows = []
     for place, case in enumerate(cases):
         try:
@@ -96,6 +98,42 @@ def attention(
             row["error"] = first_line(error)
         found.append(row)
     return found
+
+
+def prompts(torch: Any, number: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> list[Row]:
+    """Causal scaled_dot_product_attention of whole prompts in bfloat16, by each backend that can: milliseconds by the
+    wall clock, which such calls fill, and FLOP a second."""
+
+    def normal(n):
+        return torch.randn(number, n, tokens, head_dim, device="cuda", dtype=torch.bfloat16)
+
+    q, k, v = normal(heads), normal(kv_heads), normal(kv_heads)
+    found = []
+    for backend in BACKENDS.values():
+        row = {"prompts": number, "tokens": tokens, "kernel": backend}
+        try:
+            with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+                ms = milliseconds(torch, q, k, v)
+        except RuntimeError as error:  # which has no such kernel
+            found.append({"kernel": backend, "error": f"{backend}: {first_line(error)}"})
+            continue
+        flop = 2 * number * heads * head_dim * tokens * (tokens + 1)
+        found.append(row | {"ms": ms, "flop_per_s": 1e3 * flop / ms})
+    return found
+
+
+def milliseconds(torch: Any, q: Any, k: Any, v: Any) -> float:
+    def call():
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(PROMPT_CALLS):
+        call()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / PROMPT_CALLS
 
 
 def take_times(torch: Any, run: Callable[[], list], calls: int) -> Row:

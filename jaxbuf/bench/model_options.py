@@ -1,0 +1,79 @@
+"""Which model a benchmark runs: the options that say it, and the model that they ask for."""
+
+import argparse
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxbuf.bench.parser import whole
+from jaxbuf.bench.random_model import SHAPES, SIZES, configuration, random_model
+from jaxbuf.models.language_model import LanguageModel, load
+
+DTYPES = ("float32", "bfloat16", "float16")
+TOO_LARGE = "a random model of full size needs a GPU, this is a cpu: try --model demo, or"
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """--model, --dtype, and what a random model is like: a shape, and other sizes than its."""
+    words = "random, of the shape that the options below say; demo; or a directory"
+    parser.add_argument("--model", default="random", help=words)
+    words = "of the parameters; default: bfloat16, or as a checkpoint is"
+    parser.add_argument("--dtype", choices=DTYPES, default=None, help=words)
+    shape = parser.add_argument_group("the random model")
+    shape.add_argument("--shape", choices=SHAPES, default=next(iter(SHAPES)), help="whose sizes it has")
+    for name in SIZES:
+        shape.add_argument(option(name), type=whole(1), default=None, help="default: the shape's")
+
+
+def option(size: str) -> str:
+    """What the option of a size of SIZES is called."""
+    return "--" + size.replace("_", "-")
+
+
+def read_model_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Adds `sizes`, those that were given; ends the program unless they fit the shape."""
+    options.sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    if options.model == "random":
+        try:
+            configuration(options.shape, **options.sizes)
+        except ValueError as error:
+            parser.error(f"--shape {options.shape}: {error}")
+
+
+def check_full_size(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program if a random model of full size is asked for on a CPU."""
+    if is_too_large(options.model, options.sizes):
+        parser.error(f"{TOO_LARGE} {' and '.join(map(option, list(SIZES)[:2]))}")
+
+
+def is_too_large(model: str, sizes: Mapping[str, int]) -> bool:
+    """Whether a model is a random one of full size, and this is a CPU."""
+    return model == "random" and not sizes and jax.default_backend() == "cpu"
+
+
+def asked_model(
+    model: str,
+    shape: str,
+    sizes: Mapping[str, int],
+    dtype: str | None,
+    *,
+    mesh: Mesh | None = None,
+    name: str = "random",
+    progress: bool | None = None,
+) -> LanguageModel:
+    """The model that the options ask for.
+
+    Args:
+      model, shape, sizes, dtype: The options.
+      mesh: What it is spread over, as in `jaxbuf.load`.
+      name: Of a random one.
+      progress: As in `jaxbuf.load`.
+
+    Raises:
+      ValueError: As `load`, or a random model's sizes do not fit each other or the mesh.
+    """
+    if model == "random":
+        return random_model(configuration(shape, **sizes), jnp.dtype(dtype or "bfloat16"), mesh=mesh, name=name)
+    return load(model, dtype=dtype, mesh=mesh, progress=progress)
