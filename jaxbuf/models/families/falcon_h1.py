@@ -10,22 +10,24 @@ from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
 from jaxbuf.models.loading.common_fields import (
     MAMBA_ARRAYS,
-    SOFTMAX_ARRAYS,
     check_multiple,
+    check_softmax,
     eos_json,
     make,
+    mamba_mixer,
+    model_config,
     read_attention_heads,
     read_mamba,
     read_rope,
+    read_sizes,
+    read_usual,
     rope_json,
     untied_if_stored,
     write_limits,
 )
-from jaxbuf.models.loading.fields import MOST_LAYERS, Fields, check_arrays
+from jaxbuf.models.loading.fields import Fields, check_arrays
 from jaxbuf.models.loading.tensor_names import attention_tensors, decoder_tensors, mamba2_tensors, mlp_tensors, placed
 from jaxbuf.models.mixers.attention import Attention
-from jaxbuf.models.mixers.mamba2_mixer import Mamba2
-from jaxbuf.recurrence.spec import RecurrenceSpec
 
 MODEL_TYPES = ("falcon_h1",)
 SERVED = "Falcon-H1 text models"
@@ -98,27 +100,17 @@ class Config:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        check_multiple(self, "num_attention_heads", "num_key_value_heads")
+        check_softmax(self)
         check_multiple(self, "mamba_n_heads", "mamba_n_groups")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, for its channels are turned in pairs, got {self.head_dim}")
-        check_arrays(vars(self), SOFTMAX_ARRAYS + MAMBA_ARRAYS)
+        check_arrays(vars(self), MAMBA_ARRAYS)
 
     def model(self) -> ModelConfig:
         """What the decoder is built from."""
         norm = Norm(self.rms_norm_eps)
-        heads, groups = self.mamba_n_heads, self.mamba_n_groups
-        spec = RecurrenceSpec(heads, groups, self.mamba_d_state, self.mamba_d_head, decay="head", delta=False)
         gated = "gated after" if self.mamba_norm_before_gate else "gated"
-        mamba = Mamba2(
-            spec=spec,
-            width=self.mamba_d_conv,
-            eps=self.rms_norm_eps,
-            least_step=self.time_step_limit[0],
-            most_step=self.time_step_limit[1],
-            bias=self.mamba_proj_bias,
+        mamba = mamba_mixer(
+            self,
             output_bias=self.projectors_bias,
-            convolution_bias=self.mamba_conv_bias,
             norm=gated if self.mamba_rms_norm else None,
             input_scale=self.ssm_in_multiplier,
             output_scale=self.ssm_out_multiplier,
@@ -136,36 +128,18 @@ class Config:
         )
         of_gate, of_output = self.mlp_multipliers
         mlp = MLP(self.intermediate_size, bias=self.mlp_bias, gate_scale=of_gate, output_scale=of_output)
-        return ModelConfig(
-            family="falcon_h1",
-            source=self,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            layers=(LayerConfig((mamba, attention), mlp, norm),) * self.num_hidden_layers,
-            norm=norm,
-            tied=self.tie_word_embeddings,
-            max_length=self.max_position_embeddings,
-            eos_token_ids=self.eos_token_ids,
-            embedding_scale=self.embedding_multiplier,
-            logits_scale=self.lm_head_multiplier,
-            initializer_range=self.initializer_range,
-        )
+        layers = (LayerConfig((mamba, attention), mlp, norm),) * self.num_hidden_layers
+        scales = {"embedding_scale": self.embedding_multiplier, "logits_scale": self.lm_head_multiplier}
+        return model_config("falcon_h1", self, layers, norm, **scales)
 
 
 def read_config(fields: Fields) -> ModelConfig:
     fields.serve("hidden_act", "silu", default="silu")
-    fields.require(*NEEDED)
-    values: dict[str, Any] = {name: fields.size(name) for name in NEEDED}
-    values["num_hidden_layers"] = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
+    values = read_sizes(fields, NEEDED)
     values |= read_attention_heads(fields, key_value_heads=8)
     values |= read_mamba(fields, values["hidden_size"])
     values["rope_theta"], _ = read_rope(fields, scalings=False)
-    values |= {
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-5, above=0, most=1),
-        "max_position_embeddings": fields.size("max_position_embeddings", 8192),
-        "initializer_range": fields.number("initializer_range", 0.02, least=0),
-        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=values["vocab_size"]),
-    }
+    values |= read_usual(fields, eps=1e-5, max_length=8192)
     values |= {name: fields.number(name, 1.0) for name in MULTIPLIERS}
     lists = {"mlp_multipliers": (1.0,) * 2, "ssm_multipliers": (1.0,) * 5}
     values |= {name: fields.numbers(name, ones) for name, ones in lists.items() if fields.has(name)}

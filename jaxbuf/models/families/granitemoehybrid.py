@@ -11,20 +11,23 @@ from jaxbuf.models.families import Source
 from jaxbuf.models.loading.common_fields import (
     MAMBA_ARRAYS,
     check_multiple,
+    check_turned,
     eos_json,
     make,
+    mamba_mixer,
+    model_config,
     read_attention_heads,
     read_mamba,
     read_rope,
+    read_sizes,
+    read_usual,
     rope_json,
     untied_if_stored,
     write_limits,
 )
-from jaxbuf.models.loading.fields import MOST_LAYERS, Fields, check_arrays
+from jaxbuf.models.loading.fields import Fields, check_arrays
 from jaxbuf.models.loading.tensor_names import AROUND, attention_tensors, decoder_tensors, mamba2_tensors, placed
 from jaxbuf.models.mixers.attention import Attention
-from jaxbuf.models.mixers.mamba2_mixer import Mamba2
-from jaxbuf.recurrence.spec import RecurrenceSpec
 
 MODEL_TYPES = ("granitemoehybrid",)
 SERVED = "Granite 4 text models without routed experts"
@@ -83,8 +86,8 @@ class Config:
         check_multiple(self, "num_attention_heads", "num_key_value_heads")
         if MAMBA in self.layer_types:
             check_multiple(self, "mamba_n_heads", "mamba_n_groups")
-        if self.position_embedding_type == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, for its channels are turned in pairs, got {self.head_dim}")
+        if self.position_embedding_type == "rope":
+            check_turned(self)
         check_arrays(vars(self), ARRAYS + MAMBA_ARRAYS)
 
     def model(self) -> ModelConfig:
@@ -101,40 +104,15 @@ class Config:
         mlp = MLP(self.shared_intermediate_size, fused=True)
         layers = {
             kind: LayerConfig(
-                (attention if kind == ATTENTION else self._mamba(),),
+                (attention if kind == ATTENTION else mamba_mixer(self, output_bias=self.mamba_proj_bias),),
                 mlp,
                 norm,
                 residual_scale=self.residual_multiplier,
             )
             for kind in {*self.layer_types}
         }
-        return ModelConfig(
-            family="granitemoehybrid",
-            source=self,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            layers=tuple(layers[kind] for kind in self.layer_types),
-            norm=norm,
-            tied=self.tie_word_embeddings,
-            max_length=self.max_position_embeddings,
-            eos_token_ids=self.eos_token_ids,
-            embedding_scale=self.embedding_multiplier,
-            logits_scale=1 / self.logits_scaling,
-            initializer_range=self.initializer_range,
-        )
-
-    def _mamba(self) -> Mamba2:
-        heads, groups = self.mamba_n_heads, self.mamba_n_groups
-        return Mamba2(
-            spec=RecurrenceSpec(heads, groups, self.mamba_d_state, self.mamba_d_head, decay="head", delta=False),
-            width=self.mamba_d_conv,
-            eps=self.rms_norm_eps,
-            least_step=self.time_step_limit[0],
-            most_step=self.time_step_limit[1],
-            bias=self.mamba_proj_bias,
-            output_bias=self.mamba_proj_bias,
-            convolution_bias=self.mamba_conv_bias,
-        )
+        scales = {"embedding_scale": self.embedding_multiplier, "logits_scale": 1 / self.logits_scaling}
+        return model_config("granitemoehybrid", self, tuple(layers[kind] for kind in self.layer_types), norm, **scales)
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -142,10 +120,8 @@ def read_config(fields: Fields) -> ModelConfig:
     fields.serve("hidden_act", "silu", default="silu")
     fields.serve("normalization_function", "rmsnorm", default="rmsnorm")
     kind = fields.serve("position_embedding_type", "rope", "nope", None)
-    fields.require(*NEEDED)
-    values: dict[str, Any] = {name: fields.size(name) for name in NEEDED}
-    layers = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
-    del values["num_hidden_layers"]
+    values = read_sizes(fields, NEEDED)
+    layers = values.pop("num_hidden_layers")
     values |= read_attention_heads(fields)
     values["layer_types"] = _read_layers(fields, layers)
     if MAMBA in values["layer_types"]:
@@ -156,12 +132,9 @@ def read_config(fields: Fields) -> ModelConfig:
         "shared_intermediate_size": fields.size("shared_intermediate_size", 1024),
         "position_embedding_type": "rope" if kind == "rope" else None,
         "rope_theta": read_rope(fields, scalings=False)[0],
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0, most=1),
-        "max_position_embeddings": fields.size("max_position_embeddings", 2048),
         "logits_scaling": fields.number("logits_scaling", 1.0, above=0),
-        "initializer_range": fields.number("initializer_range", 0.02, least=0),
-        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=values["vocab_size"]),
     }
+    values |= read_usual(fields, eps=1e-6, max_length=2048)
     values |= {name: fields.number(name, 1.0) for name in MULTIPLIERS}
     values |= {name: fields.flag(name, False) for name in ("attention_bias", "tie_word_embeddings")}
     return make(Config, values, fields)

@@ -11,12 +11,15 @@ from jaxbuf.models.loading.common_fields import (
     check_softmax,
     eos_json,
     make,
+    model_config,
     read_attention_heads,
     read_rope,
+    read_sizes,
+    read_usual,
     rope_json,
     untied_if_stored,
 )
-from jaxbuf.models.loading.fields import MOST_LAYERS, Fields
+from jaxbuf.models.loading.fields import Fields
 from jaxbuf.models.loading.tensor_names import decoder_tensors, softmax_layer
 from jaxbuf.models.mixers.attention import Attention
 
@@ -67,33 +70,15 @@ class Config:
             bias=self.attention_bias,
         )
         layer = LayerConfig((attention,), MLP(self.intermediate_size, bias=self.mlp_bias), norm)
-        return ModelConfig(
-            family="llama",
-            source=self,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            layers=(layer,) * self.num_hidden_layers,
-            norm=norm,
-            tied=self.tie_word_embeddings,
-            max_length=self.max_position_embeddings,
-            eos_token_ids=self.eos_token_ids,
-            initializer_range=self.initializer_range,
-        )
+        return model_config("llama", self, (layer,) * self.num_hidden_layers, norm)
 
 
 def read_config(fields: Fields) -> ModelConfig:
     fields.serve("hidden_act", "silu", default="silu")
-    fields.require(*NEEDED)
-    values: dict[str, Any] = {name: fields.size(name) for name in NEEDED}
-    values["num_hidden_layers"] = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
+    values = read_sizes(fields, NEEDED)
     values |= read_attention_heads(fields)
     values["rope_theta"], values["scaling"] = read_rope(fields)
-    values |= {
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0, most=1),
-        "max_position_embeddings": fields.size("max_position_embeddings", 2048),
-        "initializer_range": fields.number("initializer_range", 0.02, least=0),
-        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=values["vocab_size"]),
-    }
+    values |= read_usual(fields, eps=1e-6, max_length=2048)
     for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
         values[name] = fields.flag(name, False)
     return make(Config, values, fields)

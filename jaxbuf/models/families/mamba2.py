@@ -11,11 +11,13 @@ from jaxbuf.models.loading.common_fields import (
     check_multiple,
     eos_json,
     make,
+    model_config,
     read_limits,
+    read_sizes,
     untied_if_stored,
     write_limits,
 )
-from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
+from jaxbuf.models.loading.fields import SIZE, Fields, check_arrays
 from jaxbuf.models.loading.tensor_names import mamba2_tensors, placed
 from jaxbuf.models.mixers.mamba2_mixer import Mamba2
 from jaxbuf.recurrence.spec import RecurrenceSpec
@@ -84,25 +86,14 @@ class Config:
             output_bias=self.use_bias,
             convolution_bias=self.use_conv_bias,
         )
-        return ModelConfig(
-            family="mamba2",
-            source=self,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            layers=(LayerConfig((mixer,), None, norm),) * self.num_hidden_layers,
-            norm=norm,
-            tied=self.tie_word_embeddings,
-            eos_token_ids=self.eos_token_ids,
-            initializer_range=self.initializer_range,
-        )
+        layer = LayerConfig((mixer,), None, norm)
+        return model_config("mamba2", self, (layer,) * self.num_hidden_layers, norm, max_length=None)
 
 
 def read_config(fields: Fields) -> ModelConfig:
     fields.serve("hidden_act", "silu", default="silu")
     fields.serve("rms_norm", True, default=True)
-    fields.require(*NEEDED)
-    values: dict[str, Any] = {name: fields.size(name) for name in NEEDED}
-    values["num_hidden_layers"] = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
+    values = read_sizes(fields, NEEDED)
     values |= {
         "n_groups": fields.size("n_groups", 8),
         "conv_kernel": fields.integer("conv_kernel", 4, least=2, most=SIZE),

@@ -11,6 +11,7 @@ from jaxbuf.models.loading.common_fields import (
     check_multiple,
     eos_json,
     make,
+    model_config,
     read_limits,
     untied_if_stored,
     write_limits,
@@ -117,18 +118,7 @@ class Config:
             ATTENTION: LayerConfig((attention,), None, norm),
             MLP_LAYER: LayerConfig((), SquaredReluMLP(self.intermediate_size, bias=self.mlp_bias), norm),
         }
-        return ModelConfig(
-            family="nemotron_h",
-            source=self,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            layers=tuple(layers[kind] for kind in self.layers_block_type),
-            norm=norm,
-            tied=self.tie_word_embeddings,
-            max_length=self.max_position_embeddings,
-            eos_token_ids=self.eos_token_ids,
-            initializer_range=self.initializer_range,
-        )
+        return model_config("nemotron_h", self, tuple(layers[kind] for kind in self.layers_block_type), norm)
 
 
 def read_config(fields: Fields) -> ModelConfig:

@@ -11,11 +11,14 @@ from jaxbuf.models.loading.common_fields import (
     check_softmax,
     eos_json,
     make,
+    model_config,
     read_rope,
+    read_sizes,
+    read_usual,
     rope_json,
     untied_if_stored,
 )
-from jaxbuf.models.loading.fields import MOST_LAYERS, Fields
+from jaxbuf.models.loading.fields import Fields
 from jaxbuf.models.loading.tensor_names import decoder_tensors, softmax_layer
 from jaxbuf.models.mixers.attention import Attention
 
@@ -73,37 +76,19 @@ class Config:
             norm=norm,
             bias=self.attention_bias,
         )
-        return ModelConfig(
-            family="qwen3",
-            source=self,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            layers=(LayerConfig((attention,), MLP(self.intermediate_size), norm),) * self.num_hidden_layers,
-            norm=norm,
-            tied=self.tie_word_embeddings,
-            max_length=self.max_position_embeddings,
-            eos_token_ids=self.eos_token_ids,
-            initializer_range=self.initializer_range,
-        )
+        layer = LayerConfig((attention,), MLP(self.intermediate_size), norm)
+        return model_config("qwen3", self, (layer,) * self.num_hidden_layers, norm)
 
 
 def read_config(fields: Fields) -> ModelConfig:
     fields.serve("hidden_act", "silu", default="silu")
     fields.serve("use_sliding_window", False, default=False)
-    fields.require(*NEEDED)
-    values: dict[str, Any] = {name: fields.size(name) for name in NEEDED}
-    layers = values["num_hidden_layers"] = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
+    values = read_sizes(fields, NEEDED)
     if fields.has("layer_types"):
-        fields.serve("layer_types", ["full_attention"] * layers)
+        fields.serve("layer_types", ["full_attention"] * values["num_hidden_layers"])
     values["rope_theta"], values["scaling"] = read_rope(fields)
-    values |= {
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0, most=1),
-        "max_position_embeddings": fields.size("max_position_embeddings", 32_768),
-        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
-        "attention_bias": fields.flag("attention_bias", False),
-        "initializer_range": fields.number("initializer_range", 0.02, least=0),
-        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=values["vocab_size"]),
-    }
+    values |= read_usual(fields, eps=1e-6, max_length=32_768)
+    values |= {name: fields.flag(name, False) for name in ("tie_word_embeddings", "attention_bias")}
     return make(Config, values, fields)
 
 

@@ -12,8 +12,11 @@ from jaxbuf.models.loading.common_fields import (
     check_softmax,
     eos_json,
     make,
+    model_config,
     read_attention_heads,
     read_rope,
+    read_sizes,
+    read_usual,
     rope_json,
     untied_if_stored,
 )
@@ -24,7 +27,7 @@ from jaxbuf.models.loading.expert_fields import (
     read_experts,
     read_sparse_layers,
 )
-from jaxbuf.models.loading.fields import MOST_LAYERS, Fields, check_arrays
+from jaxbuf.models.loading.fields import Fields, check_arrays
 from jaxbuf.models.loading.tensor_names import (
     AROUND,
     are_stacked,
@@ -97,38 +100,22 @@ class Config:
         )
         dense = LayerConfig((attention,), MLP(self.intermediate_size), norm)
         sparse = dataclasses.replace(dense, feed_forward=self.experts)
-        return ModelConfig(
-            family="qwen3_moe",
-            source=self,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            layers=tuple(sparse if has_experts(self, layer) else dense for layer in range(self.num_hidden_layers)),
-            norm=norm,
-            tied=self.tie_word_embeddings,
-            max_length=self.max_position_embeddings,
-            eos_token_ids=self.eos_token_ids,
-            initializer_range=self.initializer_range,
-        )
+        layers = tuple(sparse if has_experts(self, layer) else dense for layer in range(self.num_hidden_layers))
+        return model_config("qwen3_moe", self, layers, norm)
 
 
 def read_config(fields: Fields) -> ModelConfig:
     fields.serve("hidden_act", "silu", default="silu")
     fields.serve("use_sliding_window", False, default=False)
-    fields.require(*NEEDED)
-    values: dict[str, Any] = {name: fields.size(name) for name in NEEDED}
-    layers = values["num_hidden_layers"] = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
+    values = read_sizes(fields, NEEDED)
+    layers = values["num_hidden_layers"]
     if fields.has("layer_types"):
         fields.serve("layer_types", ["full_attention"] * layers)
     values |= read_attention_heads(fields, key_value_heads=4)
     values |= read_experts(fields)
     values |= read_sparse_layers(fields, layers)
-    values |= {
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0, most=1),
-        "rope_theta": read_rope(fields, scalings=False)[0],
-        "max_position_embeddings": fields.size("max_position_embeddings", 32_768),
-        "initializer_range": fields.number("initializer_range", 0.02, least=0),
-        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=values["vocab_size"]),
-    }
+    values["rope_theta"], _ = read_rope(fields, scalings=False)
+    values |= read_usual(fields, eps=1e-6, max_length=32_768)
     for name in ("norm_topk_prob", "tie_word_embeddings", "attention_bias"):
         values[name] = fields.flag(name, False)
     return make(Config, values, fields)

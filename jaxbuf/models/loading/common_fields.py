@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxbuf.attention.rotary import LinearScaling, Llama3Scaling, Scaling, YarnScaling, yarn_amplitude
-from jaxbuf.models.config import ModelConfig
-from jaxbuf.models.loading.fields import SIZE, Fields, check_arrays
+from jaxbuf.models.config import LayerConfig, ModelConfig, Norm
+from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
+from jaxbuf.models.mixers.mamba2_mixer import Mamba2
+from jaxbuf.recurrence.spec import RecurrenceSpec
 
 SOFTMAX_ARRAYS = (
     ("vocab_size", "hidden_size"),
@@ -155,6 +157,24 @@ def write_limits(limits: tuple[float, float]) -> list[Any]:
     return [{"__float__": "Infinity"} if x == math.inf else x for x in limits]
 
 
+def read_sizes(fields: Fields, names: Collection[str]) -> dict[str, Any]:
+    """Sizes that must be there, num_hidden_layers among them."""
+    fields.require(*names)
+    layers = fields.integer("num_hidden_layers", least=1, most=MOST_LAYERS)
+    return {name: fields.size(name) for name in names} | {"num_hidden_layers": layers}
+
+
+def read_usual(fields: Fields, *, eps: float, max_length: int) -> dict[str, Any]:
+    """What nearly every text model says: the norms' eps and the most tokens, with these defaults, the spread of new
+    weights, and the tokens that end a text."""
+    return {
+        "rms_norm_eps": fields.number("rms_norm_eps", eps, above=0, most=1),
+        "max_position_embeddings": fields.size("max_position_embeddings", max_length),
+        "initializer_range": fields.number("initializer_range", 0.02, least=0),
+        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=fields.size("vocab_size")),
+    }
+
+
 def read_attention_heads(fields: Fields, *, key_value_heads: int | None = None) -> dict[str, int]:
     """num_key_value_heads and head_dim: without them as many as queries have, and the hidden size shared by those.
 
@@ -197,6 +217,48 @@ def read_mamba(fields: Fields, hidden: int) -> dict[str, Any]:
     return values | flags | {"mamba_d_head": size, "time_step_limit": limits}
 
 
+def mamba_mixer(source: Any, **more: Any) -> Mamba2:
+    """The Mamba-2 mixer of a family whose source has what `read_mamba` read, and rms_norm_eps; `more` are attributes of
+    the mixer that the family has besides."""
+    heads, groups = source.mamba_n_heads, source.mamba_n_groups
+    least, most = source.time_step_limit
+    return Mamba2(
+        spec=RecurrenceSpec(heads, groups, source.mamba_d_state, source.mamba_d_head, decay="head", delta=False),
+        width=source.mamba_d_conv,
+        eps=source.rms_norm_eps,
+        least_step=least,
+        most_step=most,
+        bias=source.mamba_proj_bias,
+        convolution_bias=source.mamba_conv_bias,
+        **more,
+    )
+
+
+def model_config(family: str, source: Any, layers: tuple[LayerConfig, ...], norm: Norm, **more: Any) -> ModelConfig:
+    """The ModelConfig of a family, with what all sources have under one name.
+
+    Args:
+      family: The name of its module.
+      source: What it keeps of a config.json.
+      layers, norm: As in `ModelConfig`.
+      more: Its other attributes. Without max_length it is the source's max_position_embeddings.
+    """
+    if "max_length" not in more:
+        more["max_length"] = source.max_position_embeddings
+    return ModelConfig(
+        family=family,
+        source=source,
+        vocab_size=source.vocab_size,
+        hidden_size=source.hidden_size,
+        layers=layers,
+        norm=norm,
+        tied=source.tie_word_embeddings,
+        eos_token_ids=source.eos_token_ids,
+        initializer_range=source.initializer_range,
+        **more,
+    )
+
+
 def untied_if_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """The configuration of a family whose source has `tie_word_embeddings`: a head that is there counts, whatever the
     file says."""
@@ -225,8 +287,13 @@ def check_multiple(source: Any, many: str, few: str) -> None:
 
 
 def check_softmax(source: Any) -> None:
-    """Raises a ValueError unless a model of softmax layers alone has heads that fit, and arrays that can be held."""
+    """Raises a ValueError unless a model's softmax layers have heads that fit, and arrays that can be held."""
     check_multiple(source, "num_attention_heads", "num_key_value_heads")
+    check_turned(source)
+    check_arrays(vars(source), SOFTMAX_ARRAYS)
+
+
+def check_turned(source: Any) -> None:
+    """Raises a ValueError unless the channels of a head can be turned in pairs."""
     if source.head_dim % 2:
         raise ValueError(f"head_dim must be even, for its channels are turned in pairs, got {source.head_dim}")
-    check_arrays(vars(source), SOFTMAX_ARRAYS)

@@ -7,7 +7,14 @@ from typing import Any, ClassVar, Literal, cast
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.models.config import FeedForward, LayerConfig, Mixer, ModelConfig, Norm
 from jaxbuf.models.families import Source
-from jaxbuf.models.loading.common_fields import check_multiple, eos_json, find_number, read_rope
+from jaxbuf.models.loading.common_fields import (
+    check_multiple,
+    eos_json,
+    find_number,
+    model_config,
+    read_rope,
+    read_usual,
+)
 from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
 from jaxbuf.models.loading.tensor_names import decoder_tensors, placed
 from jaxbuf.models.mixers.attention import Attention
@@ -143,20 +150,10 @@ class Hybrid:
             "linear_attention": GatedDeltaNet(self.spec, self.linear_conv_kernel_dim, self.rms_norm_eps),
             "full_attention": attention,
         }
-        layers = zip(self.layer_types, feed_forwards, strict=True)
-        return ModelConfig(
-            family=family,
-            source=self,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            layers=tuple(LayerConfig((mixers[kind],), feed_forward, norm) for kind, feed_forward in layers),
-            norm=norm,
-            tied=self.tie_word_embeddings,
-            mtp=LayerConfig((attention,), mtp, norm) if self.mtp_num_hidden_layers else None,
-            max_length=self.max_position_embeddings,
-            eos_token_ids=self.eos_token_ids,
-            initializer_range=self.initializer_range,
-        )
+        pairs = zip(self.layer_types, feed_forwards, strict=True)
+        layers = tuple(LayerConfig((mixers[kind],), feed_forward, norm) for kind, feed_forward in pairs)
+        predicting = LayerConfig((attention,), mtp, norm) if self.mtp_num_hidden_layers else None
+        return model_config(family, self, layers, norm, mtp=predicting)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of a flat `config.json`."""
@@ -188,12 +185,9 @@ def read_hybrid(text: Fields, needed: Sequence[str], *, tied: bool) -> dict[str,
         **{name: text.size(name) for name in (*NEEDED, *needed)},
         "layer_types": _layer_types(text),
         "linear_conv_kernel_dim": text.size("linear_conv_kernel_dim", 4),
-        "rms_norm_eps": text.number("rms_norm_eps", 1e-6, **RANGES["rms_norm_eps"]),
-        "max_position_embeddings": text.size("max_position_embeddings", 32_768),
         "tie_word_embeddings": tied,
         "mtp_num_hidden_layers": text.integer("mtp_num_hidden_layers", 0, least=0, most=1),
-        "initializer_range": text.number("initializer_range", 0.02, **RANGES["initializer_range"]),
-        "eos_token_ids": text.token_ids("eos_token_id", vocab_size=text.size("vocab_size")),
+        **read_usual(text, eps=1e-6, max_length=32_768),
     }
     values["rope_theta"], _ = read_rope(text, scalings=False)
     values["partial_rotary_factor"] = find_number(
