@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbuf.attention.contraction import contract
 from jaxbuf.axes import Array, Float, Float32, Key
-from jaxbuf.models.projections import gated_project, project
+from jaxbuf.models.projections import gated_project, product, product_float32, project
 from jaxbuf.models.tensor_parallel import Axis, Part, add_devices
 from jaxbuf.target import Target
 
@@ -67,8 +66,7 @@ def linear(
     bias: nnx.Param | Float[Array, "out"] | None = None,
 ) -> Float[Array, "... out"]:
     """x times weight, plus bias if there is one, in x's dtype."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return add_bias(jnp.einsum("...i,oi->...o", x, weight[...], precision=precision), bias)
+    return add_bias(product(x, weight[...]), bias)
 
 
 def add_bias(y: Float[Array, "... out"], bias: nnx.Param | Float[Array, "out"] | None) -> Float[Array, "... out"]:
@@ -90,7 +88,7 @@ def scaled(x: Float[Array, "*n"], scale: float) -> Float[Array, "*n"]:
 
 def linear_float32(x: Float[Array, "... in"], weight: nnx.Param) -> Float32[Array, "... out"]:
     """As `linear`, but float32: for gates and logits, which are never rounded to the compute dtype."""
-    return contract("...i,oi->...o", x, weight[...])
+    return product_float32(x, weight[...])
 
 
 @dataclasses.dataclass(frozen=True)

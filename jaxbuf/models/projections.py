@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.attention.contraction import contract
-from jaxbuf.axes import Array, Float
+from jaxbuf.axes import Array, Float, Float32
 from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.pallas.gradient import differentiable
 from jaxbuf.target import Target
 
 
@@ -71,6 +72,17 @@ def gated_project(
     return _gated_project(asked, x, gate, up)
 
 
+def product(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Float[Array, "... out"]:
+    """x times one weight, in x's dtype."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("...i,oi->...o", x, weight, precision=precision)
+
+
+def product_float32(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Float32[Array, "... out"]:
+    """As `product`, but in float32."""
+    return contract("...i,oi->...o", x, weight)
+
+
 def _check(x: Array, weights: Sequence[Array]) -> None:
     if x.ndim != 3 or any(w.ndim != 2 or w.shape[1] != x.shape[2] or w.dtype != x.dtype for w in weights):
         shapes = " and ".join(f"{w.dtype} {w.shape}" for w in weights)
@@ -102,29 +114,17 @@ def _by_kernel(asked: Asked | None, dtypes, defined: Callable, x: Array, weights
     if not asked.takes(supports(call)):
         return defined(x, weights)
 
-    @jax.custom_vjp
     def multiply(x, weights):
         found = gpu.project(call, x.reshape(-1, size), weights, interpret=asked.interpret)
         return tuple(y.reshape(rows, time, -1) for y in found)
 
-    multiply.defvjp(
-        lambda *inputs: (multiply(*inputs), inputs),
-        lambda inputs, gradients: jax.vjp(defined, *inputs)[1](gradients),
-    )
-    return multiply(x, weights)
+    return differentiable(multiply, defined)(x, weights)
 
 
 def _defined(kept: tuple[bool, ...], x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple(_multiply(x, weight, each) for weight, each in zip(weights, kept, strict=True))
+    return tuple((product_float32 if each else product)(x, w) for w, each in zip(weights, kept, strict=True))
 
 
 def _gated_defined(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-    gate, up = (_multiply(x, weight, False) for weight in weights)
+    gate, up = (product(x, weight) for weight in weights)
     return (jax.nn.silu(gate) * up,)
-
-
-def _multiply(x: Array, weight: Array, float32: bool) -> Array:
-    if float32:
-        return contract("rti,oi->rto", x, weight)
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("rti,oi->rto", x, weight, precision=precision)

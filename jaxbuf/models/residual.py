@@ -7,6 +7,7 @@ import jax
 from jaxbuf.axes import Array, Float
 from jaxbuf.models.layers import Norm, normalised
 from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.pallas.gradient import differentiable
 from jaxbuf.target import Target
 
 
@@ -54,17 +55,12 @@ def _add_and_norm(norm: Norm, asked: Asked | None, x: Array, y: Array, weight: A
     if not asked.takes(supports(call)):
         return _defined(norm, x, y, weight)
 
-    @jax.custom_vjp
     def add(x, y, weight):
         flat = x.reshape(-1, hidden), y.reshape(-1, hidden)
         found = gpu.add_and_norm(call, *flat, weight, interpret=asked.interpret)
         return tuple(a.reshape(x.shape) for a in found)
 
-    add.defvjp(
-        lambda *inputs: (add(*inputs), inputs),
-        lambda inputs, gradients: jax.vjp(lambda x, y, weight: _defined(norm, x, y, weight), *inputs)[1](gradients),
-    )
-    return add(x, y, weight)
+    return differentiable(add, partial(_defined, norm))(x, y, weight)
 
 
 def _defined(norm: Norm, x: Array, y: Array, weight: Array) -> tuple[Array, Array]:

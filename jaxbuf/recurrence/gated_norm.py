@@ -1,6 +1,5 @@
 """The gated norm behind Gated DeltaNet: what reads the recurrence's output."""
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxbuf.axes import Array, Float
 from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.pallas.gradient import differentiable
 from jaxbuf.target import Target
 
 
@@ -56,7 +56,8 @@ def _gated_norm(eps: float, asked: Asked | None, out: Array, z: Array, weight: A
 
         call = Call(out.shape[0] * out.shape[1] * out.shape[2], eps, out=out.dtype, z=z.dtype)
         if asked.takes(supports(call, value_dim=out.shape[3])):
-            return _differentiable(partial(gpu.gated_norm, call, interpret=asked.interpret), eps)(out, z, weight)
+            kernel = partial(gpu.gated_norm, call, interpret=asked.interpret)
+            return differentiable(kernel, partial(_defined, eps))(out, z, weight)
     return _defined(eps, out, z, weight)
 
 
@@ -66,13 +67,3 @@ def _defined(eps: float, out: Array, z: Array, weight: Array) -> Array:
     normal = (wide * weight.astype(jnp.float32)[None, None, None]).astype(out.dtype)
     gate = jax.nn.silu(z.astype(jnp.float32)).reshape(out.shape)
     return (normal.astype(jnp.float32) * gate).astype(z.dtype).reshape(z.shape)
-
-
-def _differentiable(kernel: Callable[..., Array], eps: float) -> Callable[..., Array]:
-    """A kernel with the gradient of the definition, which is computed again from the inputs."""
-    both = jax.custom_vjp(kernel)
-    both.defvjp(
-        lambda *inputs: (kernel(*inputs), inputs),
-        lambda inputs, gradient: jax.vjp(partial(_defined, eps), *inputs)[1](gradient),
-    )
-    return both
