@@ -135,10 +135,10 @@ def _apply_layers(
     layers: Sequence[DecoderLayer], x: Array, memories: Sequence[Any], plans: Plans, devices: int
 ) -> tuple[Array, tuple]:
     left, after, added = iter(memories), [], None
-    mixers = [mixer for layer in layers for mixer in layer.config.spread(devices).mixers]
+    configs = [layer.config.spread(devices) for layer in layers]
+    mixers = [mixer for config in configs for mixer in config.mixers]
     plans = {kind: plan.shared_by([each for each in mixers if each.kind == kind]) for kind, plan in plans.items()}
-    for number, layer in enumerate(layers):
-        config = layer.config.spread(devices)
+    for number, (config, layer) in enumerate(zip(configs, layers, strict=True)):
         with jax.named_scope(f"layer_{number}"):
             x, added, found = _apply_layer(config, layer, x, added, [next(left) for _ in config.mixers], plans)
         after += found
