@@ -27,6 +27,7 @@ FOUND = sorted(file.parent.name for file in FIXTURES.glob("*/expected.safetensor
 SLOW = (
     "demo",
     *STRETCHED,
+    *(f"{family}_full" for family in ("nemotron_h", "granitemoehybrid", "qwen3_moe", "qwen3_next")),  # like others
     *(name for name in RANDOM if name.endswith("_plain")),
 )  # to decode; the others have more options
 DECODED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FOUND]

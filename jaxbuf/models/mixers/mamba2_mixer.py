@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxbuf.attention.contraction import contract
 from jaxbuf.axes import Array, Float
 from jaxbuf.models.layers import (
     Initializer,
@@ -24,6 +23,7 @@ from jaxbuf.models.layers import (
     zeros,
 )
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
+from jaxbuf.models.projections import product_float32
 from jaxbuf.models.tensor_parallel import Part, add_devices
 
 
@@ -91,7 +91,7 @@ class Mamba2(RecurrentMixer):
         """z [batch, time, inner], x | B | C [batch, time, channels], and f32 [batch, time, heads] behind the steps."""
         weight, first = p.in_proj[...], self.inner + self.channels
         both = linear(x, weight[:first], None if p.in_bias is None else p.in_bias[...][:first])
-        step = contract("...i,oi->...o", x, weight[first:])
+        step = product_float32(x, weight[first:])
         if p.in_bias is not None:
             step = step + p.in_bias[...][None, None, first:].astype(jnp.float32)
         keys, (of_z, *of_mixed, of_step) = self.spec.key_heads * self.spec.key_dim, self.part_scales
