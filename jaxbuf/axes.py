@@ -18,9 +18,12 @@ get wrong, the functions themselves say.
     kv_heads     heads of keys and values in softmax attention
     group        heads that read one of them
     head_dim     numbers of a head's query, key or value in softmax attention
+    latent       numbers that latent attention keeps of a token: its rank, and the key part that all heads share
+    rank         numbers from which every head's key and value of a token are made
+    copies       of the latents of a token, one on each device
     key_heads    heads of queries and keys in a recurrence
     key_dim      numbers of a head's query or key in a recurrence
-    value_dim    numbers of a head's value in a recurrence
+    value_dim    numbers of a head's value in a recurrence, and in attention where keys are of another width
     hidden       numbers of a token between layers
     channels     numbers of a token in a short convolution
     width        taps of a convolution
@@ -30,6 +33,7 @@ get wrong, the functions themselves say.
     out          numbers that it gives
     experts      MLPs among which a router chooses
     chosen       of them for one token
+    summands     parts of a sum that a later kernel adds up
     inner        numbers between an MLP's projections
     tokens       that are computed together, each by itself
 

@@ -3,6 +3,7 @@
 import collections
 import gc
 import os
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -19,6 +20,9 @@ jaxtyping.install_import_hook("jaxbuf", f"{array_checks.__name__}.check")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Imports jaxbuf.
+from tests import recording  # noqa: E402
+
 # What one worker process or an earlier run compiled is taken from here. A limit of its size makes the processes take
 # turns (JAX then locks the directory).
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "compilations"))
@@ -31,8 +35,21 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 LONG_FILES = ()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    recording.add_options(parser)
+
+
+def pytest_configure(config):
+    if (config.option.record or config.option.record_in) and not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="jaxbuf-checks-")
+        config.add_cleanup(folder.cleanup)
+        config.pluginmanager.register(recording.Recorder(Path(folder.name), config.option.record_in))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
     """Long files first, the others in their order."""
+    recording.note_items(config, items)
     rank = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: rank.get(item.location[0], len(rank)))
 

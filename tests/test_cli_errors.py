@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": ("chat", "--model", "no-such-model"),
     "score": ("score", __file__, "--model", "no-such-model"),
     "plan": ("plan", "no-such-model"),
+    "models": ("models", "no-such-model"),
     "profile": ("profile", "no-such-directory"),
 }
 BAD = (
@@ -117,6 +118,9 @@ def test_more_than_an_int32_is_an_error_that_says_so(option):
         (("plan", "--limit", "99999999999"), "--limit must be a whole number"),
         (("plan", "--limit", "2000000000"), "--limit must be a whole number from 1 to 1048576"),
         (("plan", "--model", "demo", "Qwen3.5-4B"), "--model must be left out or the same as MODEL ('Qwen3.5-4B')"),
+        (("models", "Qwen3.5-4"), "NAME: no model 'Qwen3.5-4': expected"),
+        (("models", "caf\udce9"), r"NAME: no model 'caf\udce9': expected"),
+        (("models", ""), "a model must be "),
         (("generate", "caf\udce9"), r"PROMPT must be UTF-8 text, got 'caf\udce9'"),
         (("generate", "x", "--stop", "\udce9"), "--stop must be UTF-8 text"),
         (("chat", "--model", "demo", "--system", "\udce9"), "--system must be UTF-8 text"),
@@ -238,9 +242,10 @@ NUMBERS_OF_BENCHMARKS = [
     ("step", "--batches --context --steps --limit --layers --hidden --ffn --vocabulary --heads --key-heads --dim"),
     ("step", "--drafts --accepted"),
     ("attention", "--heads --kv-heads --head-dim --batches --contexts --tokens --page-size --layers --budget"),
+    ("experts", "--hidden --experts --chosen --size --tokens --layers --steps --budget --seed"),
     ("short", "--layers --batch --lengths --steps --limit --seed"),
     ("sample", "--batches --vocab --steps --seed"),
-    ("step", "--attention-heads --kv-heads --attention-dim --devices"),
+    ("step", "--attention-heads --kv-heads --attention-dim --devices --experts --chosen --expert-ffn"),
 ]
 
 
@@ -261,6 +266,7 @@ def test_what_a_benchmark_cannot_do_is_one_line(monkeypatch):
         ["load", "--hidden", "65"],
         ["drift", "--nope"],
         ["step", "--dtype", "int8"],
+        ["step", "--shape", "\udce9"],
     ):
         done = invoke("bench", *words)
         assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1 and words[1] in done.stderr, done.stderr

@@ -42,8 +42,28 @@ def test_the_table_fits_a_terminal_and_compares_at_1k_and_8k():
     assert "4.38 times the recurrent memory of the buffered form (ring of 24 entries)" in done.stdout
     assert "3.51 times all of it at 1024 tokens" in done.stdout
     assert "2.00 times all of it at 8192 tokens" in done.stdout
-    assert "160.0 GB parameters (bfloat16, the number in its name)" in done.stdout
+    assert "162.6 GB parameters (bfloat16)" in done.stdout
     assert "crossover: up to about 188 tokens" in done.stdout
+
+
+def test_a_model_without_recurrent_layers_has_one_column():
+    done = invoke("llama-3.1-8b", "--context", "1024", "--draft-tokens", "2", env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.stderr
+    assert "Llama-3.1-8B: 0 recurrent and 32 softmax layers" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    cells = {row.split("│")[1].strip(): [cell.strip() for cell in row.split("│")[2:-1]] for row in rows}
+    assert cells["keys and values"] == ["134.2 MB"] and cells["states"] == ["0 B"]
+    assert "crossover" not in done.stdout and "draft position" not in done.stdout
+    (found,) = json.loads(invoke("Llama-3.1-8B", "--json", "--context", "9").stdout)
+    assert found["crossover"] is None and [form["form"] for form in found["forms"]] == ["buffered"]
+
+
+def test_a_model_of_latent_attention_is_planned_with_576_numbers_a_token():
+    done = invoke("Kimi-Linear-48B-A3B", "--context", "9", "--json")
+    (found,) = json.loads(done.stdout)
+    buffered = next(form for form in found["forms"] if form["form"] == "buffered")
+    assert buffered["kv_bytes"] == 16 * 7 * 576 * 2 and found["parameter_bytes"] > 2 * 49_122_681_728
+    assert "98.2 GB parameters (bfloat16)" in invoke("Kimi-Linear-48B-A3B", "--context", "9").stdout
 
 
 def test_the_model_may_be_an_option_as_elsewhere():

@@ -1,7 +1,7 @@
 """What a softmax mixer does with its memory: on whole sequences without one, or in a launch on a cache.
 
-Both plans have the same functions, so that a mixer is written once: `angles` and `attend`; and `shared_by`, which is
-called before the first layer.
+Both plans have the same functions, so that a mixer is written once: `angles`, and `attend` or `attend_latent`; and
+`shared_by`, which is called before the first layer.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.attention.causal import causal_attention
+from jaxbuf.attention.latent import LatentPages, append_and_attend_latent, causal_latent_attention
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.attention.rotary import Rotary
@@ -88,11 +89,23 @@ class WholeAttention(_Positions):
         """`causal_attention`."""
         return causal_attention(q, k, v, lengths=self.lengths, target=self.target), None
 
+    def attend_latent(
+        self,
+        memory: None,
+        q: Float[Array, "rows time heads head_dim"],
+        latents: Float[Array, "rows time latent"],
+        up: Float[Array, "heads n rank"],
+        scale: float | None = None,
+    ) -> tuple[Float[Array, "rows time heads value_dim"], None]:
+        """`causal_latent_attention`."""
+        where: dict[str, Any] = {"lengths": self.lengths, "target": self.target}
+        return causal_latent_attention(q, latents, up, scale=scale, **where), None
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["launch", "table", "order", "shared"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LaunchedAttention(_Positions):
-    """A launch on a cache: its memory is a PagedKV.
+    """A launch on a cache: a layer's memory is a PagedKV, or LatentPages.
 
     Attributes:
       launch: The launch.
@@ -119,7 +132,20 @@ class LaunchedAttention(_Positions):
         v: Float[Array, "rows time kv_heads head_dim"],
     ) -> tuple[Float[Array, "rows time heads head_dim"], PagedKV]:
         """`append_and_attend`."""
+        return append_and_attend(q, k, v, memory, self.table, **self._where())
+
+    def attend_latent(
+        self,
+        memory: LatentPages,
+        q: Float[Array, "rows time heads head_dim"],
+        latents: Float[Array, "rows time latent"],
+        up: Float[Array, "heads n rank"],
+        scale: float | None = None,
+    ) -> tuple[Float[Array, "rows time heads value_dim"], LatentPages]:
+        """`append_and_attend_latent`."""
+        return append_and_attend_latent(q, latents, memory, up, self.table, scale=scale, **self._where())
+
+    def _where(self) -> dict[str, Any]:
         launch = self.launch
         where: dict[str, Any] = {"slots": launch.slots, "start": launch.start, "lengths": launch.lengths}
-        where |= {"order": self.order, "ancestors": launch.ancestors, "target": launch.target}
-        return append_and_attend(q, k, v, memory, self.table, **where)
+        return where | {"order": self.order, "ancestors": launch.ancestors, "target": launch.target}

@@ -6,6 +6,7 @@ pages, so many tokens of each row at a time that they take no more memory than t
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,21 @@ from jaxbuf.target import Target
 # that is few of each row, up to a bound. Of a chunk of 2,048 tokens behind 30,720 an H200's kernels took 2.07 ms in
 # pieces of 4,096 and 1.74 ms in one; to copy 1,024 tokens takes 2.3 to 2.9 us, whether they are there or not.
 TOKENS, ENOUGH, MOST_TOKENS = 2**14, 4096, 2**18
+
+
+class Tokens(Protocol):
+    """Pages whose tokens are read as keys and values one by one.
+
+    Attributes:
+      page_size: Tokens of a page.
+    """
+
+    @property
+    def page_size(self) -> int: ...
+
+    def tokens(self, index: Int32[Array, "rows n"]) -> tuple[Array, Array]:
+        """The keys and values [rows, n, kv_heads, head_dim] of some tokens, which page · page_size + place numbers."""
+        ...
 
 
 def attend_chunk(
@@ -77,7 +93,7 @@ def attend_parts(
     q: Float[Array, "rows time heads head_dim"],
     k: Float[Array, "rows time kv_heads head_dim"],
     v: Float[Array, "rows time kv_heads head_dim"],
-    kv: PagedKV,
+    kv: Tokens,
     table: Int32[Array, "slots max_pages"],
     *,
     slots: Int32[Array, "rows"],
@@ -94,7 +110,7 @@ def attend_parts(
       piece: The committed tokens of a row that are copied out of pages at once (static); None: `piece_size`.
     """
     rows, time = q.shape[:2]
-    capacity = table.shape[1] * kv.keys.shape[1]
+    capacity = table.shape[1] * kv.page_size
     piece = min(capacity, piece_size(rows, time) if piece is None else piece)
     asked = (slots > 0) & (lengths > 0)
     committed = jnp.where(asked, jnp.minimum(start, capacity), 0)
@@ -126,7 +142,7 @@ def piece_size(rows: int, time: int) -> int:
 
 
 def _committed(
-    kv: PagedKV,
+    kv: Tokens,
     table: Array,
     slots: Array,
     start: Array,
@@ -137,17 +153,14 @@ def _committed(
 ) -> tuple[Array, Array]:
     """The keys and values [rows, piece, kv_heads, head_dim] of each slot's committed tokens from `first` on: `count`
     (int32 [rows]) of them, and zeros behind."""
-    page_size = kv.keys.shape[1]
+    page_size = kv.page_size
     offset = jnp.arange(piece, dtype=jnp.int32)[None]
     place = first + offset if order is None else _without_open(first + offset, order[slots], start)
     page = jnp.broadcast_to(place // page_size, (slots.shape[0], piece))
     page = jnp.take_along_axis(table[slots], jnp.clip(page, 0, table.shape[1] - 1), axis=1)
-    live, token = (offset < count[:, None])[..., None, None], page * page_size + place % page_size
-
-    def read(x):
-        return jnp.where(live, x.reshape(-1, *x.shape[2:])[token], jnp.zeros((), x.dtype))
-
-    return read(kv.keys), read(kv.values)
+    live = (offset < count[:, None])[..., None, None]
+    k, v = kv.tokens(page * page_size + place % page_size)
+    return jnp.where(live, k, jnp.zeros((), k.dtype)), jnp.where(live, v, jnp.zeros((), v.dtype))
 
 
 def _without_open(place: Array, listed: Array, start: Array) -> Array:

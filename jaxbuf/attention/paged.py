@@ -11,7 +11,7 @@ Trees of tokens, shared pages and forks are integers too: see `pages.py`.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,36 @@ from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.flash import MASKED, check_heads, split_heads
 from jaxbuf.attention.pages import places
 from jaxbuf.axes import Array, Bool, Float, Int, Int32
+from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.target import Target
 
 BLOCK = 128  # tokens whose scores exist at once: of the keys (in whole pages), and of the queries
+
+
+class TokenPages(Protocol):
+    """Pages of a layer's tokens: whatever is kept of a token is read as a key and a value.
+
+    Attributes:
+      page_size: Tokens of a page.
+      kv_heads, key_dim, value_dim: Heads of keys and values, and the numbers of a head's key and of its value.
+    """
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def key_dim(self) -> int: ...
+
+    @property
+    def value_dim(self) -> int: ...
+
+    def pages(self, page: Int32[Array, "rows n"]) -> tuple[Array, Array]:
+        """The keys and values [rows, n, page_size, kv_heads, key_dim or value_dim] of some pages."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +67,30 @@ class PagedKV:
     keys: Float[Array, "pages page_size kv_heads head_dim"]
     values: Float[Array, "pages page_size kv_heads head_dim"]
 
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def key_dim(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[3]
+
+    def pages(self, page: Int32[Array, "rows n"]) -> tuple[Array, Array]:
+        """As in `TokenPages`."""
+        return self.keys[page], self.values[page]
+
+    def tokens(self, index: Int32[Array, "rows n"]) -> tuple[Array, Array]:
+        """As in `jaxbuf.attention.chunk.Tokens`."""
+        return as_tokens(self.keys)[index], as_tokens(self.values)[index]
+
 
 def init_table(*, slots: int, capacity: int, page_size: int = 16) -> Int32[Array, "{slots}+1 max_pages"]:
     """Returns the table of slots that each own the pages for `capacity` tokens.
@@ -52,7 +102,7 @@ def init_table(*, slots: int, capacity: int, page_size: int = 16) -> Int32[Array
       ValueError: A size below 1 or not a whole number, or more tokens than int32 can number.
     """
     check_sizes(slots=slots, capacity=capacity, page_size=page_size)
-    _check_places(1 + slots * -(-capacity // page_size), page_size)
+    check_places(1 + slots * -(-capacity // page_size), page_size)
     pages = -(-capacity // page_size)
     table = 1 + np.arange(-1, slots, dtype=np.int32)[:, None] * pages + np.arange(pages, dtype=np.int32)
     return jnp.asarray(np.maximum(table, 0))  # the null slot's row would be below 1
@@ -67,7 +117,7 @@ def init_kv(*, pages: int, kv_heads: int, head_dim: int, dtype: jnp.dtype, page_
       ValueError: A size below 1 or not a whole number, or more tokens than int32 can number.
     """
     check_sizes(pages=pages, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size)
-    _check_places(pages, page_size)
+    check_places(pages, page_size)
     shape = (pages, page_size, kv_heads, head_dim)
     return PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -105,34 +155,62 @@ def append(
     """
     ask("append", implementation, target, (k,))
     rows, time = k.shape[:2]
-    _check_launch(kv, rows, k.shape[2:], slots=slots, start=start, lengths=lengths)
+    _check_token(kv, k.shape[2:])
+    check_integers(rows, slots=slots, start=start, lengths=lengths)
     slots = checked_slots(slots, table.shape[0], once=True)
-    pages, page_size = kv.keys.shape[:2]
+    at = token_places(table, kv.page_size, time, slots=slots, start=start, lengths=lengths, order=order)
+    return PagedKV(write_tokens(kv.keys, at, k), write_tokens(kv.values, at, v))
+
+
+def token_places(
+    table: Int32[Array, "slots max_pages"],
+    page_size: int,
+    time: int,
+    *,
+    slots: Int32[Array, "rows"],
+    start: Int32[Array, "rows"],
+    lengths: Int32[Array, "rows"],
+    order: Int32[Array, "slots max_pending"] | None = None,
+) -> Int32[Array, "rows {time}"]:
+    """Where a launch's new tokens lie in a pool: page · page_size + place, past every pool where they lie nowhere.
+
+    Args:
+      table, slots, start, lengths, order: As in `append`; the slots are checked.
+      page_size: Tokens of a page.
+      time: Tokens of each row.
+    """
     offsets = jnp.arange(time, dtype=jnp.int32)[None]
     positions = places(order, slots, start, time)
     index = jnp.clip(positions // page_size, 0, table.shape[1] - 1)
     page = jnp.where((slots > 0)[:, None], table[slots[:, None], index], 0)
     inside = (positions >= 0) & (positions < table.shape[1] * page_size)
     real = (offsets < lengths[:, None]) & inside & (page > 0)
-    flat = jnp.where(real, page * page_size + positions % page_size, pages * page_size)
-
-    def write(old, new):
-        tokens = old.reshape(-1, *old.shape[2:])
-        return tokens.at[flat].set(new.astype(old.dtype), mode="drop").reshape(old.shape)
-
-    return PagedKV(write(kv.keys, k), write(kv.values, v))
+    return jnp.where(real, page * page_size + positions % page_size, NOWHERE)
 
 
-def fork(kv: PagedKV, copies: tuple[Int32[Array, "rows n"], Int32[Array, "rows n"]]) -> PagedKV:
-    """One layer's part of a fork: pages copies[0] are copied to copies[1] (past the pool: not), all read before any is
-    written."""
+def write_tokens(
+    pool: Float[Array, "pages page_size *n"], at: Int32[Array, "rows time"], new: Float[Array, "rows time *n"]
+) -> Float[Array, "pages page_size *n"]:
+    """The pool with new tokens, rounded to its dtype, at places from `token_places`."""
+    size = pool.shape[1]
+    return pool.at[at // size, at % size].set(new.astype(pool.dtype), mode="drop")
+
+
+def as_tokens(pool: Float[Array, "pages page_size *n"]) -> Float[Array, "_ *n"]:
+    """A pool as the list of its tokens."""
+    return pool.reshape(-1, *pool.shape[2:])
+
+
+def fork[Layer](layer: Layer, copies: tuple[Int32[Array, "rows n"], Int32[Array, "rows n"]]) -> Layer:
+    """One layer's part of a fork: pages copies[0] of each of its arrays are copied to copies[1] (past the pool: not),
+    all read before any is written."""
     read, written = copies
-    return PagedKV(*(x.at[written].set(x[read], mode="drop") for x in (kv.keys, kv.values)))
+    return jax.tree.map(lambda x: x.at[written].set(x[read], mode="drop"), layer)
 
 
 def attend(
     q: Float[Array, "rows time heads head_dim"],
-    kv: PagedKV,
+    kv: TokenPages,
     table: Int32[Array, "slots max_pages"],
     *,
     slots: Int[Array, "rows"],
@@ -140,9 +218,10 @@ def attend(
     lengths: Int32[Array, "rows"] | None = None,
     order: Int32[Array, "slots max_pending"] | None = None,
     ancestors: Bool[Array, "rows time time"] | None = None,
+    scale: float | None = None,
     implementation: str = "auto",
     target: Target | str | None = None,
-) -> Float[Array, "rows time heads head_dim"]:
+) -> Float[Array, "rows time heads value_dim"]:
     """Softmax attention of each row's queries over its slot's tokens up to and including the query's own.
 
     The pages are read in blocks, as many as the longest row needs, and summed by an online softmax: the work follows
@@ -162,10 +241,11 @@ def attend(
       order: As in `append`.
       ancestors: For a tree: at (i, j) whether query i sees the key of query j, its own included; all see what was
         committed. None: each sees those before.
+      scale: The scores q · k are multiplied with it; None: head_dim ** -0.5.
       implementation, target: As in `append`.
 
     Returns:
-      The outputs in q's dtype; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
+      The outputs in q's dtype, as wide as the pool's values; scores, softmax and sums in float32.
 
     Raises:
       ValueError: heads is not a multiple of kv_heads, a shape or dtype does not fit, no such implementation or target,
@@ -176,23 +256,25 @@ def attend(
     ask("attend", implementation, target, (q,))
     rows, time = q.shape[:2]
     lengths = jnp.full_like(start, time) if lengths is None else lengths
-    _check_launch(kv, rows, (kv.keys.shape[2], q.shape[3]), slots=slots, start=start, lengths=lengths)
+    _check_token(kv, (kv.kv_heads, q.shape[3]))
+    check_integers(rows, slots=slots, start=start, lengths=lengths)
     slots = checked_slots(slots, table.shape[0])
+    factor = q.shape[3] ** -0.5 if scale is None else scale
     # What lies past the launch's own tokens is stale: it must not count as live, or its NaN would be weighed with zero.
     lengths = jnp.minimum(lengths, time)
-    _check_ancestors(ancestors, rows, time)
-    grouped = split_heads(q, kv.keys.shape[2])
-    end = jnp.minimum(start + lengths, table.shape[1] * kv.keys.shape[1])
+    check_ancestors(ancestors, rows, time)
+    grouped = split_heads(q, kv.kv_heads)
+    end = jnp.minimum(start + lengths, table.shape[1] * kv.page_size)
     end = jnp.where((slots > 0) & (lengths > 0), end, 0)  # where nothing is asked, nothing is read
     row = _Row(table[slots], start, end, None if order is None else order[slots], ancestors)
     if time <= BLOCK or ancestors is not None:
-        return _attend_block(grouped, kv, row, start).reshape(q.shape)
+        return _attend_block(grouped, kv, row, start, factor).reshape(*q.shape[:3], kv.value_dim)
     blocks = -(-time // BLOCK)
     grouped = jnp.pad(grouped, ((0, 0), (0, blocks * BLOCK - time), *((0, 0),) * 3))
     grouped = jnp.moveaxis(grouped.reshape(rows, blocks, BLOCK, *grouped.shape[2:]), 1, 0)
     first = start[None] + BLOCK * jnp.arange(blocks, dtype=jnp.int32)[:, None]
-    out = jax.lax.map(lambda block: _attend_block(block[0], kv, row, block[1]), (grouped, first))
-    return jnp.moveaxis(out, 0, 1).reshape(rows, blocks * BLOCK, *q.shape[2:])[:, :time]
+    out = jax.lax.map(lambda block: _attend_block(block[0], kv, row, block[1], factor), (grouped, first))
+    return jnp.moveaxis(out, 0, 1).reshape(rows, blocks * BLOCK, q.shape[2], kv.value_dim)[:, :time]
 
 
 class _Row(NamedTuple):
@@ -239,13 +321,14 @@ class _Row(NamedTuple):
         return (offset < 0)[:, None] | jnp.take_along_axis(self.ancestors, on_path, axis=2)
 
 
-def _attend_block(q: Array, kv: PagedKV, row: _Row, first: Array) -> Array:
+def _attend_block(q: Array, kv: TokenPages, row: _Row, first: Array, scale: float) -> Array:
     """One block of queries over all keys that any of them sees.
 
-    q [rows, time, kv_heads, group, head_dim], positions from `first` (int32 [rows]) on. The result is like q.
+    q [rows, time, kv_heads, group, head_dim], positions from `first` (int32 [rows]) on. The result is like q, as wide
+    as values.
     """
-    rows, time, kv_heads, group, head_dim = q.shape
-    page_size = kv.keys.shape[1]
+    rows, time, kv_heads, group, _ = q.shape
+    page_size = kv.page_size
     pages = max(1, BLOCK // page_size)  # of one block
     span = pages * page_size
     table = jnp.pad(row.table, ((0, 0), (0, -row.table.shape[1] % pages)))
@@ -254,12 +337,12 @@ def _attend_block(q: Array, kv: PagedKV, row: _Row, first: Array) -> Array:
     def add_block(i, carry):
         highest, total, out = carry
         page = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
-        k, v = (x[page].reshape(rows, span, kv_heads, head_dim).astype(q.dtype) for x in (kv.keys, kv.values))
+        k, v = (x.reshape(rows, span, kv_heads, x.shape[-1]).astype(q.dtype) for x in kv.pages(page))
         position = row.positions(i * span + jnp.arange(span, dtype=jnp.int32))
         live = (position < row.end[:, None]) & (jnp.repeat(page, page_size, axis=1) > 0)
         visible = (live[:, None] & row.visible(position, query))[:, None, None]
         scores = contract("btkgd,bskd->bkgts", q, k)
-        scores = jnp.where(visible, scores * head_dim**-0.5, MASKED)
+        scores = jnp.where(visible, scores * scale, MASKED)
         before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=-1))
         # Where no key of a row is visible yet, highest is MASKED itself: hence the second selection.
         weights = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
@@ -269,14 +352,15 @@ def _attend_block(q: Array, kv: PagedKV, row: _Row, first: Array) -> Array:
         return highest, total * kept + jnp.sum(weights, axis=-1), out
 
     shape = (rows, kv_heads, group, time)
-    empty = (jnp.full(shape, MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
+    empty = (jnp.full(shape, MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, kv.value_dim), jnp.float32))
     reach = jnp.minimum(jnp.max(row.reach(first + time)), table.shape[1] * page_size)
     _, total, out = jax.lax.fori_loop(0, (reach + span - 1) // span, add_block, empty)
     out = out / jnp.maximum(total, 1.0)[..., None]  # the best key weighs 1; without any key, 0 / 1
     return jnp.moveaxis(out, 3, 1).astype(q.dtype)
 
 
-def _check_places(pages: int, page_size: int) -> None:
+def check_places(pages: int, page_size: int) -> None:
+    """Raises a ValueError unless int32 numbers all tokens of so many pages."""
     if pages * page_size > np.iinfo(np.int32).max:
         raise ValueError(f"pages ({pages}) of {page_size} tokens must be fewer: int32 numbers all of their tokens")
 
@@ -294,19 +378,25 @@ def check_launch(
     ):
         if x.shape != (rows, time, *token):
             raise ValueError(f"{name} must have shape {(rows, time, *token)}, got {x.shape}")
-    _check_launch(kv, rows, k.shape[2:], **integers)
-    _check_ancestors(ancestors, rows, time)
+    _check_token(kv, k.shape[2:])
+    check_integers(rows, **integers)
+    check_ancestors(ancestors, rows, time)
 
 
-def _check_ancestors(ancestors: Array | None, rows: int, time: int) -> None:
+def check_ancestors(ancestors: Array | None, rows: int, time: int) -> None:
+    """Raises a ValueError unless ancestors are None, or bool [rows, time, time]."""
     if ancestors is not None and (ancestors.shape != (rows, time, time) or ancestors.dtype != jnp.bool_):
         raise ValueError(f"ancestors must be bool {(rows, time, time)}, got {ancestors.dtype} {ancestors.shape}")
 
 
-def _check_launch(kv: PagedKV, rows: int, token: tuple[int, ...], **integers: Array) -> None:
-    """Raises a ValueError unless the tokens fit the pool, and slots, start and lengths are integers, one a row."""
-    if token != kv.keys.shape[2:]:
-        raise ValueError(f"(kv_heads, head_dim) must be the pool's {kv.keys.shape[2:]}, got {token}")
+def _check_token(kv: TokenPages, token: tuple[int, ...]) -> None:
+    held = kv.kv_heads, kv.key_dim
+    if token != held:
+        raise ValueError(f"(kv_heads, head_dim) must be the pool's {held}, got {token}")
+
+
+def check_integers(rows: int, **integers: Array) -> None:
+    """Raises a ValueError that names the first of slots, start and lengths that is not an integer a row."""
     for name, value in integers.items():
         if value.shape != (rows,):
             raise ValueError(f"{name} must have shape ({rows},), one a row, got {value.shape}")

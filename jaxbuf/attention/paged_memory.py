@@ -1,4 +1,5 @@
-"""The memory of softmax layers as a kind among others: one table of pages, and pages of keys and values a layer."""
+"""The memory of softmax layers as a kind among others: one table of pages, and each layer's own pages, in which it
+keeps keys and values or latents."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxbuf.attention import paged
 from jaxbuf.attention.attention_plan import LaunchedAttention, WholeAttention
-from jaxbuf.attention.paged import PagedKV, init_table
+from jaxbuf.attention.paged import init_table
 from jaxbuf.attention.pages import (
     advance_order,
     claim_fork,
@@ -90,8 +91,8 @@ class PagedMemory:
         names = "slots", "capacity", "page_size", "max_pending", "trees", "pages", "shares"
         return init_pages(**{name: getattr(sizes, name) for name in names})
 
-    def head_axes(self, layer: PagedKV) -> PagedKV:
-        return PagedKV(2, 2)  # pyright: ignore[reportArgumentType]
+    def head_axes(self, layer: Any) -> Any:
+        return jax.tree.map(lambda _: 2, layer)
 
     def claim(self, shared: PageTable, launch: Launch) -> tuple[Claim, ...]:
         return () if shared.owners is None else (claim_pages(shared.owners, shared.table, *_where(shared, launch)),)
@@ -137,8 +138,8 @@ class PagedMemory:
         return shared
 
     def fork(
-        self, shared: PageTable, layers: Sequence[PagedKV], source: Array, target: Array, committed: Array
-    ) -> tuple[PageTable, tuple[PagedKV, ...]]:
+        self, shared: PageTable, layers: Sequence[Any], source: Array, target: Array, committed: Array
+    ) -> tuple[PageTable, tuple[Any, ...]]:
         given = {"source": source, "target": target, "length": committed, "page_size": shared.page_size}
         _, copied, table, owners = fork_pages(shared.owners, shared.table, shared.order, **given)
         order = shared.order

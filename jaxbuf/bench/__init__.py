@@ -29,11 +29,22 @@ PROGRAMS = (
     Program(
         "kernels", "how near the decoding kernels come to the memory's bandwidth, and what others take", "kernels.json"
     ),
-    Program("attention", "how near a softmax layer's step comes to the memory's bandwidth, and what others take"),
+    Program(
+        "attention",
+        "how near a softmax layer's step comes to the memory's bandwidth, and what others take",
+        "attention.json",
+    ),
+    Program("experts", "how near a layer's routed experts come to the time of their bytes, by each implementation"),
     Program("drafts", "how many drafts a model keeps, and how many forward passes that saves", "drafts.json"),
-    Program("step", "whole decoding steps of a model: their time, its parts, and that of their bytes", "step.json"),
+    Program(
+        "step", "whole decoding steps of a model: their time, its parts, and that of their bytes", "step_project.json"
+    ),
     Program("prefill", "how fast prompts are read: tokens a second, its parts, attention's FLOP/s", "prefill.json"),
     Program("short", "steps behind short texts, in each form of the memory", "short.json"),
-    Program("compile", "the first generation of a shape: traced, lowered, compiled, or from the compilation cache"),
-    Program("sample", "how a step chooses its tokens: greedy, sampled, with top_k and top_p"),
+    Program(
+        "compile",
+        "the first generation of a shape: traced, lowered, compiled, or from the compilation cache",
+        "compile.json",
+    ),
+    Program("sample", "how a step chooses its tokens: greedy, sampled, with top_k and top_p", "sample.json"),
 )

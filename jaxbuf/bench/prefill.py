@@ -34,7 +34,7 @@ from jaxbuf.serving import SamplingParams, admit
 from jaxbuf.serving.admit import start
 from jaxbuf.serving.batch import Batch, Decoding, make_batch
 from jaxbuf.serving.carry import Carry
-from jaxbuf.serving.profiling import OTHER, Operation, operations, trace
+from jaxbuf.serving.profiling import LIBRARY_PRODUCTS, OTHER, Operation, operations, trace
 from jaxbuf.target import Target
 from jaxbuf.terminal import parse_whole
 
@@ -42,7 +42,7 @@ USUAL = "8x2048,4x8192,1x32768"
 REPEATS = 3
 BETWEEN, PRODUCTS = "between kernels", "matrix products"
 # In the names of libraries' kernels that no scope is known of.
-FLASH, PRODUCT = re.compile("sdpa|fmha|flash", re.I), re.compile("nvjet|gemm|cutlass|cublas", re.I)
+FLASH = re.compile("sdpa|fmha|flash", re.I)
 # Of these sizes attention is timed alone: rows, tokens, query heads, heads of keys and values, and their numbers.
 type Shape = tuple[int, int, int, int, int]
 
@@ -194,7 +194,7 @@ def part(ran: Operation) -> str:
     """The part that an operation belongs to: its scope, if one is known."""
     if ran.scope != OTHER:
         return ran.scope
-    return "attention" if FLASH.search(ran.name) else PRODUCTS if PRODUCT.search(ran.name) else OTHER
+    return "attention" if FLASH.search(ran.name) else PRODUCTS if LIBRARY_PRODUCTS.search(ran.name) else OTHER
 
 
 def split(traced: Sequence[Operation]) -> Row:

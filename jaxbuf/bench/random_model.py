@@ -12,116 +12,75 @@ from jax.sharding import Mesh
 
 from jaxbuf.models.config import LayerConfig, ModelConfig
 from jaxbuf.models.decoder import Decoder, DecoderLayer
-from jaxbuf.models.families import config_from_dict
+from jaxbuf.models.families import config_from_dict, config_json
+from jaxbuf.models.known_models import find_known, known_models
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters, normal, replace_parameters
 from jaxbuf.models.loading.sharding import check_mesh, placed
 from jaxbuf.models.tensor_parallel import automatic
 
-# What config.json says of models whose shapes are served, by name. Qwen3.5-4B is without its MTP layer.
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3.5-4b": {
-        "model_type": "qwen3_5_text",
-        "vocab_size": 248_320,
-        "hidden_size": 2560,
-        "intermediate_size": 9216,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "num_hidden_layers": 32,
-        "rope_theta": 1e7,
-        "max_position_embeddings": 262_144,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_hidden_layers": 36,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 40_960,
-        "tie_word_embeddings": False,
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_hidden_layers": 32,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": False,
-    },
-    "mamba2-2.7b": {
-        "model_type": "mamba2",
-        "vocab_size": 50_288,
-        "hidden_size": 2560,
-        "num_heads": 80,
-        "head_dim": 64,
-        "state_size": 128,
-        "n_groups": 1,
-        "num_hidden_layers": 64,
-        "tie_word_embeddings": True,
-    },
-}
-# The fields behind each size that can be asked for.
+FIRST = "Qwen3.5-4B"
+# The fields of families behind each size that can be asked for. `head_dim` is that of softmax heads where a model has
+# some, else the recurrence's.
 SIZES: dict[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers",),
+    "layers": ("num_hidden_layers", "layer_types", "layers_block_type", "mlp_layer_types"),
     "hidden": ("hidden_size",),
-    "ffn": ("intermediate_size",),
+    "ffn": ("intermediate_size", "shared_intermediate_size"),
     "vocabulary": ("vocab_size",),
-    "heads": ("linear_num_value_heads", "num_heads"),
-    "key_heads": ("linear_num_key_heads", "n_groups"),
-    "dim": ("linear_key_head_dim", "linear_value_head_dim", "head_dim", "state_size"),
+    "heads": ("linear_num_value_heads", "linear_num_heads", "num_heads", "mamba_num_heads", "mamba_n_heads"),
+    "key_heads": ("linear_num_key_heads", "n_groups", "mamba_n_groups"),
+    "dim": (
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "head_dim", "state_size"),
+        *("mamba_head_dim", "ssm_state_size", "mamba_d_head", "mamba_d_state"),
+    ),
     "attention_heads": ("num_attention_heads",),
     "kv_heads": ("num_key_value_heads",),
     "attention_dim": ("head_dim",),
+    "experts": ("num_experts", "num_local_experts"),
+    "chosen": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size", "shared_expert_intermediate_size"),
 }
+OF_RECURRENCE = ("heads", "key_heads", "dim")
 TABLE_SCALE = 256.0  # of an embedding that is to outweigh whatever the layers add to it
 
 
-def configuration(shape: str = "qwen3.5-4b", **sizes: int) -> ModelConfig:
-    """The configuration of a shape of SHAPES, with other sizes if they are given, those of SIZES.
+def configuration(shape: str = FIRST, **sizes: int) -> ModelConfig:
+    """The configuration of a known model, with other sizes if they are given, those of SIZES.
 
-    `heads`, `key_heads` and `dim` are the recurrence's, `attention_heads`, `kv_heads` and `attention_dim` those of
-    softmax layers. Of Qwen3.5's every fourth layer is a softmax layer, and the last one of fewer than four.
+    It is without an MTP layer. `heads`, `key_heads` and `dim` are the recurrence's, `attention_heads`, `kv_heads` and
+    `attention_dim` those of softmax layers; of experts, `chosen` is how many a token has, and `expert_ffn` their inner
+    numbers. Of fewer layers it has the first ones; kinds of layers that are not among them take the last places.
 
     Raises:
-      ValueError: The shape has no such size, or the sizes do not fit each other.
+      ValueError: The model is not known, it has no such size, or the sizes do not fit each other.
     """
-    fields = dict(SHAPES[shape])
-    recurrent = fields["model_type"] == "mamba2"  # whose head_dim is the recurrence's
+    known = find_known(shape)
+    if known is None:
+        raise ValueError(f"shape must be the name of a known model ({', '.join(known_models())}), got {shape!r}")
+    source = known.config.source
+    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+    changed: dict[str, Any] = {"mtp_num_hidden_layers": 0} if "mtp_num_hidden_layers" in fields else {}
     for name, size in sizes.items():
         own = [field for field in SIZES[name] if field in fields]
-        if "head_dim" in own and (name == "dim") != recurrent:
+        if "head_dim" in own and (name == "dim") == ("num_attention_heads" in fields):
             own.remove("head_dim")
-        if not own:
+        if not own or (name in OF_RECURRENCE and known.config.spec is None):
             raise ValueError(f"{name} must not be given for {shape}, which has none, got {size}")
-        fields |= dict.fromkeys(own, size)
-    if fields["model_type"] == "qwen3_5_text":
-        fields["full_attention_interval"] = min(4, fields["num_hidden_layers"])
-    if recurrent:
-        fields["expand"] = fields["num_heads"] * fields["head_dim"] / fields["hidden_size"]
-    return config_from_dict(fields)
+        changed |= {field: _first(fields[field], size) if name == "layers" else size for field in own}
+    if "expand" in fields:
+        sized = fields | changed
+        changed["expand"] = sized["num_heads"] * sized["head_dim"] / sized["hidden_size"]
+    # Back and forth, so that the sizes are checked as those of a file are.
+    return config_from_dict(config_json(dataclasses.replace(source, **changed).model()))
+
+
+def _first(layers: int | tuple[str, ...], number: int) -> int | tuple[str, ...]:
+    """A number of layers, or so many of their kinds, over and over where there are not as many."""
+    if isinstance(layers, int):
+        return number
+    found = [layers[place % len(layers)] for place in range(number)]
+    missing = [kind for kind in dict.fromkeys(layers) if kind not in found][:number]
+    return (*found[: number - len(missing)], *missing)
 
 
 def random_model(
@@ -136,11 +95,11 @@ def random_model(
       config: Its layers' parameters are all made; of an MTP layer none.
       dtype: Of the parameters.
       seed: The same gives the same parameters, on a mesh too.
-      mesh: With an axis "tensor", as `jaxbuf.load` takes it.
+      mesh: As `jaxbuf.load` takes it.
       name: Of the model.
 
     Raises:
-      ValueError: The heads can't be shared by so many devices.
+      ValueError: The heads or experts can't be shared by so many devices.
     """
     spread = _on_mesh(config, mesh)
     keys = jax.random.split(jax.random.key(seed), len(config.layers) + 1)
@@ -154,10 +113,10 @@ def spread_model(lm: LanguageModel, mesh: Mesh) -> LanguageModel:
 
     Args:
       lm: On one device; it stays as it is.
-      mesh: With an axis "tensor".
+      mesh: As `jaxbuf.load` takes it.
 
     Raises:
-      ValueError: The heads can't be shared by so many devices.
+      ValueError: The heads or experts can't be shared by so many devices.
     """
     config = _on_mesh(lm.config, mesh)
     abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=lm.dtype))

@@ -22,12 +22,12 @@ from jaxbuf.bench.random_model import repeating_model
 from jaxbuf.bench.step_carry import FORMS, PLAIN, Tokens, first_carry, make_batch, make_carry, small_arrays
 from jaxbuf.bench.step_figures import compare_devices, compare_drafts, compare_forms, plot, show
 from jaxbuf.bench.step_parts import floors, held_bytes, matrices
-from jaxbuf.bench.step_run import COMMAND_BUFFERS, REPEATS, compile_steps, measure, memory
+from jaxbuf.bench.step_run import COMMAND_BUFFERS, REPEATS, compile_steps, count_devices, measure, memory
 from jaxbuf.models.families import config_json
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters
 from jaxbuf.models.shapes import power_of_two_from
-from jaxbuf.models.tensor_parallel import TENSOR, devices_of
+from jaxbuf.models.tensor_parallel import EXPERT, TENSOR
 from jaxbuf.serving.own_drafter import MOST_DRAFTS
 
 USUAL = ("recurrent", "buffered")
@@ -46,15 +46,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "parts leave of a step is time between kernels. Matrix products are the operations that read a matrix of the "
         "model, in whatever part of it. The floor of a step is its bytes (weights, checkpoints read "
         "and folded, entries read and appended, keys and values) over the read bandwidth measured in the same run, and "
-        "that of a part the bytes that it moves: weights those of matrix products. "
+        "that of a part the bytes that it moves: weights those of matrix products. Of a layer's experts the bytes are "
+        "those of as many as the step's tokens touch on average if each token's are drawn uniformly; all_experts_bytes "
+        "of the JSON has the weights with all of them. "
         "With --drafts a step that verifies as many drafts is measured beside the plain one: the model's embedding is "
         "replaced by a large random one, so that it repeats its newest token, and of each row's drafts as many repeat "
         "it as are to be kept; the program is that of every drafter. With --peers torch multiplies matrices of the "
-        "same shapes, each of them as often as the model has it, in a process of its own. The exit status is 1 if it "
-        "can't. A model without recurrent layers has one form, called buffered here, whatever --forms says. "
+        "same shapes, each of them as often as the model has it, in a process of its own, unless the model has "
+        "experts. The exit status is 1 if it can't. A model without recurrent layers has one form, called buffered "
+        "here, whatever --forms says. "
         "With --devices above 1 the model's heads, MLP channels and vocabulary are spread over so many devices, as "
         "jaxbuf.load(mesh=...) does; bytes and memory are then those of one device, the parts a mean over the devices, "
-        "and the bandwidth is the first one's.",
+        "and the bandwidth is the first one's. With --expert-devices the routed experts are spread over so many of "
+        "them, and everything, each expert's inner numbers too, over devices / expert-devices.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_model_options(parser)
@@ -81,6 +85,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default="1",
         help="how many devices the model is spread over; several numbers, separated by commas, are compared",
     )
+    parser.add_argument(
+        "--expert-devices",
+        type=whole(1),
+        default=1,
+        help="over how many of the devices the experts are spread, along a mesh axis of their own",
+    )
     parser.add_argument("--implementation", choices=("auto", "xla"), default="auto", help="xla: without our kernels")
     parser.add_argument(
         "--command-buffers",
@@ -103,6 +113,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if max(options.devices) > len(jax.devices()):
         there = f"{len(jax.devices())}, the devices that are there"
         parser.error(f"--devices must be at most {there}, got {max(options.devices)}")
+    if odd := [devices for devices in options.devices if devices > 1 and devices % options.expert_devices]:
+        parser.error(f"--devices must be multiples of --expert-devices ({options.expert_devices}), got {odd[0]}")
+    if options.expert_devices > max(options.devices):
+        parser.error(
+            f"--expert-devices must be at most {max(options.devices)}, --devices, got {options.expert_devices}"
+        )
     options.forms = options.forms.split(",")
     if unknown := set(options.forms) - set(FORMS):
         parser.error(f"--forms must name forms among {', '.join(FORMS)}, got {', '.join(sorted(unknown))}")
@@ -128,9 +144,11 @@ def make_model(options: argparse.Namespace, devices: int = 1) -> LanguageModel:
     """The model, spread over the first so many devices.
 
     Raises:
-      ValueError: Its heads can't be shared by so many.
+      ValueError: Its heads or experts can't be shared by so many.
     """
-    mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), (TENSOR,))
+    experts = 1 if devices == 1 else options.expert_devices
+    each = np.array(jax.devices()[:devices]).reshape(devices // experts, experts)
+    mesh = None if devices == 1 else Mesh(each, (TENSOR, EXPERT)) if experts > 1 else Mesh(each[:, 0], (TENSOR,))
     try:
         name = "random" if options.sizes else f"random {options.shape}"
         lm = asked_model(options.model, options.shape, options.sizes, options.dtype, mesh=mesh, name=name)
@@ -205,16 +223,20 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
     if options.json:
         plot(figures, options.json.with_suffix(".png"))
         report.tell_written(console, options.json, plot=True)
-    return int(options.peers and not any("us" in row for row in record["torch"]))
+    return int(bool(record.get("torch")) and not any("us" in row for row in record["torch"]))
 
 
 def time_torch(lm: LanguageModel, options: argparse.Namespace) -> list[Row]:
-    """torch's matrix products of the model's shapes, of every number of vectors that a step multiplies with."""
+    """torch's matrix products of the model's shapes, of every number of vectors that a step multiplies with; none of a
+    model with experts, whose products have no plain shape."""
     rows = sorted({power_of_two_from(batch) * tokens.read for batch in options.batches for tokens in options.tokens})
-    shapes = [[*shape, count] for shape, count in matrices(lm).items()]
+    known = matrices(lm)
+    if any(len(shape) > 2 for shape in known):
+        return []
+    shapes = [[*shape, count] for shape, count in known.items()]
     dtype = jnp.dtype(lm.dtype).name
     found = measure_torch("products", [[number, shapes, dtype] for number in rows])
-    return [{"devices": devices_of(lm.config.mesh)} | row for row in found]
+    return [{"devices": count_devices(lm)} | row for row in found]
 
 
 def torch_products(torch: Sequence[Row], row: Row) -> float | None:
@@ -243,7 +265,7 @@ def measure_model(lm: LanguageModel, options, progress: Progress, task: TaskID) 
     Raises:
       ValueError: The model has no room for the context.
     """
-    devices = devices_of(lm.config.mesh)
+    devices = count_devices(lm)
     for rows, tokens in ((rows, tokens) for rows in options.batches for tokens in options.tokens):
         try:
             asked = {form: make_batch(lm, rows, form, options, tokens) for form in options.forms}

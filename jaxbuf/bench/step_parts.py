@@ -3,9 +3,10 @@
 import argparse
 import collections
 import dataclasses
+import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ import numpy as np
 
 from jaxbuf.bench.kernel_figures import Row
 from jaxbuf.bench.step_carry import Tokens
-from jaxbuf.models.config import ATTENTION, RECURRENCE
+from jaxbuf.models.config import ATTENTION, RECURRENCE, ModelConfig
+from jaxbuf.models.experts import Experts, Router
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters
 from jaxbuf.recurrence.state_format import StateFormat, state_format
@@ -28,9 +30,10 @@ EXCHANGE = re.compile(r"nccl|all[-_]?(reduce|gather|to[-_]?all)|reduce[-_]?scatt
 PRODUCTS = "matrix products"
 # Which of the bytes of `count_bytes` each part moves. The others have no bytes that are counted.
 MOVES = {PRODUCTS: ("weights",), "recurrence": ("checkpoints", "entries"), "attention": ("keys and values",)}
+STACKED = re.compile(r"layers\.(\d+)\.mlp\.(up_proj|down_proj)")  # the matrices of a layer's routed experts
 UNKNOWN = (0, 0)  # the shape of a matrix that is none of the model's parameters, but cut or put together from them
 
-type Matrix = tuple[int, int]
+type Matrix = tuple[int, ...]  # [out, in], or of all experts of a layer [experts, out, in]
 
 
 def split(traced: Sequence[Operation], steps: int, layers: int) -> Row:
@@ -67,14 +70,37 @@ def split(traced: Sequence[Operation], steps: int, layers: int) -> Row:
 
 
 def matrices(lm: LanguageModel) -> collections.Counter[Matrix]:
-    """The matrices that a step multiplies with, as each device has them: how many there are of each shape [out, in]."""
-    unread = ("mtp.",) if lm.model.lm_head is None else ("mtp.", "embed_tokens")
+    """The matrices that a step multiplies with, as each device has them: how many there are of each shape.
+
+    Those of the routed experts of a layer are one of three dimensions, however many of them a step's tokens have.
+    """
     found: collections.Counter[Matrix] = collections.Counter()
-    for name, param in named_parameters(lm.model).items():
-        if param[...].ndim == 2 and not name.startswith(unread) and not name.endswith("conv1d"):
-            rows, columns = _held(param[...]).shape
-            found[rows, columns] += 1
+    for name, weight in _read_weights(lm):
+        if (weight.ndim == 2 and not name.endswith("conv1d")) or router_of(lm.config, name) is not None:
+            found[_held(weight).shape] += 1
     return found
+
+
+def router_of(config: ModelConfig, name: str) -> Router | None:
+    """Who chooses among the experts whose matrices are the parameter of this name; None: it has none of experts."""
+    found = STACKED.fullmatch(name)
+    feed_forward = config.layers[int(found[1])].feed_forward if found else None
+    return feed_forward.router if isinstance(feed_forward, Experts) else None
+
+
+def share_touched(router: Router, tokens: int) -> float:
+    """The share of the experts that so many tokens have between them, on average, if each token's are drawn uniformly.
+
+    A token leaves an expert out with the probability 1 - chosen / experts. Real routers prefer some experts, so that
+    fewer are touched.
+    """
+    return 1 - (1 - router.chosen / router.experts) ** tokens
+
+
+def _read_weights(lm: LanguageModel) -> Iterator[tuple[str, jax.Array]]:
+    """The parameters that a step reads: not those of an MTP layer, nor an embedding that is not the head."""
+    unread = ("mtp.",) if lm.model.lm_head is None else ("mtp.", "embed_tokens")
+    return ((name, p[...]) for name, p in named_parameters(lm.model).items() if not name.startswith(unread))
 
 
 def matrices_of(ran: Operation, known: Mapping[Matrix, int], rows: int) -> list[Matrix]:
@@ -88,13 +114,21 @@ def matrices_of(ran: Operation, known: Mapping[Matrix, int], rows: int) -> list[
         return []
     found, like_vectors = [], []
     for places in zip(ran.reads, ran.sources, strict=True):
-        shape = next((way for place in places for way in (place, place[::-1]) if way in known), None)
+        shape = next((way for place in places for way in _ways(place) if way in known), None)
         if shape is not None:
             (like_vectors if rows in shape else found).append(shape)
     if found or not ran.multiplies:
         return found
     # The vectors themselves may have the shape of a small matrix.
     return like_vectors[-1:] or [UNKNOWN] * all(len(shape) <= 2 for shape in ran.reads)
+
+
+def _ways(shape: Sequence[int]) -> Iterator[Matrix]:
+    """The shapes of a matrix, or of those of all experts, that lies as [in, out] or as [out, in]."""
+    yield tuple(shape)
+    if len(shape) > 1:
+        *stacked, out, width = shape
+        yield (*stacked, width, out)
 
 
 def products(traced: Sequence[Operation], known: Mapping[Matrix, int], rows: int, steps: int) -> Row:
@@ -107,8 +141,9 @@ def products(traced: Sequence[Operation], known: Mapping[Matrix, int], rows: int
 
     Returns:
       products_ms: of each scope how much of its time they are; products: for each shape of a matrix its size, how many
-      there are in a step, and the us of one; of those whose matrix is none of the parameters, all together. An
-      operation that multiplies with several matrices counts for each by its size.
+      there are in a step, and the us of one; of those whose matrix is none of the parameters, all together. The
+      matrices of a layer's experts are one, with `experts` saying how many. An operation that multiplies with several
+      matrices counts for each by its size.
     """
     scopes: dict[str, float] = {}
     shapes: dict[Matrix, float] = {}
@@ -116,14 +151,15 @@ def products(traced: Sequence[Operation], known: Mapping[Matrix, int], rows: int
         found = matrices_of(ran, known, rows)
         if found:
             scopes[ran.scope] = scopes.get(ran.scope, 0.0) + 1e3 * ran.seconds / steps
-        total = sum(out * width for out, width in found) or 1
+        total = sum(map(math.prod, found)) or 1
         for shape in found:
-            share = shape[0] * shape[1] / total or 1.0
+            share = math.prod(shape) / total or 1.0
             shapes[shape] = shapes.get(shape, 0.0) + 1e6 * ran.seconds * share / steps
-    listed = [
-        {"out": out, "in": width, "count": known.get((out, width), 1), "us": us / known.get((out, width), 1)}
-        for (out, width), us in shapes.items()
-    ]
+    listed = []
+    for shape, us in shapes.items():
+        (*stacked, out, width), count = shape, known.get(shape, 1)
+        experts = {"experts": stacked[0]} if stacked else {}
+        listed.append({"out": out, "in": width, "count": count, "us": us / count} | experts)
     return {"products_ms": scopes, "products": listed}
 
 
@@ -145,24 +181,33 @@ def count_bytes(
     """What each device must move in a step, on average over a run of all rows: read once, or written once where it is
     appended. What several devices have counts for each.
 
-    Weights: all that a step multiplies with. Of an embedding that is not the head, a step reads a row for each token,
-    which is left out, as activations are.
+    Weights: all that a step multiplies with; of experts those that its tokens touch, see `share_touched`. Of an
+    embedding that is not the head, a step reads a row for each token, which is left out, as activations are.
     """
     config, (state, entry, pages) = lm.config.on_device, dtypes
-    unread = ("mtp.",) if lm.model.lm_head is None else ("mtp.", "embed_tokens")
-    weights = (p[...] for name, p in named_parameters(lm.model).items() if not name.startswith(unread))
     total = {name.name: float(np.sum(getattr(counters, name.name))) for name in dataclasses.fields(counters)}
     # A step reads the tokens of the context and of the steps before, and its own, which it also appends.
     held = total["steps"] * (options.context + tokens.accepted * (steps - 1) / 2 + 2 * tokens.read)
     entries = total["live_entries"] + tokens.read * total["steps"]
     work = total["checkpoint_reads"], total["folds"]
+    rows = round(total["steps"] / steps)
     moved = {
-        "weights": steps * float(sum(held_bytes(weight) for weight in weights)),
+        "weights": steps * weight_bytes(lm, rows * tokens.read),
         "checkpoints": sum(state.read_bytes(s) * work[0] + state.fold_bytes(s) * work[1] for s in config.specs),
         "entries": sum(entry_bytes(spec, entry) * entries for spec in config.specs),
         "keys and values": config.kv_numbers * pages.itemsize * held,
     }
     return {name: float(value / steps) for name, value in moved.items()}
+
+
+def weight_bytes(lm: LanguageModel, tokens: int | None = None) -> float:
+    """Bytes of weights that a step of so many tokens reads on each device; None: of so many that every expert is
+    touched, which is the most."""
+    found = 0.0
+    for name, weight in _read_weights(lm):
+        router = None if tokens is None else router_of(lm.config, name)
+        found += held_bytes(weight) * (1.0 if router is None or tokens is None else share_touched(router, tokens))
+    return found
 
 
 def held_bytes(array: jax.Array) -> int:
@@ -180,4 +225,4 @@ def memory_dtypes(carry: Carry) -> tuple[StateFormat, jnp.dtype, jnp.dtype]:
     pools = [layer.pool for kind, layer in layers if kind == RECURRENCE]
     pages = [layer for kind, layer in layers if kind == ATTENTION]
     state, entry = (pools[0].state_format, pools[0].keys.dtype) if pools else (state_format("float32"), jnp.float32)
-    return state, jnp.dtype(entry), pages[0].keys.dtype if pages else jnp.dtype(jnp.float32)
+    return state, jnp.dtype(entry), jax.tree.leaves(pages[0])[0].dtype if pages else jnp.dtype(jnp.float32)

@@ -13,11 +13,11 @@ import numpy as np
 from jaxbuf.bench.kernel_figures import Row
 from jaxbuf.bench.measure import program_bytes
 from jaxbuf.bench.step_carry import Tokens, restart
-from jaxbuf.bench.step_parts import count_bytes, matrices, memory_dtypes, products, split
+from jaxbuf.bench.step_parts import count_bytes, matrices, memory_dtypes, products, split, weight_bytes
 from jaxbuf.compilation import without_cache
 from jaxbuf.models.cache import fold_limits
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.models.tensor_parallel import devices_of
+from jaxbuf.models.tensor_parallel import EXPERT, devices_of
 from jaxbuf.serving import Carry, generate_tokens
 from jaxbuf.serving.carry import RUNNING
 from jaxbuf.serving.profiling import operations, trace
@@ -61,7 +61,7 @@ def measure(
     Raises:
       ValueError: Not as many drafts were kept as `tokens` says.
     """
-    walls, devices, steps = [], devices_of(lm.config.mesh), tokens.steps(options.steps, options.limit)
+    walls, devices, steps = [], count_devices(lm), tokens.steps(options.steps, options.limit)
     limit, whole = int(fold_limits(first.cache)[0]), tokens.cycle(options.limit)
 
     def run(carry, steps):
@@ -91,6 +91,7 @@ def measure(
         traced = [ran for ran in operations(directory) if ran.program == "generate_tokens"]
     ms = 1e3 * statistics.median(walls) / steps
     found = {"form": form, "batch": rows, "devices": devices, "limit": limit, "steps": steps}
+    found["expert_devices"] = devices_of(lm.config.mesh, EXPERT)
     found["runs_ms"] = [1e3 * wall / steps for wall in walls]
     found |= {"drafts": tokens.drafts, "accepted": tokens.accepted}
     found |= {"context": options.context, "ms": ms, "tokens_per_s": 1e3 * rows * tokens.accepted / ms}
@@ -98,7 +99,8 @@ def measure(
     found |= split(traced, whole * devices, len(lm.config.specs))
     vectors = first.state.size * tokens.read
     found |= {"vectors": vectors} | products(traced, matrices(lm), vectors, whole * devices)
-    return found | {"bytes": count_bytes(lm, memory_dtypes(carry), counters, options, tokens, steps)}, carry
+    found["bytes"] = count_bytes(lm, memory_dtypes(carry), counters, options, tokens, steps)
+    return found | {"all_experts_bytes": weight_bytes(lm)}, carry
 
 
 def check_drafts(carry: Carry, row_steps: int, tokens: Tokens) -> None:
@@ -111,6 +113,11 @@ def check_drafts(carry: Carry, row_steps: int, tokens: Tokens) -> None:
             f"--drafts must be kept as --accepted says, {tokens.accepted - 1} of {tokens.drafts} in each of "
             f"{row_steps} steps of rows, got {accepted} of {drafted} kept: the model does not repeat its tokens"
         )
+
+
+def count_devices(lm: LanguageModel) -> int:
+    """Over how many devices a model is spread, along all axes of its mesh."""
+    return 1 if lm.config.mesh is None else lm.config.mesh.size
 
 
 def memory(program, devices: int) -> Row:

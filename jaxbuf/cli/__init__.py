@@ -14,6 +14,7 @@ from jaxbuf.cli import bench
 from jaxbuf.cli.chat import chat
 from jaxbuf.cli.errors import Command, Commands
 from jaxbuf.cli.generate import generate
+from jaxbuf.cli.models import models
 from jaxbuf.cli.plan import plan
 from jaxbuf.cli.profile import profile
 from jaxbuf.cli.score import score
@@ -78,6 +79,6 @@ def main(
     pass
 
 
-for command in (generate, chat, score, plan, profile):
+for command in (generate, chat, score, plan, models, profile):
     app.command(cls=Command)(command)
 app.add_typer(bench.app, name="bench")

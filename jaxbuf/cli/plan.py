@@ -45,7 +45,7 @@ def plan(
             metavar="MODEL",
             show_default="demo",
             help="[bold]demo[/bold], a checkpoint's directory or Hugging Face id (config.json is all it takes), or a "
-            "known shape such as Qwen3-Next-80B-A3B.",
+            "known model such as Qwen3-Next-80B-A3B ([bold]jaxbuf models[/bold] lists them).",
         ),
     ] = None,
     named: Annotated[
@@ -121,6 +121,7 @@ def plan(
     column is for that many tokens at most, whatever --context says.
     The recurrent form fits most requests, the buffered one moves the fewest bytes for long ones.
     snapshots is for comparison, what others do to verify drafts: a state for each draft position, and no ring.
+    A model without such layers has one form, keys and values, which is called buffered.
 
     States, entries, the convolutions' inputs, keys and values are counted to the byte, as a cache has them.
     The workspace is an allowance, and a drafter's own memory is not counted.
@@ -170,12 +171,11 @@ def plan(
 
 
 def _print_model(console: Console, found: "Plan") -> None:
-    nominal = ", the number in its name" if found.nominal_parameters else ""
     room = max(0, found.request_memory_bytes)
     layers = f"{found.recurrent_layers} recurrent and {found.attention_layers} softmax layers"
     console.print(f"{found.model}: {layers}", markup=False)
     console.print(
-        f"{size(found.memory_bytes)} of memory: {size(found.parameter_bytes)} parameters ({found.dtype}{nominal}), "
+        f"{size(found.memory_bytes)} of memory: {size(found.parameter_bytes)} parameters ({found.dtype}), "
         f"{size(found.workspace_bytes)} workspace, {size(room)} for requests"
     )
     if found.request_memory_bytes < 0:
@@ -184,6 +184,9 @@ def _print_model(console: Console, found: "Plan") -> None:
     states = found.state_dtype
     if states in ("split", "split8"):
         states += " (float32 in the recurrent form and in snapshots)"
+    if not found.recurrent_layers:
+        console.print(f"keys and values {found.dtype}{drafts}")
+        return
     console.print(f"states {states}, entries {found.entry_dtype}, keys and values {found.dtype}{drafts}")
     console.print(
         f"fewest bytes: --limit {found.best_limit}; crossover: up to about {found.crossover} tokens KV-only is cheaper"
@@ -212,7 +215,7 @@ def _print_forms(console: Console, found: "Plan") -> None:
     add("moved a token", lambda cost: size(cost.token_bytes))
     console.print()
     print_table(table, console)
-    if found.draft_tokens:
+    if found.draft_tokens and found.recurrent_layers:
         console.print(
             f"A state for each draft position takes {found.recurrent_ratio:.2f} times the recurrent memory of the "
             f"buffered form (ring of {found['buffered'].ring} entries), and {found.request_ratio:.2f} times all of it "

@@ -21,7 +21,8 @@ from jaxbuf.models.layers import (
     scaled,
     squared_relu_mlp,
 )
-from jaxbuf.models.tensor_parallel import devices_of
+from jaxbuf.models.projections import Summands, summed
+from jaxbuf.models.tensor_parallel import AXES, devices_of
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.target import Target
 
@@ -75,7 +76,7 @@ class Mixer(Protocol):
 
     def __call__(
         self, parameters: Any, x: Float[Array, "rows time hidden"], memory: Any, plan: Any
-    ) -> tuple[Float[Array, "rows time hidden"], Any]:
+    ) -> tuple[Float[Array, "rows time hidden"] | Summands, Any]:
         """Mixes x; returns an array like it, and the memory with what was read."""
         ...
 
@@ -83,8 +84,12 @@ class Mixer(Protocol):
 class FeedForward(Protocol):
     """What a layer does to each token by itself: its sizes, its parameters and its mathematics."""
 
-    def spread(self, devices: int) -> "FeedForward":
-        """What each of so many devices has of it; all, if they can't share it."""
+    def spread(self, devices: int, expert_devices: int = 1) -> "FeedForward":
+        """What each of so many devices has of it, along the axes "tensor" and "expert"; all, if they can't share it.
+
+        Raises:
+          ValueError: Its experts can't be shared by so many.
+        """
         ...
 
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype) -> nnx.Module:
@@ -93,7 +98,7 @@ class FeedForward(Protocol):
 
     def __call__(
         self, parameters: Any, x: Float[Array, "rows time hidden"], target: Target | None = None
-    ) -> Float[Array, "rows time hidden"]:
+    ) -> Float[Array, "rows time hidden"] | Summands:
         """An array like x. What it is compiled for: `target`; None: for what x lies on."""
         ...
 
@@ -106,8 +111,9 @@ class _Channels:
     bias: bool = False
     devices: int = 1
 
-    def spread(self, devices: int) -> Self:
-        """What each of so many devices has of it: all, if they do not divide it."""
+    def spread(self, devices: int, expert_devices: int = 1) -> Self:
+        """What each of so many devices has of it: all, if they do not divide it. `expert_devices`, those along the axis
+        "expert", have the same."""
         if self.size % devices:
             return self
         return dataclasses.replace(self, size=self.size // devices, devices=devices)
@@ -136,9 +142,10 @@ class MLP(_Channels):
 
     def __call__(
         self, parameters: GatedMLP, x: Float[Array, "rows time hidden"], target: Target | None = None
-    ) -> Float[Array, "rows time hidden"]:
+    ) -> Float[Array, "rows time hidden"] | Summands:
         """As in `FeedForward.__call__`."""
-        return scaled(gated_mlp(parameters, x, self.devices, target, self.gate_scale), self.output_scale)
+        y = gated_mlp(parameters, x, self.devices, target, self.gate_scale)
+        return y if self.output_scale == 1 else scaled(summed(y), self.output_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +162,7 @@ class SquaredReluMLP(_Channels):
 
     def __call__(
         self, parameters: PlainMLP, x: Float[Array, "rows time hidden"], target: Target | None = None
-    ) -> Float[Array, "rows time hidden"]:
+    ) -> Float[Array, "rows time hidden"] | Summands:
         """As in `FeedForward.__call__`."""
         return squared_relu_mlp(parameters, x, self.devices, target)
 
@@ -177,12 +184,14 @@ class LayerConfig:
     after: Norm | None = None
     residual_scale: float = 1.0
 
-    def spread(self, devices: int) -> "LayerConfig":
-        """What each of so many devices has of it; errors as in `Mixer.spread`."""
-        if devices == 1:
+    def spread(self, devices: int, expert_devices: int = 1) -> "LayerConfig":
+        """What each of so many devices has of it, along the axes "tensor" and "expert"; errors as in `Mixer.spread` and
+        `FeedForward.spread`."""
+        if devices == expert_devices == 1:
             return self
         mixers, mlp = tuple(mixer.spread(devices) for mixer in self.mixers), self.feed_forward
-        return dataclasses.replace(self, mixers=mixers, feed_forward=None if mlp is None else mlp.spread(devices))
+        mlp = None if mlp is None else mlp.spread(devices, expert_devices)
+        return dataclasses.replace(self, mixers=mixers, feed_forward=mlp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +210,8 @@ class ModelConfig:
       eos_token_ids: Tokens that end a text.
       embedding_scale, logits_scale: Embeddings and logits are multiplied with them.
       initializer_range: Standard deviation of new weights.
-      mesh: Over whose axis "tensor" the layers' heads are spread; None: over none. `load` sets it, for it decides in
-        which order the parameters' rows lie.
+      mesh: Over whose axis "tensor" the layers' heads are spread, and over whose axis "expert" their experts; None:
+        over none. `load` sets it, for it decides in which order the parameters' rows lie.
     """
 
     family: str
@@ -225,11 +234,11 @@ class ModelConfig:
         """What each device of the mesh has; without one it is the same.
 
         Raises:
-          ValueError: The heads can't be shared by so many.
+          ValueError: The heads or experts can't be shared by so many.
         """
-        devices = devices_of(self.mesh)
-        layers = tuple(layer.spread(devices) for layer in self.layers)
-        return dataclasses.replace(self, layers=layers, mtp=self.mtp and self.mtp.spread(devices), mesh=None)
+        devices = [devices_of(self.mesh, axis) for axis in AXES]
+        layers = tuple(layer.spread(*devices) for layer in self.layers)
+        return dataclasses.replace(self, layers=layers, mtp=self.mtp and self.mtp.spread(*devices), mesh=None)
 
     @property
     def mixers(self) -> Iterator[Mixer]:

@@ -31,8 +31,9 @@ from jaxbuf.models.layers import (
     rms_norm,
     scaled,
 )
+from jaxbuf.models.projections import Summands, summed
 from jaxbuf.models.residual import add_and_norm
-from jaxbuf.models.tensor_parallel import Part, devices_of, on_devices, partition
+from jaxbuf.models.tensor_parallel import AXES, Part, devices_of, on_devices, partition
 from jaxbuf.target import Target, resolve_target
 
 
@@ -113,36 +114,37 @@ def apply_layers(
 ) -> tuple[Float[Array, "rows time hidden"], tuple]:
     """Layers in order on x, with a memory for each of their mixers; returns them with what was read.
 
-    On a mesh every device has its heads' part of the parameters and of the memories, and all of x.
+    On a mesh every device has the parameters of its heads and experts, its heads' part of the memories, and all of x.
     """
     held = tuple(memories)
     if mesh is None:
-        return _apply_layers(layers, x, held, plans, 1)
-    devices, kinds = devices_of(mesh), [mixer.kind for layer in layers for mixer in layer.config.mixers]
+        return _apply_layers(layers, x, held, plans, None)
+    kinds = [mixer.kind for layer in layers for mixer in layer.config.mixers]
     parameters = jax.tree.leaves(list(layers), is_leaf=lambda node: isinstance(node, nnx.Param))
     spread = memory_partitions(kinds, held)
-    partitions = [[partition(p.axes, devices) for p in parameters], spread, PartitionSpec()]
+    partitions = [[partition(p.axes, mesh) for p in parameters], spread, PartitionSpec()]
 
     def run(layers, memories, same):
         x, plans = same
-        return _apply_layers(layers, x, memories, plans, devices)
+        return _apply_layers(layers, x, memories, plans, mesh)
 
     out = PartitionSpec(), jax.tree.unflatten(jax.tree.structure(held), spread)
     return on_devices(mesh, run, (list(layers), held, (x, plans)), partitions, out)
 
 
 def _apply_layers(
-    layers: Sequence[DecoderLayer], x: Array, memories: Sequence[Any], plans: Plans, devices: int
+    layers: Sequence[DecoderLayer], x: Array, memories: Sequence[Any], plans: Plans, mesh: Mesh | None
 ) -> tuple[Array, tuple]:
     left, after, added = iter(memories), [], None
-    configs = [layer.config.spread(devices) for layer in layers]
+    devices = [devices_of(mesh, axis) for axis in AXES]
+    configs = [layer.config.spread(*devices) for layer in layers]
     mixers = [mixer for config in configs for mixer in config.mixers]
     plans = {kind: plan.shared_by([each for each in mixers if each.kind == kind]) for kind, plan in plans.items()}
     for number, (config, layer) in enumerate(zip(configs, layers, strict=True)):
         with jax.named_scope(f"layer_{number}"):
             x, added, found = _apply_layer(config, layer, x, added, [next(left) for _ in config.mixers], plans)
         after += found
-    return x if added is None else x + added, tuple(after)
+    return x if added is None else x + summed(added), tuple(after)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # Layers of one kind are traced and lowered once.
@@ -150,10 +152,10 @@ def _apply_layer(
     config: LayerConfig,
     layer: DecoderLayer,
     x: Array,
-    added: Array | None,
+    added: Array | Summands | None,
     memories: Sequence[Any],
     plans: Plans,
-) -> tuple[Array, Array | None, list]:
+) -> tuple[Array, Array | Summands | None, list]:
     """A layer of x + added: what a layer adds is summed up where it is read next, together with the norm there.
 
     Returns:
@@ -165,13 +167,14 @@ def _apply_layer(
         """The sum, and what the mixers or the MLP read of it."""
         if added is not None and weight is not None and norm is not None:
             return add_and_norm(x, added, weight[...], norm, target=target)
-        total = x if added is None else x + added
+        total = x if added is None else x + summed(added)
         return total, total if weight is None or norm is None else rms_norm(total, weight, norm)
 
-    def changed(y: Array, weight: nnx.Param | None) -> Array:
+    def changed(y: Array | Summands, weight: nnx.Param | None) -> Array | Summands:
         """What the mixers or the MLP add."""
-        y = y if weight is None or config.after is None else rms_norm(y, weight, config.after)
-        return scaled(y, config.residual_scale)
+        if weight is not None and config.after is not None:
+            y = rms_norm(summed(y), weight, config.after)
+        return y if config.residual_scale == 1 else scaled(summed(y), config.residual_scale)
 
     if config.mixers:
         (x, y), outs = read(layer.before_mixers, config.before), []
@@ -179,7 +182,8 @@ def _apply_layer(
             out, memory = mixer(parameters, y, memory, plans[mixer.kind])
             outs.append(out)
             after.append(memory)
-        added = changed(functools.reduce(jnp.add, outs), layer.after_mixers)
+        together = outs[0] if len(outs) == 1 else functools.reduce(jnp.add, map(summed, outs))
+        added = changed(together, layer.after_mixers)
     if config.feed_forward is not None:
         x, y = read(layer.before_mlp, config.before)
         with jax.named_scope("mlp"):

@@ -5,6 +5,7 @@ each group with its expert's matrix. Every token is computed by itself, so padde
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -13,8 +14,11 @@ from flax import nnx
 
 from jaxbuf.axes import Array, Float, Float32, Int32
 from jaxbuf.models.config import MLP, SquaredReluMLP
-from jaxbuf.models.layers import Initializer, linear, linear_float32, parameter, scaled, zeros
-from jaxbuf.models.tensor_parallel import Part, add_devices
+from jaxbuf.models.layers import Initializer, add_bias, linear, linear_float32, parameter, scaled, zeros
+from jaxbuf.models.projections import summed
+from jaxbuf.models.tensor_parallel import EXPERT, Part, add_devices, share
+from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.pallas.gradient import differentiable
 from jaxbuf.target import Target
 
 GROUP_BEST = 2  # of its experts, by whose scores a group is chosen
@@ -36,7 +40,7 @@ class Router:
       experts, chosen: How many there are, and how many of them a token has.
       scores: A softmax over all experts, or a sigmoid of each.
       renormalised: Whether the weights of a token, which are its experts' scores, are divided by their sum.
-      scale: What the weights are multiplied with then.
+      scale: What the weights are multiplied with in the end.
       bias: Whether a bias of each expert is added to the scores by which it is chosen, and not to its weight.
       groups, chosen_groups: How many there are, and of how many of them a token may have experts.
 
@@ -104,9 +108,11 @@ class Experts:
       gated: Whether an expert is down(silu(gate x) · up x), else down(relu(up x)²).
       latent: Numbers of a token that routed experts read and write, behind a projection and in front of another; None:
         those of the token itself.
+      latent_bias: Whether both of these projections add a bias.
       shared: All shared experts, as one MLP; None: there is none.
       shared_gate: Whether what it returns is multiplied with the sigmoid of a projection of the token to one number.
       devices: Who share the routed experts' inner numbers; the size is then that of one.
+      expert_devices: Who share the routed experts, each of which has router.experts / expert_devices.
 
     Source: Qwen3-Next and DeepSeek-V3 (2024), section 2.1.2; with `latent` Nemotron 3.
     """
@@ -115,14 +121,22 @@ class Experts:
     size: int
     gated: bool = True
     latent: int | None = None
+    latent_bias: bool = False
     shared: MLP | SquaredReluMLP | None = None
     shared_gate: bool = False
     devices: int = 1
+    expert_devices: int = 1
 
-    def spread(self, devices: int) -> "Experts":
-        """What each of so many devices has of it: some of every expert's inner numbers, or all if they do not divide
-        them; the shared experts by themselves."""
-        found = dataclasses.replace(self, shared=self.shared and self.shared.spread(devices))
+    def spread(self, devices: int, expert_devices: int = 1) -> "Experts":
+        """What each of so many devices has of it: of `devices` some of every expert's inner numbers, or all if they do
+        not divide them, and the shared experts by themselves; of `expert_devices` some of the routed experts.
+
+        Raises:
+          ValueError: The routed experts are no multiple of expert_devices.
+        """
+        share("experts", self.router.experts, expert_devices, axis=EXPERT)
+        shared = self.shared and self.shared.spread(devices)
+        found = dataclasses.replace(self, shared=shared, expert_devices=expert_devices)
         if self.size % devices:
             return found
         return dataclasses.replace(found, size=self.size // devices, devices=devices)
@@ -138,18 +152,29 @@ class Experts:
         p, tokens = parameters, x.reshape(-1, x.shape[-1])
         bias = None if p.router_bias is None else p.router_bias[...]
         chosen, weights = self.router(linear_float32(tokens, p.router), bias)
-        inner = tokens if p.latent_in is None else linear(tokens, p.latent_in)
-        y = mixture(inner, p.up_proj[...], p.down_proj[...], chosen, weights, gated=self.gated)
+        inner = tokens if p.latent_in is None else linear(tokens, p.latent_in, p.latent_in_bias)
+        first, second = p.up_proj[...], p.down_proj[...]
+        begin = jax.lax.axis_index(EXPERT) * first.shape[0] if self.expert_devices > 1 else None
+        y = mixture(inner, first, second, chosen, weights, gated=self.gated, begin=begin, target=target)
         y = (y if p.latent_out is None else linear(y, p.latent_out)).reshape(x.shape)
+        return add_bias(self._with_shared(p, x, y, target), p.latent_out_bias)
+
+    def _with_shared(self, p: "ExpertsParameters", x: Array, y: Array, target: Target | None) -> Array:
+        """The sum over all devices of y, what the routed experts return for x on this one, and of the shared ones."""
+        add = partial(add_devices, devices=self.devices, expert_devices=self.expert_devices)
         if self.shared is None:
-            return add_devices(y, self.devices)
+            return add(y)
         # One sum over the devices does for both, unless only one of them is spread or each device adds a bias.
         together = self.shared.devices == self.devices and not self.shared.bias
         shared = dataclasses.replace(self.shared, devices=1) if together else self.shared
-        other = shared(p.shared, x, target)
+        other = summed(shared(p.shared, x, target))
         if p.shared_gate is not None:
             other = other * jax.nn.sigmoid(linear_float32(x, p.shared_gate)).astype(x.dtype)
-        return add_devices(y + other, self.devices) if together else add_devices(y, self.devices) + other
+        if not together:
+            return add(y) + other
+        if self.expert_devices > 1:  # all devices along the axis have the same
+            other = jnp.where(jax.lax.axis_index(EXPERT) == 0, other, 0)
+        return add(y + other)
 
 
 def mixture(
@@ -160,33 +185,124 @@ def mixture(
     weights: Float32[Array, "tokens chosen"],
     *,
     gated: bool = True,
+    begin: int | Int32[Array, ""] | None = None,
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
 ) -> Float[Array, "tokens out"]:
     """The weighted sum of what the chosen experts make of each token. Differentiable.
+
+    With `begin` only some of the experts are here. Tokens of the others come last, in no group of the products, and
+    count as zero.
 
     Args:
       x: The tokens.
       first: Each expert's first projection, in x's dtype; gated with the rows gate | up.
       second: Its second one.
-      chosen: The experts of each token, in [0, experts).
+      chosen: The experts of each token, in [0, experts) if all are here.
       weights: Theirs.
       gated: As in `Experts`.
+      begin: The number, among those that tokens choose, of the first expert that is here; None: all are.
+      implementation, interpret, target: As in `jaxbuf.models.projections.project`, but "auto" is XLA's path everywhere:
+        the kernel has not been timed yet, `jaxbuf bench experts` does it.
 
     Returns:
       An array of x's dtype, summed in float32.
+
+    Raises:
+      ValueError: The implementation asked for can't serve the call; it says why.
     """
-    number = chosen.shape[1]
-    by_expert = chosen.reshape(-1)
-    order = jnp.argsort(by_expert, stable=True).astype(jnp.int32)
-    groups = jnp.zeros(first.shape[0], jnp.int32).at[by_expert].add(1)
-    inner = _ragged(x[order // number], first, groups)
+    found = ask("experts", implementation, target, (x,), interpret=interpret)
+    asked = found if found is not None and found.named else None
+    begin = None if begin is None else jnp.asarray(begin, jnp.int32)
+    return _mixture(gated, asked, x, first, second, chosen, weights, begin)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _mixture(gated: bool, asked: Asked | None, x, first, second, chosen, weights, begin) -> Array:
+    defined = partial(_defined, gated)
+    if asked is None:
+        return defined(x, first, second, weights, chosen, begin)
+    # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
+    from jaxbuf.pallas.experts import Call, supports
+
+    (rows, (experts, outputs, inner)) = chosen.size, second.shape
+    calls = (
+        Call(rows, x.shape[1], inner, experts, x.dtype, gated),
+        Call(rows, inner, outputs, experts, x.dtype),
+    )
+    dtypes = "it needs weights in the dtype of x" if {first.dtype, second.dtype} != {x.dtype} else None
+    if not asked.takes(next(filter(None, (dtypes, *map(supports, calls))), None)):
+        return defined(x, first, second, weights, chosen, begin)
+    run = partial(_by_kernel, calls, asked.interpret)
+    return differentiable(run, defined)(x, first, second, weights, chosen, begin)
+
+
+def _by_kernel(calls, interpret: bool, x, first, second, weights, chosen, begin) -> Array:
+    from jaxbuf.pallas.experts import gpu  # as in _mixture
+
+    aligned = gpu.aligned_rows(calls[0].rows, calls[0].experts)
+    sources, places, groups = _sort(chosen, begin, first.shape[0], gpu.ALIGNED, aligned)
+    visits = gpu.plan_visits(groups, calls[0].rows)
+    inner = gpu.multiply_groups(calls[0], x[sources], first, visits, interpret=interpret)
+    if not calls[0].gated:
+        inner = jnp.square(jax.nn.relu(inner))
+    each = gpu.multiply_groups(calls[1], inner, second, visits, interpret=interpret)
+    return _weighted(_kept(each, groups, begin)[places], weights, x.dtype)
+
+
+def _defined(gated: bool, x, first, second, weights, chosen, begin) -> Array:
+    sources, places, groups = _sort(chosen, begin, first.shape[0])
+    inner = _kept(_ragged(_kept(x[sources], groups, begin), first, groups), groups, begin)
     if gated:
         gate, up = jnp.split(inner, 2, axis=-1)
         inner = jax.nn.silu(gate) * up
     else:
         inner = jnp.square(jax.nn.relu(inner))
-    places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
-    each = _ragged(inner, second, groups)[places].reshape(*chosen.shape, -1)
-    return jnp.sum(each.astype(jnp.float32) * weights[:, :, None], axis=1).astype(x.dtype)
+    return _weighted(_kept(_ragged(inner, second, groups), groups, begin)[places], weights, x.dtype)
+
+
+def _sort(chosen: Array, begin: Array | None, here: int, aligned: int = 1, size: int | None = None):
+    """Sorts what experts get by expert; what those elsewhere get comes last.
+
+    Args:
+      chosen, begin: As in `mixture`.
+      here: How many experts are here.
+      aligned: Each group's rows begin at a multiple of it.
+      size: How many rows there are then, with those in between.
+
+    Returns:
+      int32 [size] the token of each row, int32 [tokens · chosen] the row of each expert of each token, and int32 [here]
+      the rows of each expert's group.
+    """
+    number, by_expert = chosen.shape[1], chosen.reshape(-1)
+    if begin is not None:
+        by_expert = by_expert - begin
+        by_expert = jnp.where((by_expert >= 0) & (by_expert < here), by_expert, here)
+    order = jnp.argsort(by_expert, stable=True).astype(jnp.int32)
+    groups = jnp.zeros(here, jnp.int32).at[by_expert].add(1, mode="drop")
+    rows = jnp.arange(order.shape[0], dtype=jnp.int32)
+    if aligned == 1:
+        return order // number, jnp.zeros_like(order).at[order].set(rows), groups
+    wide = (groups + aligned - 1) // aligned * aligned
+    later = jnp.cumsum(wide - groups, dtype=jnp.int32)  # how much later each group ends than without rows in between
+    rows = rows + jnp.concatenate([jnp.zeros(1, jnp.int32), later])[by_expert[order]]
+    sources = jnp.zeros(size or order.shape[0], jnp.int32).at[rows].set(order // number)
+    return sources, jnp.zeros_like(order).at[order].set(rows), wide
+
+
+def _kept(rows: Array, groups: Array, begin: Array | None) -> Array:
+    """Where some experts are elsewhere, zeros for their rows: what a product gives for rows of no group is not
+    specified, nor is its gradient."""
+    if begin is None:
+        return rows
+    within = jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(groups)
+    return jnp.where(within[:, None], rows, 0)
+
+
+def _weighted(each: Array, weights: Array, dtype: jnp.dtype) -> Array:
+    each = each.reshape(*weights.shape, -1).astype(jnp.float32)
+    return jnp.sum(each * weights[:, :, None], axis=1).astype(dtype)
 
 
 def _ragged(x: Array, weights: Array, groups: Array) -> Array:
@@ -204,27 +320,33 @@ class ExpertsParameters(nnx.Module):
         [experts, size, in].
       down_proj: [experts, in, size].
       latent_in: [latent, hidden]. latent_out: [hidden, latent].
+      latent_in_bias: [latent]. latent_out_bias: [hidden].
       shared: Of the shared experts. shared_gate: [1, hidden].
     """
 
     def __init__(self, experts: Experts, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
         number, size, latent = experts.router.experts, experts.size, experts.latent
         read, part = hidden if latent is None else latent, Part("channels", size)
+        every = (Part("experts", number),)
 
         def matrices(rows, columns, axes):
-            return parameter(rngs, (number, rows, columns), (None, *axes), initializer, dtype=dtype)
+            return parameter(rngs, (number, rows, columns), (every, *axes), initializer, dtype=dtype)
 
         def matrix(rows, columns):
             return parameter(rngs, (rows, columns), (None, None), initializer, dtype=dtype)
 
-        self.router, biased = matrix(number, hidden), experts.router.bias
-        bias = parameter(rngs, (number,), (None,), zeros, dtype=dtype, keep_float32=True) if biased else None
-        self.router_bias = bias
+        def biases(size, there, keep_float32=False):
+            return parameter(rngs, (size,), (None,), zeros, dtype=dtype, keep_float32=keep_float32) if there else None
+
+        self.router = matrix(number, hidden)
+        self.router_bias = biases(number, experts.router.bias, keep_float32=True)
         parts = (part, part) if experts.gated else (part,)
         self.up_proj = matrices(len(parts) * size, read, (parts, None))
         self.down_proj = matrices(read, size, (None, (part,)))
         self.latent_in = None if latent is None else matrix(latent, hidden)
+        self.latent_in_bias = None if latent is None else biases(latent, experts.latent_bias)
         self.latent_out = None if latent is None else matrix(hidden, latent)
+        self.latent_out_bias = None if latent is None else biases(hidden, experts.latent_bias)
         given = {"initializer": initializer, "rngs": rngs, "dtype": dtype}
         self.shared: Any = None if experts.shared is None else experts.shared.parameters(hidden, **given)
         self.shared_gate = matrix(1, hidden) if experts.shared is not None and experts.shared_gate else None

@@ -22,6 +22,7 @@ from jaxbuf.models.chat_template import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.families import read_config
 from jaxbuf.models.layers import named_parameters
+from jaxbuf.models.loading.block_scaled import read_block
 from jaxbuf.models.loading.checkpoint import Progress, compute_dtype, load_model, read_description
 from jaxbuf.models.loading.checkpoint import save as save_checkpoint
 from jaxbuf.models.loading.fields import CheckpointError, Fields, is_there, read_json, read_text
@@ -274,12 +275,12 @@ class LanguageModel:
         It holds the text model, its tokenizer, generation_config.json, and what else of the tokenizer's files and the
         chat template lies in the directory that the model was loaded from. It takes its name when all of it is on the
         disk: a process that dies before leaves what was there. A checkpoint under the name is replaced; files that do
-        not belong to it stay.
+        not belong to it stay. What was loaded from float8 weights is written in `dtype`, without quantization_config.
 
         Args:
           directory: Made if it is not there.
-          dtype: "float32", "bfloat16" or "float16"; None: the compute dtype. The gates' A_log and dt_bias are written
-            in float32.
+          dtype: "float32", "bfloat16" or "float16"; None: the compute dtype. The gates' A_log and dt_bias, and the
+            biases by which experts are chosen, are written in float32.
           shard_bytes: A file holds at most this many bytes of tensors, or one tensor; more make several and an index.
 
         Raises:
@@ -375,13 +376,17 @@ def load(
     "org/name@revision", of a branch, tag or commit; a directory of that name comes first. Its files come from
     huggingface-hub's cache, or are downloaded into it; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE say what they always do.
 
-    Beside the parameters, the host holds one tensor at most while it loads.
+    Beside the parameters, the host holds one tensor at most while it loads. Weights in float8 with a scale for each
+    block (quantization_config says "fp8" and weight_block_size) are multiplied out to the compute dtype; other
+    quantizations are not served.
 
     Args:
       source: "demo", a directory or a Hugging Face id.
-      dtype: "float32", "bfloat16" or "float16"; None: float32 on a CPU, else the checkpoint's own.
-      mesh: Spreads the layers' heads over its axis "tensor", with their parameters and their memory, see
-        `jaxbuf.models.tensor_parallel`; None: everything on the default device.
+      dtype: "float32", "bfloat16" or "float16"; None: float32 on a CPU, else the checkpoint's own, which is that of its
+        embedding.
+      mesh: Spreads the layers' heads over its axis "tensor", with their parameters and their memory, and routed experts
+        over its axis "expert", see `jaxbuf.models.tensor_parallel`; it has one of the two, or both. None: everything on
+        the default device.
       progress: Whether to show a bar on standard error; None: on a terminal and in a notebook. Or a function, called
         with the bytes of the checkpoint that were read and how many there are, before the first tensor and after each
         one. (Downloads show huggingface-hub's own progress bar.)
@@ -389,17 +394,19 @@ def load(
     Raises:
       FileNotFoundError: None of the three, an id that cannot be had (without access, or offline and not in the cache),
         or a directory without config.json or safetensors.
-      ValueError: A source that is no name, an unknown dtype, an architecture or setting that is not served, or a mesh
-        that does not fit.
+      ValueError: A source that is no name, an unknown dtype, an architecture, setting or quantization that is not
+        served, or a mesh that does not fit.
       CheckpointError: A file that cannot be read, or that holds a value of a wrong type or out of range (the message
-        names file and field), or tensors that are missing, unexpected or misshapen.
+        names file and field), tensors that are missing, unexpected or misshapen, or float8 weights that do not fit
+        their scales.
     """
     wanted = compute_dtype(dtype)
     check_mesh(mesh)
     if not callable(progress):
         check_progress(progress)
     directory, name = _directory(source)
-    config = read_config(read_description(directory))
+    fields = read_description(directory)
+    config = read_config(fields)
     file = directory / GENERATION_CONFIG
     generation_config = read_json(file) if is_there(file) else {}
     Fields(generation_config, file).token_ids("eos_token_id", vocab_size=config.vocab_size)
@@ -407,7 +414,8 @@ def load(
     chat_template = read_chat_template(directory)
     # The tensors come last: a mistake in a small file is told before gigabytes are read.
     with _reporting(progress) as report:
-        model, config = load_model(directory, config, dtype=wanted, mesh=mesh, progress=report)
+        block = read_block(fields)
+        model, config = load_model(directory, config, block=block, dtype=wanted, mesh=mesh, progress=report)
     lm = LanguageModel(
         model=model,
         config=config,

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbuf.axes import Array, Float, Float32, Key
-from jaxbuf.models.projections import gated_project, product, product_float32, project
+from jaxbuf.models.projections import (
+    Summands,
+    gated_project,
+    product,
+    product_float32,
+    product_or_summands,
+    project,
+)
 from jaxbuf.models.tensor_parallel import Axis, Part, add_devices
 from jaxbuf.target import Target
 
@@ -36,7 +43,8 @@ def parameter(
       shape, axes: For each dimension its size, and the parts that it is made of (None: every device has all of it).
       initializer: (key, shape, dtype) -> value.
       dtype: The value's dtype, unless keep_float32.
-      keep_float32: The parameter stays float32 whatever the compute dtype (the gates' A_log and dt_bias).
+      keep_float32: The parameter stays float32 whatever the compute dtype (the gates' A_log and dt_bias, and the
+        biases by which experts are chosen).
     """
     value = initializer(rngs.params(), shape, jnp.float32).astype(jnp.float32 if keep_float32 else dtype)
     return nnx.Param(value, axes=axes, keep_float32=keep_float32)
@@ -75,10 +83,20 @@ def add_bias(y: Float[Array, "... out"], bias: nnx.Param | Float[Array, "out"] |
 
 
 def output(
-    x: Float[Array, "... n"], weight: nnx.Param, bias: nnx.Param | None, devices: int
-) -> Float[Array, "... out"]:
-    """`linear` of what each of so many devices has of x's last axis, summed over them."""
-    return add_bias(add_devices(linear(x, weight), devices), bias)
+    x: Float[Array, "rows time n"],
+    weight: nnx.Param,
+    bias: nnx.Param | None,
+    devices: int,
+    target: Target | None = None,
+    scale: float = 1.0,
+) -> Float[Array, "rows time out"] | Summands:
+    """`linear` of what each of so many devices has of x's last axis, summed over them and scaled: what a layer adds.
+
+    With a target it may be left as summands.
+    """
+    if target is not None and devices == 1 and bias is None and scale == 1:
+        return product_or_summands(x, weight[...], target=target)
+    return scaled(add_bias(add_devices(linear(x, weight), devices), bias), scale)
 
 
 def scaled(x: Float[Array, "*n"], scale: float) -> Float[Array, "*n"]:
@@ -104,14 +122,27 @@ class Norm:
     offset: float = 0.0
 
 
-def norm_weight(rngs: nnx.Rngs, size: int, norm: Norm, *, dtype: jnp.dtype) -> nnx.Param:
-    """The weight [size] of a norm that scales by 1 at first."""
-    return parameter(rngs, (size,), (None,), zeros if norm.offset else ones, dtype=dtype)
+def norm_weight(rngs: nnx.Rngs, size: int, norm: Norm, axis: Axis = None, *, dtype: jnp.dtype) -> nnx.Param:
+    """The weight [size] of a norm that scales by 1 at first; `axis` as in `parameter`."""
+    return parameter(rngs, (size,), (axis,), zeros if norm.offset else ones, dtype=dtype)
 
 
 def rms_norm(x: Float[Array, "*n"], weight: nnx.Param, norm: Norm) -> Float[Array, "*n"]:
     """A norm of x, in float32; returns x's dtype."""
     return normalised(x, weight[...], norm)
+
+
+def rms_norm_heads(
+    x: Float[Array, "rows time heads head_dim"], weight: nnx.Param, norm: Norm, devices: int = 1
+) -> Float[Array, "rows time heads head_dim"]:
+    """One norm over all heads, which so many devices share, in float32; returns x's dtype.
+
+    Where fewer heads than devices are repeated, each is repeated as often, so that the mean stays what it is.
+    """
+    wide = x.astype(jnp.float32)
+    squares = add_devices(jnp.mean(wide * wide, axis=(-2, -1), keepdims=True), devices) / devices
+    scale = norm.offset + weight[...].astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(squares + norm.eps) * scale.reshape(1, 1, *x.shape[2:])).astype(x.dtype)
 
 
 def normalised(x: Float[Array, "*n"], weight: Float[Array, "_"], norm: Norm) -> Float[Array, "*n"]:
@@ -159,7 +190,7 @@ def gated_mlp(
     devices: int = 1,
     target: Target | None = None,
     gate_scale: float = 1.0,
-) -> Float[Array, "rows time hidden"]:
+) -> Float[Array, "rows time hidden"] | Summands:
     """The MLP of x; `devices` share the channels. What it is compiled for: `target`; None: for what x lies on.
 
     What the gate's projection gives is multiplied with `gate_scale` before silu.
@@ -167,11 +198,11 @@ def gated_mlp(
     weights = [w[...] for w in (layer.gate_proj, layer.up_proj, layer.gate_up_proj) if w is not None]
     fused = len(weights) == 1
     if not fused and layer.gate_bias is None and gate_scale == 1:
-        return output(gated_project(x, *weights, target=target), layer.down_proj, layer.down_bias, devices)
+        return output(gated_project(x, *weights, target=target), layer.down_proj, layer.down_bias, devices, target)
     products = project(x, weights, target=target)
     gate, up = jnp.split(products[0], 2, axis=-1) if fused else products
     gate, up = add_bias(gate, layer.gate_bias), add_bias(up, layer.up_bias)
-    return output(jax.nn.silu(scaled(gate, gate_scale)) * up, layer.down_proj, layer.down_bias, devices)
+    return output(jax.nn.silu(scaled(gate, gate_scale)) * up, layer.down_proj, layer.down_bias, devices, target)
 
 
 class PlainMLP(nnx.Module):
@@ -192,14 +223,14 @@ class PlainMLP(nnx.Module):
 
 def squared_relu_mlp(
     layer: PlainMLP, x: Float[Array, "rows time hidden"], devices: int = 1, target: Target | None = None
-) -> Float[Array, "rows time hidden"]:
+) -> Float[Array, "rows time hidden"] | Summands:
     """down(relu(up x)²) of x; `devices` and `target` as in `gated_mlp`.
 
     Source: So et al., Primer (2021), section 3.
     """
     (up,) = project(x, [layer.up_proj[...]], target=target)
     inner = jnp.square(jax.nn.relu(add_bias(up, layer.up_bias)))
-    return output(inner, layer.down_proj, layer.down_bias, devices)
+    return output(inner, layer.down_proj, layer.down_bias, devices, target)
 
 
 def zeros(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxbuf.arguments import check_sizes, checked_fork
 from jaxbuf.attention import paged
 from jaxbuf.attention.attention_plan import LaunchedAttention
-from jaxbuf.attention.paged import PagedKV
+from jaxbuf.attention.paged import TokenPages
 from jaxbuf.attention.paged_memory import init_pages
 from jaxbuf.axes import Array, Float, Float32, Int, Int32
+from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.memory.sequences import Launch
 from jaxbuf.models.cache import Dtypes, Plans, init_memories, whole_plans
 from jaxbuf.models.config import ATTENTION, ModelConfig
@@ -30,16 +31,16 @@ from jaxbuf.target import Target, resolve_target
 class MTPCache:
     """Memory of the MTP layer, beside the model's `Cache`.
 
-    The keys and values of a token lie at the token's position. How many there are is not stored: callers say where they
-    write and how far they read.
+    What the layer keeps of a token lies at the token's position. How many there are is not stored: callers say where
+    they write and how far they read.
 
     Attributes:
-      kv: The layer's keys and values.
+      kv: The layer's pages, of keys and values or of latents.
       table: The pages of each slot, which it has for good.
       target: What launches on it are compiled for (static).
     """
 
-    kv: PagedKV
+    kv: TokenPages
     table: Int32[Array, "slots max_pages"]
     target: Target = dataclasses.field(metadata={"static": True})
 
@@ -89,7 +90,7 @@ def fork_mtp(memory: MTPCache, source: Int[Array, "rows"], target: Int[Array, "r
     """
     source, target = checked_fork(source, target, memory.table.shape[0])
     read, written = memory.table[source], memory.table[target]
-    written = jnp.where(written > 0, written, memory.kv.keys.shape[0])
+    written = jnp.where(written > 0, written, NOWHERE)
     return dataclasses.replace(memory, kv=paged.fork(memory.kv, (read, written)))
 
 

@@ -1,6 +1,7 @@
 """Products of the same tokens with several weights, as a layer has them: in one launch where there is a kernel."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
@@ -12,6 +13,32 @@ from jaxbuf.axes import Array, Float, Float32
 from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.pallas.gradient import differentiable
 from jaxbuf.target import Target
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Summands:
+    """An array that is still to be summed up, by whoever reads it.
+
+    Attributes:
+      numbers: Its summands.
+      dtype: What the sum is rounded to.
+    """
+
+    numbers: Float32[Array, "summands rows time out"]
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape[1:]
+
+    def total(self) -> Float[Array, "rows time out"]:
+        return jnp.sum(self.numbers, axis=0).astype(self.dtype)
+
+
+def summed[T](y: T | Summands) -> T | Array:
+    """An array as it is, and summands summed up."""
+    return y.total() if isinstance(y, Summands) else y
 
 
 def project(
@@ -72,6 +99,24 @@ def gated_project(
     return _gated_project(asked, x, gate, up)
 
 
+def product_or_summands(
+    x: Float[Array, "rows time in"],
+    weight: Float[Array, "out in"],
+    *,
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
+) -> Float[Array, "rows time out"] | Summands:
+    """x times one weight, left as summands where the kernel cuts the weight's rows into slices. Differentiable.
+
+    `jaxbuf.models.residual.add_and_norm` sums them up as it reads them. Arguments and errors as in `project`.
+    """
+    _check(x, (weight,))
+    asked = ask("project", implementation, target, (x,), interpret=interpret)
+    found = _product_or_summands(asked, x, weight)
+    return found if found.ndim == 3 else Summands(found, x.dtype)
+
+
 def product(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Float[Array, "... out"]:
     """x times one weight, in x's dtype."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -89,6 +134,28 @@ def _check(x: Array, weights: Sequence[Array]) -> None:
         raise ValueError(
             f"x must be [rows, time, in] and weights [out, in] of its dtype, got {x.dtype} {x.shape} and {shapes}"
         )
+
+
+@partial(jax.jit, static_argnums=0)
+def _product_or_summands(asked: Asked | None, x: Array, weight: Array) -> Array:
+    if asked is None:
+        return product(x, weight)
+    from jaxbuf.pallas.project import Call, gpu, supports  # as in _by_kernel
+
+    rows, time, size = x.shape
+    slices = gpu.slices_of(rows * time, size, weight.shape[0])
+    call = Call(rows * time, size, (weight.shape[0],), (np.dtype(np.float32),), x.dtype, slices=slices)
+    if slices == 1 or not asked.takes(supports(call)):
+        return product(x, weight)
+
+    def multiply(x, weight):
+        (found,) = gpu.project(call, x.reshape(-1, size), [weight], interpret=asked.interpret)
+        return found.reshape(slices, rows, time, -1)
+
+    def defined(x, weight):
+        return jnp.pad(product_float32(x, weight)[None], ((0, slices - 1), (0, 0), (0, 0), (0, 0)))
+
+    return differentiable(multiply, defined)(x, weight)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -121,10 +188,17 @@ def _by_kernel(asked: Asked | None, dtypes, defined: Callable, x: Array, weights
     return differentiable(multiply, defined)(x, weights)
 
 
+def _apart(x: Array, weights: tuple[Array, ...]) -> Iterator[tuple[Array, Array]]:
+    """x with each weight. XLA takes no product for one of the same x: it would write their weights side by side, in
+    each step anew, to multiply once."""
+    return (jax.lax.optimization_barrier((x, weight)) for weight in weights)
+
+
 def _defined(kept: tuple[bool, ...], x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple((product_float32 if each else product)(x, w) for w, each in zip(weights, kept, strict=True))
+    how = (product_float32 if each else product for each in kept)
+    return tuple(multiply(x, w) for multiply, (x, w) in zip(how, _apart(x, weights), strict=True))
 
 
 def _gated_defined(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-    gate, up = (product(x, weight) for weight in weights)
+    gate, up = (product(x, weight) for x, weight in _apart(x, weights))
     return (jax.nn.silu(gate) * up,)

@@ -1,16 +1,25 @@
-"""Tensor parallelism: each device has some of every layer's heads, with their parameters and their memory.
+"""Tensor and expert parallelism: each device has some of every layer's heads, with their parameters and their memory,
+and some of its experts.
 
-A mesh's axis "tensor" says which devices. All layers run under one `shard_map`: a device computes with what it has as
-if that were the whole model, with fewer heads, and the kernels see no more than that. After a mixer and after an MLP
-the devices add up what each has. The embedding, the head over the vocabulary and sampling are left to XLA's
-partitioner.
+A mesh says which devices, by its axes "tensor" and "expert"; it may have both. All layers run under one `shard_map`: a
+device computes with what it has as if that were the whole model, with fewer heads and experts, and the kernels see no
+more than that. After a mixer and after an MLP the devices add up what each has. The embedding, the head over the
+vocabulary and sampling are left to XLA's partitioner.
+
+Along "tensor" devices share the heads, the inner numbers of MLPs and of every expert, and the vocabulary. Along
+"expert" each has experts / devices of a layer's routed experts, and multiplies the tokens that chose them; what all of
+them make is summed up over both axes at once. Everything else, memory and shared experts among it, devices along
+"expert" have several times, and all do the same with it: of a model with many experts that is a small part (of
+Qwen3-Next-80B-A3B 3 to 4 of 160 GB), and no token travels. A model without experts is whole on each of them, so that a
+small draft model can lie on the mesh of its target.
 
 A parameter says by `Part`s how its rows or columns are spread (`Param.axes`). An array on a mesh has what the first
 device holds, then what the second one holds: where projections are fused, that is the first device's q | k | v, and key
 heads that several devices need are there several times. `jaxbuf.models.loading.sharding` goes between this order and
 that of checkpoints.
 
-Source: Shoeybi et al., Megatron-LM (2019), section 3.
+Source: Shoeybi et al., Megatron-LM (2019), section 3; experts on devices of their own as in Lepikhin et al., GShard
+(2020), section 3.2, but with the tokens on every device.
 """
 
 import dataclasses
@@ -22,7 +31,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxbuf.axes import Array, Float
 
-TENSOR = "tensor"
+TENSOR, EXPERT = AXES = "tensor", "expert"  # of a mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +41,13 @@ class Part:
     Attributes:
       kind: Of the blocks. "heads": every device has as many. "key_heads": the same, and where there are fewer than
         devices, each of the devices that need one has it. "channels", of an MLP or a vocabulary: spread where the
-        number of devices divides them, else every device has all.
+        number of devices divides them, else every device has all. "experts", of a layer: spread over the axis "expert",
+        as many on every device; the other kinds are spread over "tensor".
       count: Of blocks.
       size: Rows or columns of each.
     """
 
-    kind: Literal["heads", "key_heads", "channels"]
+    kind: Literal["heads", "key_heads", "channels", "experts"]
     count: int
     size: int = 1
 
@@ -63,13 +73,14 @@ type Parts = tuple[Part, ...]
 type Axis = Parts | None  # of an array's axis: what its rows or columns are; None: every device has all of them
 
 
-def share(name: str, count: int, devices: int, *, repeated: bool = False) -> int:
-    """How many of `count` heads each device has, of so many devices.
+def share(name: str, count: int, devices: int, *, repeated: bool = False, axis: str = TENSOR) -> int:
+    """How many of `count` heads or experts each device has, of so many devices.
 
     Args:
       name: Of the heads, for errors.
       count, devices: How many there are.
       repeated: Whether fewer heads than devices are repeated, so that each device has one.
+      axis: Of the mesh, for errors.
 
     Raises:
       ValueError: They can't be shared like that.
@@ -79,36 +90,53 @@ def share(name: str, count: int, devices: int, *, repeated: bool = False) -> int
     if repeated and devices % count == 0:
         return 1
     words = "a multiple or a divisor" if repeated else "a multiple"
-    raise ValueError(f'the {name} ({count}) must be {words} of the mesh axis "{TENSOR}" ({devices})')
+    raise ValueError(f'the {name} ({count}) must be {words} of the mesh axis "{axis}" ({devices})')
 
 
-def devices_of(mesh: Mesh | None) -> int:
-    """Over how many devices a mesh spreads the heads; 1 without a mesh."""
-    return 1 if mesh is None else mesh.shape[TENSOR]
+def devices_of(mesh: Mesh | None, axis: str = TENSOR) -> int:
+    """Over how many devices a mesh spreads the heads, or with the axis "expert" the experts; 1 without such
+    an axis, and without a mesh."""
+    return 1 if mesh is None else mesh.shape.get(axis, 1)
 
 
 def automatic(mesh: Mesh) -> Mesh:
-    """The same devices with axes over which the compiler spreads what programs compute.
+    """The same devices with axes over which the compiler spreads what programs compute, "tensor" always among them.
 
     `jax.make_mesh` makes explicit axes unless told otherwise: with those every operation of a program would have to say
-    where its result lies.
+    where its result lies. Where there is no axis "tensor", one of a single device is added.
     """
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    devices, names = mesh.devices, mesh.axis_names
+    if TENSOR not in names:
+        devices, names = devices[..., None], (*names, TENSOR)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def partition(axes: Sequence[Axis], devices: int) -> PartitionSpec:
+def spread_over(parts: Axis, mesh: Mesh | None) -> str | None:
+    """The axis of a mesh over which these rows or columns are spread; None: every device has all of them."""
+    if mesh is None or not parts:
+        return None
+    axis = EXPERT if parts[0].kind == "experts" else TENSOR
+    return axis if axis in mesh.shape and parts[0].is_spread(mesh.shape[axis]) else None
+
+
+def partition(axes: Sequence[Axis], mesh: Mesh | None) -> PartitionSpec:
     """How an array with these axes lies on a mesh."""
-    return PartitionSpec(*(TENSOR if parts and parts[0].is_spread(devices) else None for parts in axes))
+    return PartitionSpec(*(spread_over(parts, mesh) for parts in axes))
 
 
-def add_devices(x: Float[Array, "*n"], devices: int, *, among: int | None = None) -> Float[Array, "*n"]:
+def add_devices(
+    x: Float[Array, "*n"], devices: int, *, among: int | None = None, expert_devices: int = 1
+) -> Float[Array, "*n"]:
     """The sum of what each of so many devices has; for functions that `on_devices` runs.
 
     Args:
       x: Of this device.
-      devices: How many there are.
+      devices: How many there are along the axis "tensor".
       among: Neighbours that add up theirs, which divide the devices; None: all of them.
+      expert_devices: How many there are along the axis "expert" that add up theirs, too; without `among`.
     """
+    if expert_devices > 1:
+        return jax.lax.psum(x, EXPERT if devices == 1 else AXES)
     if devices == 1 or among == 1:
         return x
     if among is None or among == devices:
@@ -127,7 +155,7 @@ def on_devices(
     """Runs function(*trees) on every device of a mesh, with what the device has of each leaf.
 
     Args:
-      mesh: With the axis "tensor"; over its other axes, if it has some, devices do the same.
+      mesh: With the axis "tensor", see `automatic`; over axes that no partition names devices do the same.
       function: Closes over no arrays.
       trees: Of arrays.
       partitions: For each tree, those of its leaves in order, or one for all.

@@ -76,10 +76,12 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "project": _hopper("project"),
     "gated_project": _hopper("project"),
     "add_and_norm": _hopper("add_and_norm"),
+    "experts": _hopper("experts"),
     "prefill": {},
     "chunked": {},
     "attend": {},
     "append_and_attend": _hopper("attend"),
+    "append_and_attend_latent": {},  # of a chunk of a prompt: attend_chunk
     "append": {},
     "attend_chunk": _cudnn("flash"),
     "causal_attention": _cudnn("flash"),

@@ -246,7 +246,7 @@ def store_rows(x: Array, layout, axis: int, ref, interpret: bool) -> None:
     inline_mlir(write, (layout, plgpu.RefType()), None)(x, ref)
 
 
-def store_inside(x: Array, layout, ref, first, first_column, interpret: bool) -> None:
+def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *, end=None) -> None:
     """Writes those numbers of an array to global memory for which there is room.
 
     Args:
@@ -255,8 +255,10 @@ def store_inside(x: Array, layout, ref, first, first_column, interpret: bool) ->
       ref: [n, m] in global memory, m even. Number (i, j) of x is number (first + i, first_column + j) there.
       first, first_column: Scalars; first_column is even.
       interpret: Whether this runs in Pallas' interpreter.
+      end: A scalar at most n: no row from it on is written. None: n.
     """
     n, m = ref.shape
+    end = jnp.int32(n) if end is None else end
     if interpret:
         width = min(x.shape[1], m)
         # Where less room is left than that, what was written before is written again.
@@ -267,17 +269,16 @@ def store_inside(x: Array, layout, ref, first, first_column, interpret: bool) ->
             held = ref[first + i, pl.ds(begin, width)]
             ref[first + i, pl.ds(begin, width)] = jnp.where(jnp.arange(width) < first_column - begin, held, row)
 
-        lax.fori_loop(0, jnp.minimum(x.shape[0], n - first), write_row, None)
+        lax.fori_loop(0, jnp.minimum(x.shape[0], end - first), write_row, None)
         return
 
-    def write(_, x, ref, *firsts):
+    def write(_, x, ref, *scalars):
         i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
-        firsts = [arith.index_cast(ir.IndexType.get(), first.registers.flat[0]) for first in firsts]
+        *firsts, end = [arith.index_cast(ir.IndexType.get(), scalar.registers.flat[0]) for scalar in scalars]
+        ends = end, _number(m)
         for place, numbers in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
             place = [arith.addi(at, first) for at, first in zip(place, firsts, strict=True)]
-            inside = [
-                arith.cmpi(arith.CmpIPredicate.ult, at, _number(size)) for at, size in zip(place, (n, m), strict=True)
-            ]
+            inside = [arith.cmpi(arith.CmpIPredicate.ult, at, end) for at, end in zip(place, ends, strict=True)]
             stores = arith.extui(i32, arith.andi(*inside))
             if mgpu.utils.bitwidth(x.mlir_dtype) == 32:
                 pair, kinds = [vector.extract(numbers, [], [i]) for i in range(2)], "f,f"
@@ -291,7 +292,7 @@ def store_inside(x: Array, layout, ref, first, first_column, interpret: bool) ->
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 
     scalar = plgpu.Layout.WG_SPLAT
-    inline_mlir(write, (layout, plgpu.RefType(), scalar, scalar), None)(x, ref, first, first_column)
+    inline_mlir(write, (layout, plgpu.RefType(), scalar, scalar, scalar), None)(x, ref, first, first_column, end)
 
 
 def inline_mlir(function, arguments, result):

@@ -26,6 +26,7 @@ from jaxbuf.recurrence.traffic import BLOCK_SIZE
 type FormName = Literal["recurrent", "buffered", "kv-only", "snapshots"]
 
 INDEX = 4  # bytes of an int32
+RECURRENT = ("checkpoints", "entries", "convolution", "integers")  # what recurrent layers hold
 MOST_BYTES, MOST_TOKENS = 2**63 - 1, 2**31 - 1
 MOST_ENTRIES = 2**20  # of a ring, which is made to be counted
 WORKSPACE = 10  # a tenth of the memory, unless told
@@ -38,7 +39,7 @@ class FormCost:
     Attributes:
       form: "recurrent" (limit 1), "buffered", "kv-only" (no checkpoint), or, to compare with, "snapshots": the design
         that keeps the state of a request and one more for every draft position, and no ring (without drafts the plain
-        recurrence, in place).
+        recurrence, in place). A model without recurrent layers has one form, called "buffered".
       context: Tokens of the request: what was asked, or for "kv-only" at most the crossover.
       limit: Entries from which it folds; None without a ring.
       ring: Entries of its ring, whole blocks.
@@ -87,19 +88,20 @@ class FormCost:
 class Plan:
     """What serving a model takes of a memory: `forms` has a `FormCost` for each form.
 
+    Without recurrent layers there is one form, keys and values, called "buffered", and what compares forms is None.
+
     Attributes:
       model: Its name.
       recurrent_layers, attention_layers: How many there are of each.
       memory_bytes: What there is.
       parameter_bytes: Of the parameters, in dtype.
-      nominal_parameters: Whether those are the number in the model's name, for want of a configuration.
       workspace_bytes: Left for activations, compiled programs and the allocator.
       context, draft_tokens, accepted, limit, block_size, page_size: As they were asked for.
       dtype, state_dtype, entry_dtype: Names of the dtypes of the parameters, keys, values and convolution inputs; of
         the checkpoints; of the rings' entries.
       best_limit: The limit of the fewest bytes a step, with these drafts.
       crossover: Entries up to which a request is cheaper without a checkpoint.
-      forms: The costs, "kv-only" third and "snapshots" last.
+      forms: The costs, "kv-only" third and "snapshots" last, or the one.
     """
 
     model: str
@@ -107,7 +109,6 @@ class Plan:
     attention_layers: int
     memory_bytes: int
     parameter_bytes: int
-    nominal_parameters: bool
     workspace_bytes: int
     context: int
     draft_tokens: int
@@ -118,8 +119,8 @@ class Plan:
     dtype: str
     state_dtype: str
     entry_dtype: str
-    best_limit: int
-    crossover: int
+    best_limit: int | None
+    crossover: int | None
     forms: tuple[FormCost, ...]
 
     def __getitem__(self, form: FormName) -> FormCost:
@@ -131,13 +132,17 @@ class Plan:
         return self.memory_bytes - self.parameter_bytes - self.workspace_bytes
 
     @property
-    def recurrent_ratio(self) -> float:
+    def recurrent_ratio(self) -> float | None:
         """Recurrent memory (states and rings) of the design with snapshots over that of the buffered form."""
+        if not self.recurrent_layers:
+            return None
         return self["snapshots"].recurrent_bytes / self["buffered"].recurrent_bytes
 
     @property
-    def request_ratio(self) -> float:
+    def request_ratio(self) -> float | None:
         """The same of all that a request takes, its keys and values and convolution rings included."""
+        if not self.recurrent_layers:
+            return None
         return self["snapshots"].request_bytes / self["buffered"].request_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,7 +179,7 @@ def plan(
 
     Args:
       model: "demo", a directory with a config.json, a Hugging Face id (its config.json alone is fetched), the name of a
-        known shape ("Qwen3-Next-80B-A3B", whether jaxbuf serves it or not), or a loaded model or a configuration.
+        known model ("Qwen3-Next-80B-A3B", see `jaxbuf models`), or a loaded model or a configuration.
       memory_bytes: What there is, of all devices together; a whole number, which may be written as 80e9.
       draft_tokens: Verified in a step beside the token that the model itself gives.
       context: Tokens of a request that the softmax layers hold, the drafts among them; rounded up to pages.
@@ -189,12 +194,11 @@ def plan(
       entry_dtype: Of the rings' entries; None: dtype.
       workspace_bytes: Left for activations, compiled programs and the allocator; None: a tenth of the memory. It is an
         allowance, not a measurement.
-      parameter_bytes: Instead of the count, as for quantised weights; None: the configuration's parameters in dtype,
-        for a shape without one the number in its name.
+      parameter_bytes: Instead of the count, as for quantised weights; None: the configuration's parameters in dtype.
 
     Raises:
       FileNotFoundError: No such model; as `jaxbuf.load`.
-      ValueError: A number out of range, an unknown dtype, or a model without recurrent layers.
+      ValueError: A number out of range, or an unknown dtype.
 
     Source: KVBuffer, sections 2.2, 3.2 to 3.4.
     """
@@ -214,30 +218,32 @@ def plan(
     if not _is_number(accepted) or not 1 <= accepted <= tokens:
         raise ValueError(f"accepted must be a number in [1, 1 + draft_tokens ({tokens})], got {accepted!r}")
     shape = _shape(model)
-    if not shape.recurrent_layers or shape.spec is None:
-        raise ValueError(f"{shape.name} has no recurrent layers: its memory has one form, keys and values")
     chosen = _dtype("dtype", shape.dtype if dtype is None else dtype)
     state = _state_format(state_dtype)
     entry = _dtype("entry_dtype", chosen if entry_dtype is None else entry_dtype)
 
     parameters = shape.parameter_bytes(chosen) if parameter_bytes is None else parameter_bytes
-    counter = _Counter(shape, shape.spec, tokens, accepted, block_size, page_size, chosen, state, entry)
+    counter = _Counter(shape, tokens, accepted, block_size, page_size, chosen, state, entry)
     room = memory_bytes - workspace_bytes - parameters
-    spec, dtypes = shape.spec, {"state_dtype": state, "entry_dtype": entry}
-    crossover = traffic.crossover(spec, **dtypes, limit=limit)
-    costs = (
-        dataclasses.replace(counter, state=state.written_each_step).ring_form("recurrent", context, 1),
-        counter.ring_form("buffered", context, limit),
-        counter.ring_form("kv-only", min(context, crossover), min(context, crossover)),
-        dataclasses.replace(counter, state=state.written_each_step).snapshots(context),
-    )
+    best_limit = crossover = None
+    if shape.spec is None:
+        costs = (counter.pages_alone(context),)
+    else:
+        dtypes = {"state_dtype": state, "entry_dtype": entry}
+        best_limit = traffic.best_limit(shape.spec, tokens=tokens, accepted=accepted, **dtypes)
+        crossover = traffic.crossover(shape.spec, **dtypes, limit=limit)
+        costs = (
+            dataclasses.replace(counter, state=state.written_each_step).ring_form("recurrent", context, 1),
+            counter.ring_form("buffered", context, limit),
+            counter.ring_form("kv-only", min(context, crossover), min(context, crossover)),
+            dataclasses.replace(counter, state=state.written_each_step).snapshots(context),
+        )
     return Plan(
         model=shape.name,
         recurrent_layers=shape.recurrent_layers,
         attention_layers=shape.attention_layers,
         memory_bytes=memory_bytes,
         parameter_bytes=parameters,
-        nominal_parameters=parameter_bytes is None and shape.config is None,
         workspace_bytes=workspace_bytes,
         context=context,
         draft_tokens=draft_tokens,
@@ -248,7 +254,7 @@ def plan(
         dtype=chosen.name,
         state_dtype=state.name,
         entry_dtype=entry.name,
-        best_limit=traffic.best_limit(spec, tokens=tokens, accepted=accepted, **dtypes),
+        best_limit=best_limit,
         crossover=crossover,
         forms=tuple(_fit(cost, room) for cost in costs),
     )
@@ -259,7 +265,6 @@ class _Counter:
     """Counts the bytes of a request, with the settings that all forms share."""
 
     shape: ModelSizes
-    spec: RecurrenceSpec
     tokens: int
     accepted: float
     block_size: int
@@ -267,6 +272,12 @@ class _Counter:
     dtype: jnp.dtype
     state: StateFormat
     entry_dtype: jnp.dtype
+
+    @property
+    def spec(self) -> RecurrenceSpec:
+        """The recurrence of a model that has one."""
+        assert self.shape.spec is not None
+        return self.shape.spec
 
     def ring_form(self, form: FormName, context: int, limit: int) -> FormCost:
         """A form of our own; "kv-only" without a checkpoint, and with all of its context in the ring."""
@@ -305,6 +316,22 @@ class _Counter:
             fixed_bytes=0,
         )
 
+    def pages_alone(self, context: int) -> FormCost:
+        """The one form of a model without recurrent layers."""
+        held = self._held(context, None)
+        return self._cost(
+            "buffered",
+            context,
+            0.0,
+            held,
+            limit=None,
+            ring=0,
+            checkpoints=0,
+            entry_bytes=0,
+            index_bytes=held.each["integers"] + held.each["table"],
+            fixed_bytes=held.fixed,
+        )
+
     def _cost(
         self, form: FormName, context: int, layer_step: float, held: "_Held", *, checkpoints: int, **given: Any
     ) -> FormCost:
@@ -317,7 +344,7 @@ class _Counter:
             form=form,
             context=context,
             checkpoints=checkpoints,
-            checkpoint_bytes=checkpoints * held.each["checkpoints"] // shape.recurrent_layers,
+            checkpoint_bytes=checkpoints * held.each["checkpoints"] // max(1, shape.recurrent_layers),
             convolution_bytes=held.each["convolution"],
             kv_bytes=held.each["kv"],
             requests=0,
@@ -327,37 +354,52 @@ class _Counter:
             **given,
         )
 
-    def _held(self, context: int, limit: int) -> "_Held":
-        """What a slot takes of a cache: of the memories' own arrays, for one slot and for two, which are never made."""
-        shape, mixer = self.shape, RecurrentMixer(self.spec, self.shape.convolution_width, 0.0)
-        dtypes, pages = Dtypes(self.dtype, self.entry_dtype, self.state), -(-context // self.page_size)
-        given: dict[str, Any] = {"capacity": context, "max_pending": self.tokens, "block_size": self.block_size}
-        given |= {"page_size": self.page_size, "limit": limit, "kv_limit": None, "trees": False}
-        given |= dict.fromkeys(("states", "blocks", "pages"))
+    def _held(self, context: int, limit: int | None) -> "_Held":
+        """What a slot takes of a cache: of the memories' own arrays, for one slot and for two, which are never made.
+
+        Args:
+          context: Tokens of a slot.
+          limit: Entries of its ring; None: the model has no recurrent layers.
+        """
+        shape, pages = self.shape, -(-context // self.page_size)
 
         def count(slots: int) -> tuple[dict[str, int], int]:
-            def make():
-                shared = RecurrentMemory().init([mixer], Sizes(slots=slots, **given))
-                sequences = init_sequences(slots=slots, max_pending=self.tokens)
-                return shared, sequences, mixer.memory(shared, dtypes)
-
-            shared, sequences, layer = jax.eval_shape(make)
-            pool, layers = layer.pool, shape.recurrent_layers
+            recurrent, ring = (dict.fromkeys(RECURRENT, 0), 0) if limit is None else self._rings(context, limit, slots)
+            sequences = jax.eval_shape(lambda: init_sequences(slots=slots, max_pending=self.tokens))
             places = 1 + slots * pages
-            bytes_of = {
-                "checkpoints": layers * _bytes((pool.checkpoints, pool.low, pool.low_scales)),
-                "entries": layers * _bytes((pool.keys, pool.updates, pool.gates)),
-                "convolution": layers * _bytes(layer.ring),
-                "integers": _bytes((shared, sequences)),
+            return recurrent | {
+                "integers": recurrent["integers"] + _bytes(sequences),
                 # The table of long contexts is an array of numpy's even there, and too long to be made.
                 "table": INDEX * (slots + 1) * pages if shape.attention_layers else 0,
                 "kv": shape.attention_layers * places * self.page_size * shape.kv_numbers * self.dtype.itemsize,
-            }
-            return bytes_of, shared.cursor.ring
+            }, ring
 
         (one, ring), (two, _) = count(1), count(2)
         each = {name: two[name] - one[name] for name in one}
         return _Held(each, sum(one.values()) - sum(each.values()), ring)
+
+    def _rings(self, context: int, limit: int, slots: int) -> tuple[dict[str, int], int]:
+        """The bytes of RECURRENT, of all recurrent layers and so many slots, and the entries of a ring."""
+        mixer, layers = RecurrentMixer(self.spec, self.shape.convolution_width, 0.0), self.shape.recurrent_layers
+        dtypes = Dtypes(self.dtype, self.entry_dtype, self.state)
+        given: dict[str, Any] = {"capacity": context, "max_pending": self.tokens, "block_size": self.block_size}
+        given |= {"page_size": self.page_size, "limit": limit, "kv_limit": None, "trees": False, "slots": slots}
+        given |= dict.fromkeys(("states", "blocks", "pages"))
+
+        def make():
+            shared = RecurrentMemory().init([mixer], Sizes(**given))
+            return shared, mixer.memory(shared, dtypes)
+
+        shared, layer = jax.eval_shape(make)
+        pool = layer.pool
+        arrays = {
+            "checkpoints": (pool.checkpoints, pool.low, pool.low_scales),
+            "entries": (pool.keys, pool.updates, pool.gates),
+            "convolution": layer.ring,
+        }
+        return {name: layers * _bytes(of) for name, of in arrays.items()} | {
+            "integers": _bytes(shared)
+        }, shared.cursor.ring
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The sizes of a model that decide how much memory serving takes, from its configuration or by the model's name.
 
-No weights are read: the parameters are counted from the configuration, or are the nominal number in a model's name.
+No weights are read: the parameters are counted from the configuration.
 """
 
 import dataclasses
@@ -14,9 +14,11 @@ from flax import nnx
 from jaxbuf.models.config import RECURRENCE, ModelConfig
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.families import read_config
+from jaxbuf.models.known_models import find_known, known_models, plain
 from jaxbuf.models.loading.checkpoint import CONFIG, read_description
 from jaxbuf.models.loading.hub import ACCEPTED, download, find_directory, parse_id
 from jaxbuf.recurrence.spec import RecurrenceSpec
+from jaxbuf.recurrence.state_format import state_format
 from jaxbuf.shown import shown
 
 
@@ -31,8 +33,7 @@ class ModelSizes:
       convolution_channels, convolution_width: Of the short convolution in front of each recurrent layer.
       kv_numbers: Numbers that a softmax layer keeps for a token: 2 · KV heads · head size, or MLA's latent and its
         rotated key.
-      parameters: The nominal number of parameters; None where `config` tells the real one.
-      config: What it was made from, or None.
+      config: What it was made from.
       dtype: What the checkpoint is stored in, as far as its configuration says.
     """
 
@@ -43,20 +44,31 @@ class ModelSizes:
     convolution_channels: int
     convolution_width: int
     kv_numbers: int
-    parameters: int | None = None
-    config: ModelConfig | None = None
+    config: ModelConfig
     dtype: str = "bfloat16"
 
     def parameter_bytes(self, dtype) -> int:
-        """Bytes of the parameters as `load` holds them, in `dtype` but for the gates' float32; nominal without config.
+        """Bytes of the parameters as `load` holds them, in `dtype` but for the gates' float32.
 
         Of a head or an MTP layer that the configuration does not mention nothing is known, though `load` would find it.
         """
-        if self.config is None:
-            return (self.parameters or 0) * jnp.dtype(dtype).itemsize
-        config = self.config
-        model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype)))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self._parameters(dtype))
+
+    def count_parameters(self) -> int:
+        """How many numbers the parameters are."""
+        return sum(leaf.size for leaf in self._parameters(self.dtype))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a request in float32, over all layers."""
+        return 0 if self.spec is None else self.recurrent_layers * state_format("float32").stored_bytes(self.spec)
+
+    def kv_bytes(self, dtype) -> int:
+        """Bytes of a token's keys and values in `dtype`, over all layers."""
+        return self.attention_layers * self.kv_numbers * jnp.dtype(dtype).itemsize
+
+    def _parameters(self, dtype) -> list[jax.ShapeDtypeStruct]:
+        return jax.tree.leaves(jax.eval_shape(lambda: Decoder(self.config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype))))
 
 
 def from_config(config: ModelConfig, name: str, dtype: str = "bfloat16") -> ModelSizes:
@@ -77,7 +89,7 @@ def from_config(config: ModelConfig, name: str, dtype: str = "bfloat16") -> Mode
 
 
 def find_sizes(source: str | Path) -> ModelSizes:
-    """The sizes of "demo", of a directory with a config.json, of a shape in `NAMED`, or of a Hugging Face id.
+    """The sizes of "demo", of a directory with a config.json, of a known model (known.json), or of a Hugging Face id.
 
     Of an id only config.json is downloaded, unless it is in huggingface-hub's cache.
 
@@ -87,57 +99,28 @@ def find_sizes(source: str | Path) -> ModelSizes:
       ValueError: It is of an architecture or setting that is not served, or the source is no name.
     """
     directory = find_directory(source)
-    named, asked = {name.lower(): shape for name, shape in NAMED.items()}, str(source).lower().replace(" ", "-")
-    if directory is None and asked in named:
-        return named[asked]
+    if directory is None and isinstance(source, str) and (known := find_known(source)) is not None:
+        return from_config(known.config, known.name)
     if directory is None and isinstance(source, str) and (identity := parse_id(source)) is not None:
         directory = download(*identity, files=(CONFIG,))
     if directory is None:
-        close = difflib.get_close_matches(asked, named, n=3, cutoff=0.5)
-        names = [named[name].name for name in close] or list(NAMED)
         raise FileNotFoundError(
-            f"no model {shown(str(source))}: expected {ACCEPTED}, or the name of a known shape: {', '.join(names)}"
+            f"no model {shown(str(source))}: expected {ACCEPTED}, or the name of a known shape: "
+            f"{', '.join(close_names(str(source)))}"
         )
     fields = read_description(directory)
     try:
         config = read_config(fields)
     except ValueError as error:
-        raise ValueError(f"{error}; the shapes known by name are {', '.join(NAMED)}") from error
+        raise ValueError(f"{error}; the shapes known by name are {', '.join(known_models())}") from error
     nested = [fields.nested("text_config")] if isinstance(fields.values.get("text_config"), dict) else []
     places = [(each, key) for each in (fields, *nested) for key in ("dtype", "torch_dtype") if each.has(key)]
     return from_config(config, str(source), places[0][0].text(places[0][1]) if places else "bfloat16")
 
 
-def _shape(name: str, spec: RecurrenceSpec, layers: tuple[int, int], kv_numbers: int, billions: float) -> ModelSizes:
-    # The width is 4 in all of these. q, k and v pass the convolution; Mamba-2's groups are its key heads.
-    return ModelSizes(name, spec, *layers, spec.channels, 4, kv_numbers, round(billions * 1e9))
-
-
-def _gdn(heads: int) -> RecurrenceSpec:
-    return RecurrenceSpec(heads, 16, 128, 128, decay="head", delta=True)
-
-
-def _mamba2(heads: int, value_dim: int, groups: int) -> RecurrenceSpec:
-    return RecurrenceSpec(heads, groups, 128, value_dim, decay="head", delta=False)
-
-
-_KDA = RecurrenceSpec(32, 32, 128, 128, decay="channel", delta=True)
-
-# (recurrent, softmax) layers; numbers a token and softmax layer; billions of parameters as in the name. Kimi's softmax
-# layers are MLA: 512 numbers of a latent and 64 of a rotated key.
-NAMED = {
-    shape.name: shape
-    for shape in (
-        _shape("Qwen3-Next-80B-A3B", _gdn(32), (36, 12), 2 * 2 * 256, 80),
-        _shape("Qwen3.5-0.8B", _gdn(16), (18, 6), 2 * 2 * 256, 0.8),
-        _shape("Qwen3.5-2B", _gdn(16), (18, 6), 2 * 2 * 256, 2),
-        _shape("Qwen3.5-4B", _gdn(32), (24, 8), 2 * 4 * 256, 4),
-        _shape("Qwen3.5-27B", _gdn(48), (48, 16), 2 * 4 * 256, 27),
-        _shape("Qwen3.5-35B-A3B", _gdn(32), (30, 10), 2 * 2 * 256, 35),
-        _shape("Nemotron-3-Nano-4B", _mamba2(96, 80, 8), (21, 4), 2 * 8 * 128, 4),
-        _shape("Nemotron-H-8B", _mamba2(128, 64, 8), (24, 4), 2 * 8 * 128, 8),
-        _shape("Kimi-Linear-48B-A3B", _KDA, (20, 7), 512 + 64, 48),
-        _shape("Mamba-2-2.7B", _mamba2(80, 64, 1), (64, 0), 0, 2.7),
-        _shape("Codestral-Mamba-7B", _mamba2(128, 64, 8), (64, 0), 0, 7),
-    )
-}
+def close_names(name: str) -> list[str]:
+    """The names of known models that are most like a name, three at most; all, if none is like it."""
+    named = {plain(known): known for known in known_models()}
+    return [named[close] for close in difflib.get_close_matches(plain(name), named, n=3, cutoff=0.5)] or [
+        *named.values()
+    ]

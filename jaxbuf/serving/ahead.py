@@ -1,4 +1,4 @@
-"""Compiles the two programs of a generation side by side, before either runs."""
+"""Compiles the two programs of a generation before either runs, side by side where XLA takes long."""
 
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +21,8 @@ def compile_ahead(
     """Compiles `start` for the first chunk of prompts and `generate_tokens` for what comes of it, unless it did before.
 
     jit finds both when they are called with these arguments. They are traced and lowered on the caller's thread, under
-    its JAX settings; only XLA runs on another thread. With a mesh nothing is done: where the carry lies is not known
-    until the first program is compiled.
+    its JAX settings; only XLA runs on another thread, and on a CPU not even that. With a mesh nothing is done: where
+    the carry lies is not known until the first program is compiled.
 
     Args:
       lm, sizes, arrivals, drafter: As `jaxbuf.serving.generation.read_prompts` has them.
@@ -38,8 +38,13 @@ def compile_ahead(
     traced = start.trace(lm.model, sizes, arrivals[0], *given)
     first = traced.lower()
     carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), traced.out_info)
-    with ThreadPoolExecutor(1) as pool:
-        compiled = pool.submit(first.compile)
+    if lm.target.platform == "cpu":
+        # XLA's CPU compiler has crashed while another thread wrote what it had compiled to JAX's compilation cache.
+        first.compile()
         generate_tokens.lower(lm.model, carry, np.int32(0), *given).compile()
-        compiled.result()
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            compiled = pool.submit(first.compile)
+            generate_tokens.lower(lm.model, carry, np.int32(0), *given).compile()
+            compiled.result()
     _known.add(key)

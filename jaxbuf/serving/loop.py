@@ -12,7 +12,7 @@ from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, recurrent_work
 from jaxbuf.serving.carry import RUNNING, Carry, Speculation, chosen_logprobs, record, reports
 from jaxbuf.serving.sampling import adjust, choose
-from jaxbuf.serving.speculation import Drafter, Proposal, check_state, propose, verify, with_root
+from jaxbuf.serving.speculation import Drafter, Proposal, adjusted, check_state, propose, verify, with_root
 from jaxbuf.serving.token_masks import only
 
 
@@ -80,14 +80,23 @@ def _verify_drafts(model: decoder.Decoder, carry: Carry, drafter: Drafter, propo
     hidden, granted, after = _read(model, carry, read, active * (1 + proposal.count), parents)
     proposal = dataclasses.replace(proposal, count=jnp.minimum(proposal.count, jnp.maximum(granted - 1, 0)))
     logits = decoder.logits(model, hidden)
-    tokens, number, accepted, path, failed, adjusted = verify(after, proposal, logits)
-    if path is not None:
-        hidden, logits, adjusted = (jnp.take_along_axis(x, path[..., None], axis=1) for x in (hidden, logits, adjusted))
+    tokens, number, accepted, path, failed = verify(after, proposal, logits)
+
+    def along_path(x):
+        return x if path is None else jnp.take_along_axis(x, path[..., None], axis=1)
+
+    hidden = along_path(hidden)
     missing = ((0, 0), (0, 1 + drafter.draft_tokens - read.shape[1]))
     state = drafter.settle(model, state, jnp.pad(hidden, (*missing, (0, 0))), jnp.pad(tokens, missing), number)
     after = dataclasses.replace(after, speculation=_count_drafts(carry, drafter, state, proposal, accepted))
     after = dataclasses.replace(after, cache=decoder.commit(after.cache, number, path=path))
-    found = chosen_logprobs(carry.sampling, tokens, logits, lambda: adjusted) if reports(carry) else None
+    found = None
+    if reports(carry):
+
+        def changed():
+            return along_path(adjusted(carry, proposal, logits))
+
+        found = chosen_logprobs(carry.sampling, tokens, along_path(logits), changed)
     return record(after, tokens, number, failed, found)
 
 

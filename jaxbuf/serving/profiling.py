@@ -25,7 +25,8 @@ OTHER = "other"
 CONTAINERS = ("while", "conditional", "call")
 # In the module that its custom call carries, the function of a Pallas kernel is called so; its kernel is that_kernel.
 PALLAS, PALLAS_NAME = "mosaic_gpu_v2", re.compile(rb"\\00((?!stable_)\w+_mosaic_gpu)\\00")
-LIBRARY_PRODUCTS = re.compile("gemm|matmul")  # in the targets of custom calls that multiply matrices
+# In the targets of custom calls that multiply matrices, and in the names of libraries' kernels that do.
+LIBRARY_PRODUCTS = re.compile("gemm|matmul|nvjet|cutlass|cublas", re.I)
 
 
 class _Work(NamedTuple):
@@ -186,8 +187,11 @@ def _place(scopes: dict[str, str | None], operation: str, name: str) -> str | No
 
 
 def _find(works: dict[str, _Work], operation: str, name: str) -> _Work:
-    """What an event called `name` that ran for an operation did; a kernel of a CUDA graph is found by its name."""
-    return works.get(operation) or works.get(name) or _Work()
+    """What an event called `name` that ran for an operation did; a kernel of a CUDA graph is found by its name.
+
+    A library's kernel has none of the names in the program: what it reads is not known.
+    """
+    return works.get(operation) or works.get(name) or _Work(bool(LIBRARY_PRODUCTS.search(name)))
 
 
 def _events(data: bytes) -> Iterator[tuple[str, str, str, float]]:

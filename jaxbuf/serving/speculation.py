@@ -286,7 +286,6 @@ class Verified(NamedTuple):
       path: For a tree, else None: the place in the logits that each token was chosen from. The tokens
         that were read there are what to commit.
       failed: Running rows that have no candidate for their next token.
-      adjusted: The logits as the settings changed them.
     """
 
     tokens: Int32[Array, "rows places"]
@@ -294,7 +293,6 @@ class Verified(NamedTuple):
     accepted: Int32[Array, "rows"]
     path: Int32[Array, "rows places"] | None
     failed: Bool[Array, "rows"]
-    adjusted: Float32[Array, "rows places vocab"]
 
 
 def verify(carry: Carry, proposal: Proposal, logits: Float32[Array, "rows places vocab"]) -> Verified:
@@ -303,6 +301,8 @@ def verify(carry: Carry, proposal: Proposal, logits: Float32[Array, "rows places
     A row that has no candidate behind one of its drafts keeps no draft in this step: so the place without a candidate
     is met again, as the next token, unless the row takes another turn.
 
+    Where all rows are greedy and none adjusts anything, the logits are read, and none are written.
+
     Args:
       carry: Before the step; its cache may be after it, not committed.
       proposal: Of T - 1 drafts; see `usable`.
@@ -310,32 +310,41 @@ def verify(carry: Carry, proposal: Proposal, logits: Float32[Array, "rows places
     """
     drafts, parents = proposal.drafts, proposal.parents
     length = drafts.shape[1]
-    with jax.named_scope("sample"):
-        adjusted = _adjust_all(carry, drafts, parents, only(carry.allowed, logits))
-        index = jnp.arange(length + 1, dtype=jnp.int32)[None]
-        possible = has_candidate(adjusted)
-        count = jnp.where(jnp.all(possible | (index > proposal.count[:, None]), axis=1), proposal.count, 0)
-        sampled, key = jnp.any(carry.sampling.temperature > 0), keys(carry.sampling, carry.position + 1)
+    index = jnp.arange(length + 1, dtype=jnp.int32)[None]
 
-        def target():
-            return log_distribution(adjusted, carry.sampling)
+    def judged(possible):
+        """How many drafts of a row are looked at."""
+        return jnp.where(jnp.all(possible | (index > proposal.count[:, None]), axis=1), proposal.count, 0)
 
-        def log_q():
-            return None if proposal.log_q is None else usable_log_q(proposal.log_q, drafts)
-
+    def greedy(logits):
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
+        possible = has_candidate(jnp.take_along_axis(logits, best[..., None], axis=-1))
+        count = judged(possible)
         if parents is None:
-            along, path = drafts, None
-            accepted, token = jax.lax.cond(
-                sampled,
-                lambda: accept(target(), log_q(), drafts, count, key),
-                lambda: _accept_greedy(adjusted, drafts, count),
-            )
-        else:
-            path, accepted, token = jax.lax.cond(
-                sampled,
-                lambda: accept_tree(target(), log_q(), drafts, parents, key, count),
-                lambda: _accept_greedy_tree(adjusted, drafts, parents, count),
-            )
+            return *_accept_greedy(best, drafts, count), possible[:, 0]
+        return *_accept_greedy_tree(best, drafts, parents, count), possible[:, 0]
+
+    def as_asked():
+        changed = adjusted(carry, proposal, logits)
+
+        def drawn():
+            possible = has_candidate(changed)
+            count, key = judged(possible), keys(carry.sampling, carry.position + 1)
+            p = log_distribution(changed, carry.sampling)
+            q = None if proposal.log_q is None else usable_log_q(proposal.log_q, drafts)
+            if parents is None:
+                return *accept(p, q, drafts, count, key), possible[:, 0]
+            return *accept_tree(p, q, drafts, parents, key, count), possible[:, 0]
+
+        return jax.lax.cond(sampled, drawn, lambda: greedy(changed))
+
+    with jax.named_scope("sample"):
+        sampled = jnp.any(carry.sampling.temperature > 0)
+        asked = sampled | adjusts(carry.sampling, carry.history)
+        found = jax.lax.cond(asked, as_asked, lambda: greedy(only(carry.allowed, logits)))
+        *path, accepted, token, possible = found
+        along, path = drafts, path[0] if path else None
+        if path is not None:
             along = jnp.take_along_axis(drafts, jnp.maximum(path, 0), axis=1)
             path = with_root(path)
             path = path.at[:, 0].set(0)
@@ -343,23 +352,21 @@ def verify(carry: Carry, proposal: Proposal, logits: Float32[Array, "rows places
         tokens = jnp.where(index < accepted[:, None], padded, token[:, None])
         stop = jnp.any(tokens[:, :, None] == carry.history.stop_ids[:, None], axis=-1)
         first = jnp.min(jnp.where(stop, index, most_drafts(carry, length)[:, None]), axis=1)
-        failed = carry.active & ~possible[:, 0]
+        failed = carry.active & ~possible
         number = jnp.where(carry.active & ~failed, jnp.minimum(accepted, first) + 1, 0)
-        return Verified(tokens, number, jnp.minimum(accepted, number), path, failed, adjusted)
+        return Verified(tokens, number, jnp.minimum(accepted, number), path, failed)
 
 
-def _accept_greedy(adjusted: Array, drafts: Array, count: Array) -> tuple[Array, Array]:
+def _accept_greedy(best: Array, drafts: Array, count: Array) -> tuple[Array, Array]:
     """`acceptance.accept` where every row is greedy: drafts are kept while each is the most probable token."""
-    best = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
     real = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None] < count[:, None]
     kept = jnp.cumprod(((drafts == best[:, :-1]) & real).astype(jnp.int32), axis=1)
     accepted = jnp.sum(kept, axis=1)
     return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
 
 
-def _accept_greedy_tree(adjusted: Array, drafts: Array, parents: Array, count: Array) -> tuple[Array, Array, Array]:
+def _accept_greedy_tree(best: Array, drafts: Array, parents: Array, count: Array) -> tuple[Array, Array, Array]:
     """`acceptance.accept_tree` where every row is greedy."""
-    best = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
     node = jnp.arange(drafts.shape[1], dtype=jnp.int32)
     right = (drafts == jnp.take_along_axis(best, parents + 1, axis=1)) & (node[None] < count[:, None])
 
@@ -371,17 +378,26 @@ def _accept_greedy_tree(adjusted: Array, drafts: Array, parents: Array, count: A
     return *path_of(kept.T), jnp.take_along_axis(best, at[:, None] + 1, axis=1)[:, 0]
 
 
-def _adjust_all(carry: Carry, drafts: Array, parents: Array | None, logits: Array) -> Array:
-    """`sampling.adjust` of logits f32 [rows, T, vocab]: at each place the drafts on its path count as generated."""
+def adjusted(
+    carry: Carry, proposal: Proposal, logits: Float32[Array, "rows places vocab"]
+) -> Float32[Array, "rows places vocab"]:
+    """`sampling.adjust` of logits: at each place the drafts on its path count as generated.
+
+    Arguments as in `verify`.
+    """
+    drafts, parents = proposal.drafts, proposal.parents
     sampling, history = carry.sampling, carry.history
     rows, length, vocab = logits.shape
 
     def flat(x):
         return jnp.repeat(x, length, axis=0)
 
-    def adjusted():
+    def permitted():
+        return only(carry.allowed, logits)
+
+    def penalised():
         if length == 1:
-            return adjust(logits[:, 0], sampling, history)[:, None]
+            return adjust(permitted()[:, 0], sampling, history)[:, None]
         if parents is None:
             depth = jnp.tile(jnp.arange(length, dtype=jnp.int32), rows)
             path = flat(drafts)
@@ -398,7 +414,7 @@ def _adjust_all(carry: Carry, drafts: Array, parents: Array | None, logits: Arra
         near = jnp.take_along_axis(path, jnp.clip(place, 0, length - 2), axis=1)
         tokens = jnp.where(drafted, near, then.tokens)
         then = dataclasses.replace(then, tokens=tokens, length=then.length + depth)
-        return adjust(logits.reshape(-1, vocab), jax.tree.map(flat, sampling), then).reshape(logits.shape)
+        return adjust(permitted().reshape(-1, vocab), jax.tree.map(flat, sampling), then).reshape(logits.shape)
 
     # What nothing adjusts at the newest token is not adjusted behind drafts: these only add to what min_tokens counts.
-    return jax.lax.cond(adjusts(sampling, history), adjusted, lambda: logits)
+    return jax.lax.cond(adjusts(sampling, history), penalised, permitted)

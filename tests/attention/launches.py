@@ -1,6 +1,7 @@
 """Random launches on pages, and what they give in float64: any lengths, null slots, trees, NaN where nothing is."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,7 +40,14 @@ class Launch:
     pool: PagedKV
 
 
-def make_launch(rng: np.random.Generator, sizes: Sizes) -> Launch:
+def make_launch(
+    rng: np.random.Generator,
+    sizes: Sizes,
+    attend: Callable[..., np.ndarray] | None = None,
+    value_dim: int | None = None,
+) -> Launch:
+    """A random launch; `attend` gives a query's output [heads, value_dim] as `attention` does, which it is if None."""
+    attend = attention if attend is None else attend
     rows, time, size = len(sizes.lengths), sizes.time, sizes.page_size
     start, dtype = np.array(sizes.lengths), jnp.dtype(sizes.dtype)
     max_pages = -(-(int(start.max()) + max(LISTED, time)) // size) + 1
@@ -57,7 +65,7 @@ def make_launch(rng: np.random.Generator, sizes: Sizes) -> Launch:
     real = (np.arange(time)[None] < lengths[:, None]) & (slots > 0)[:, None]
     k[~real] = v[~real] = np.nan
     order, ancestors = np.tile(np.arange(LISTED, dtype=np.int32), (rows + 1, 1)), np.zeros((rows, time, time), bool)
-    out, after = np.zeros(q.shape), None
+    out, after = np.zeros((*q.shape[:3], value_dim or sizes.head_dim)), None
     places = []
     for row, slot in enumerate(slots):
         listed = np.arange(start[row], start[row] + LISTED)
@@ -90,7 +98,7 @@ def make_launch(rng: np.random.Generator, sizes: Sizes) -> Launch:
             keys, values = (
                 np.concatenate([x[at], new[row, seen]]).astype(np.float64) for x, new in zip(pool, (k, v), strict=True)
             )
-            out[row, t] = attention(q[row, t].astype(np.float64), keys, values)
+            out[row, t] = attend(q[row, t].astype(np.float64), keys, values)
     arrays = *(jnp.asarray(x) for x in (q, k, v)), PagedKV(*map(jnp.asarray, pool)), jnp.asarray(table)
     integers: dict[str, Any] = {"slots": slots, "start": start, "lengths": lengths}
     integers = {name: jnp.asarray(x, jnp.int32) for name, x in integers.items()}

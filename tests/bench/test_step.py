@@ -16,6 +16,7 @@ from flax import nnx
 from jaxbuf.bench import random_model, step, step_carry, step_figures, step_parts, step_run
 from jaxbuf.models.config import RECURRENCE
 from jaxbuf.models.decoder import Decoder
+from jaxbuf.models.known_models import find_known, known_models
 from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.serving.carry import EMPTY, RUNNING
@@ -175,6 +176,25 @@ def test_two_devices_have_half_of_what_one_moves(tmp_path):
     assert "buffered, batch 3: 2 devices over 1" in done.stdout
 
 
+@pytest.mark.slow
+def test_two_devices_along_the_axis_of_experts_share_only_these(tmp_path):
+    path = tmp_path / "step.json"
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ".", "COLUMNS": "200"}
+    sizes = "--model Qwen3-30B-A3B --layers 1 --hidden 32 --ffn 48 --vocabulary 64 --attention-heads 2 --kv-heads 1"
+    sizes += " --attention-dim 8 --experts 4 --chosen 2 --expert-ffn 64 --dtype float32 --expert-devices 2"
+    words = [*sizes.split(), "--batches", "2", "--context", "16", "--steps", "4", "--forms", "buffered"]
+    command = [sys.executable, "tests/bench/two_devices.py", str(path), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads(path.read_text())
+    one, both = record["figures"]
+    assert [(row["devices"], row["expert_devices"]) for row in (one, both)] == [(1, 1), (2, 2)]
+    assert both["bytes"]["keys and values"] == one["bytes"]["keys and values"]
+    experts = 4 * 3 * 64 * 32 * 4
+    assert one["model_bytes"] - both["model_bytes"] == experts / 2
+
+
 def shapes() -> Decoder:
     config = random_model.configuration(**SIZES)
     return jax.eval_shape(lambda: random_model.random_model(config, jnp.dtype("float32")).model)
@@ -187,10 +207,96 @@ def test_the_shape_of_the_random_model_is_that_of_qwen3_5_4b():
     assert gigabytes(config) == 8.41
 
 
-def test_every_other_shape_has_the_parameters_of_its_model():
-    found = {shape: gigabytes(random_model.configuration(shape)) for shape in random_model.SHAPES}
-    del found["qwen3.5-4b"]
-    assert found == {"qwen3-8b": 16.38, "llama-3.1-8b": 16.06, "mamba2-2.7b": 5.41}
+@pytest.mark.parametrize("name", known_models())
+def test_every_known_model_can_be_asked_for_and_made_smaller(name):
+    options = step.parse(["--model", name.lower(), "--layers", "4", "--batches", "1"])
+    assert (options.model, find_known(options.shape)) == ("random", known_models()[name])
+    found, full = random_model.configuration(options.shape, **options.sizes), known_models()[name].config
+    assert found.mtp is None and len(found.layers) == 4 and found.hidden_size == full.hidden_size
+    assert {*found.layers} <= {*full.layers} and bool(found.specs) == bool(full.specs)
+    assert bool(found.kv_numbers) == bool(full.kv_numbers)
+    most = random_model.configuration(options.shape)
+    assert gigabytes(most) == gigabytes(dataclasses.replace(full, mtp=None))
+
+
+def test_a_known_model_may_be_named_twice_and_not_two_of_them(capsys, tmp_path, monkeypatch):
+    assert step.parse(["--model", "mamba2-2.7b", "--shape", "Mamba-2-2.7B", "--layers", "1"]).shape == "Mamba-2-2.7B"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen3-8B").mkdir()
+    assert step.parse(["--model", "Qwen3-8B"]).model == "Qwen3-8B"  # a directory is that of a checkpoint
+    for words, message in (
+        (
+            ["--model", "Llama-3.1-8B", "--shape", "Qwen3-30B-A3B"],
+            "--shape must be left out or name the same as --model",
+        ),
+        (["--shape", "gpt"], "--shape must be the name of a known model (Qwen3-Next-80B-A3B, "),
+        (["--model", "Qwen3-30B-A3B"], "a random model of full size needs a GPU"),
+        (["--model", "Llama-3.1-8B", "--dim", "8"], "--model Llama-3.1-8B: dim must not be given"),
+        (
+            ["--shape", "Granite-4.0-Micro", "--heads", "8"],
+            "heads must not be given for Granite-4.0-Micro, which has none",
+        ),
+        (["--model", "Qwen3-30B-A3B", "--experts", "4"], "--model Qwen3-30B-A3B: chosen must be in [1, 4]"),
+    ):
+        with pytest.raises(SystemExit):
+            step.parse(words)
+        assert message in capsys.readouterr().err
+
+
+def test_of_fewer_layers_a_model_has_the_first_and_one_of_each_kind():
+    kinds = [random_model.configuration("Nemotron-H-8B", layers=n).source.layers_block_type for n in (2, 3, 4, 8)]
+    mamba, mlp, attention = "linear_attention", "mlp", "full_attention"
+    assert kinds == [
+        (mamba, attention),
+        (mamba, mlp, attention),
+        (mamba, mlp, mamba, attention),
+        (*[mamba, mlp] * 3, mamba, attention),
+    ]
+    assert random_model.configuration(layers=40).source.layer_types[3::4] == (attention,) * 10
+
+
+EXPERTS = {"layers": 2, "hidden": 32, "vocabulary": 64, "heads": 2, "key_heads": 1, "dim": 8, "attention_heads": 2}
+EXPERTS |= {"kv_heads": 1, "attention_dim": 8, "experts": 8, "chosen": 2, "expert_ffn": 16}
+
+
+def test_the_bytes_of_experts_are_those_of_as_many_as_are_touched(rng):
+    config = random_model.configuration("Qwen3.5-35B-A3B", **EXPERTS)
+    lm = random_model.random_model(config, jnp.dtype("float32"))
+    known = step_parts.matrices(lm)
+    assert {shape: count for shape, count in known.items() if len(shape) == 3} == {(8, 2 * 16, 32): 2, (8, 32, 16): 2}
+    assert known[64, 32] == 1  # the head, and not the embedding
+    routed = 4 * 2 * 8 * 3 * 16 * 32
+    every = 4 * sum(p[...].size for name, p in named_parameters(lm.model).items() if name != "embed_tokens")
+    assert step_parts.weight_bytes(lm) == every
+    for tokens, touched in ((1, 2.0), (2, 8 * (1 - 0.75**2)), (1000, 8.0)):
+        np.testing.assert_allclose(step_parts.weight_bytes(lm, tokens), every - routed * (1 - touched / 8))
+    draws = [len({*np.concatenate([rng.permutation(8)[:2] for _ in range(3)])}) for _ in range(4000)]
+    router = config.layers[0].feed_forward.router
+    np.testing.assert_allclose(np.mean(draws), 8 * step_parts.share_touched(router, 3), rtol=0.03)
+
+
+def test_products_with_the_matrices_of_experts_are_known_by_all_of_them():
+    known = {(8, 32, 16): 2, (16, 32): 1}
+    ran = [product("mlp", (12, 16), (8, 32, 16), (8,)), product("mlp", (12, 32), (8, 16, 32), (8,), us=5.0)]
+    found = step_parts.products([*ran, product("mlp", (4, 16), (16, 32))], known, 4, 1)
+    assert found["products_ms"] == pytest.approx({"mlp": 0.025})
+    assert {"out": 32, "in": 16, "count": 2, "us": 7.5, "experts": 8} in found["products"]
+
+
+@pytest.mark.slow
+def test_a_run_of_a_model_with_experts_counts_those_that_are_touched(tmp_path):
+    sizes = [word for name, size in EXPERTS.items() for word in ("--" + name.replace("_", "-"), str(size))]
+    words = (
+        "--model Qwen3.5-35B-A3B --batches 3 --context 9 --steps 4 --limit 4 --dtype float32 --forms buffered --peers"
+    )
+    path = tmp_path / "step.json"
+    assert step.main([*words.split(), *sizes, "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    (row,) = record["figures"]
+    assert record["torch"] == [] and row["torch_ms"] is None
+    lm = random_model.random_model(random_model.configuration("Qwen3.5-35B-A3B", **EXPERTS), jnp.dtype("float32"))
+    np.testing.assert_allclose(row["bytes"]["weights"], step_parts.weight_bytes(lm, 3))
+    assert row["all_experts_bytes"] == step_parts.weight_bytes(lm) > row["bytes"]["weights"]
 
 
 def gigabytes(config) -> float:
@@ -318,12 +424,23 @@ def test_the_model_that_repeats_its_newest_token_does():
     assert np.argmax(random_model.repeating_model(lm).logits(tokens), axis=-1).tolist() == tokens.tolist()
 
 
+def test_devices_that_experts_can_not_share_are_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "devices", lambda *given: [None] * 4)
+    with pytest.raises(SystemExit):
+        step.parse(["--model", "demo", "--devices", "1,3", "--expert-devices", "2"])
+    assert "--devices must be multiples of --expert-devices (2), got 3" in capsys.readouterr().err
+
+
 def test_a_run_that_could_not_end_ends_before_it_begins(tmp_path, capsys):
     for words, message in (
         ([], "a random model of full size needs a GPU, this is a cpu"),
         (
             ["--model", "demo", "--devices", "1,999"],
             f"--devices must be at most {len(jax.devices())}, the devices that",
+        ),
+        (
+            ["--model", "demo", "--devices", "1", "--expert-devices", "2"],
+            "--expert-devices must be at most 1, --devices, got 2",
         ),
         (["--model", "demo", "--kernels", str(tmp_path / "none.json")], "--kernels must be the JSON of jaxbuf bench"),
         (["--model", "demo", "--drafts", "4", "--accepted", "6"], "--accepted must be at most 5, 1 + --drafts, got 6"),

@@ -569,3 +569,14 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     ),
     "the_tiny_program_runs": lambda rng: tiny(),
 }
+# Those of whole models, by the family: jaxbuf/models/checked.json notes them.
+OF_FAMILY: dict[str, str] = dict.fromkeys(
+    (
+        "no_pool_sized_write_in_the_program_of_two_layers",
+        "no_pool_sized_write_in_the_program_of_the_demo_model",
+        "greedy_tokens_of_two_layers_are_those_without_kernels",
+        "greedy_tokens_of_the_demo_model_are_those_without_kernels",
+        "a_random_qwen3_5_4b_generates_as_without_kernels",
+    ),
+    "qwen3_5",
+)

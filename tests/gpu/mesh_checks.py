@@ -158,3 +158,4 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
         lambda rng: check_tokens(random(vocabulary=64), "ngram")
     ),
 }
+OF_FAMILY: dict[str, str] = dict.fromkeys(CHECKS, "qwen3_5")

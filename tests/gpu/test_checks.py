@@ -3,6 +3,7 @@
 On a machine with a GPU: `JAX_PLATFORMS=cuda,cpu python3 -m pytest tests/gpu`, or `scripts/check_gpu` without pytest.
 """
 
+import json
 import os
 import runpy
 import subprocess
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.models.checked import read_checks
+from jaxbuf.models.families import families
 from jaxbuf.pallas.dispatch import unserved
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import GenerationResult
@@ -23,19 +26,49 @@ from tests.gpu.program import pool_sized_writes
 
 NO_HOPPER = unserved("extend", "gpu", resolve_target(None)) is not None
 ON_ONE = checks.CHECKS | layer_checks.CHECKS
+OF_FAMILY = checks.OF_FAMILY | mesh_checks.OF_FAMILY
+
+
+def marked(names):
+    """The names as parameters, those of a family's models with the mark of the family."""
+    return [
+        pytest.param(n, marks=pytest.mark.checks("gpu", family=OF_FAMILY[n]) if n in OF_FAMILY else ()) for n in names
+    ]
+
+
 TINY = RecurrenceSpec(heads=2, key_heads=1, key_dim=8, value_dim=8)
 
 
 @pytest.mark.skipif(NO_HOPPER, reason="needs an NVIDIA Hopper GPU")
-@pytest.mark.parametrize("name", ON_ONE)
+@pytest.mark.parametrize("name", marked(ON_ONE))
 def test_on_a_gpu(name, rng):
     ON_ONE[name](rng)
 
 
 @pytest.mark.skipif(NO_HOPPER or len(jax.devices()) < mesh_checks.DEVICES, reason="needs two NVIDIA Hopper GPUs")
-@pytest.mark.parametrize("name", mesh_checks.CHECKS)
+@pytest.mark.parametrize("name", marked(mesh_checks.CHECKS))
 def test_on_two_gpus(name, rng):
     mesh_checks.CHECKS[name](rng)
+
+
+def test_what_a_run_on_a_gpu_wrote_is_noted_as_the_tests_of_the_family(tmp_path, capsys, monkeypatch):
+    ran = {"greedy_tokens_of_two_layers_are_those_without_kernels": False, "the_tiny_program_runs": True, "gone": True}
+    ran[next(iter(mesh_checks.CHECKS))] = True
+    record = {"date": "2026-01-02", "device": "NVIDIA H200", "versions": {"jax": "1"}}
+    (tmp_path / "ran.json").write_text(
+        json.dumps(record | {"checks": {name: {"holds": holds} for name, holds in ran.items()}})
+    )
+    scripts = Path(__file__).parent.parent.parent / "scripts"
+    monkeypatch.syspath_prepend(scripts)
+    note = runpy.run_path(str(scripts / "check_gpu"))["note"]
+    assert note([tmp_path / "ran.json"], tmp_path / "checked.json") == 0
+    found = {check.function.split("::")[1]: check for check in read_checks(tmp_path / "checked.json")}
+    assert {name: check.passed for name, check in found.items()} == {"test_on_a_gpu": False, "test_on_two_gpus": True}
+    for check in found.values():
+        assert (check.family, check.kind, check.date) == ("qwen3_5", "gpu", "2026-01-02")
+        assert check.on == {"jax": "1", "device": "NVIDIA H200"}
+    assert "noted 2 checks of families" in capsys.readouterr().out
+    assert OF_FAMILY.keys() <= (ON_ONE | mesh_checks.CHECKS).keys() and {*OF_FAMILY.values()} <= families().keys()
 
 
 def test_the_comparison_with_xla_runs_and_finds_no_error_of_xla(rng):

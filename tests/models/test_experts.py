@@ -1,5 +1,7 @@
 """Routing and experts against a definition in float64, token by token and expert by expert."""
 
+import dataclasses
+import functools
 from functools import partial
 
 import jax
@@ -8,9 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxbuf.models.config import MLP, SquaredReluMLP
+import jaxbuf.models.experts as experts_module
+from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, SquaredReluMLP
 from jaxbuf.models.experts import Experts, Router, mixture
-from jaxbuf.models.layers import named_parameters, normal, replace_parameters
+from jaxbuf.models.layers import Norm, named_parameters, normal, replace_parameters
+from jaxbuf.models.loading.sharding import held_ranges
 
 HIDDEN, ROWS, TIME, TOLERANCE = 20, 3, 7, 1e-5
 ROUTERS = {
@@ -31,6 +35,7 @@ FORMS = {
     "shared, gated": {"shared": MLP(8, fused=True), "shared_gate": True},
     "without a gate": {"gated": False, "shared": SquaredReluMLP(12, bias=True)},
     "latent": {"gated": False, "latent": 10},
+    "latent, biased": {"gated": False, "latent": 10, "latent_bias": True, "shared": SquaredReluMLP(12)},
 }
 
 
@@ -59,7 +64,7 @@ def expected(experts, parameters, x):
     out = np.zeros_like(x)
     for place in np.ndindex(x.shape[:2]):
         token = x[place]
-        read = p["latent_in"] @ token if experts.latent else token
+        read = p["latent_in"] @ token + p.get("latent_in_bias", 0) if experts.latent else token
         total = np.zeros_like(read)
         for expert, weight in route(experts.router, p["router"] @ token, p.get("router_bias")):
             if experts.gated:
@@ -68,7 +73,7 @@ def expected(experts, parameters, x):
             else:
                 inner = np.maximum(p["up_proj"][expert] @ read, 0) ** 2
             total += weight * (p["down_proj"][expert] @ inner)
-        out[place] = p["latent_out"] @ total if experts.latent else total
+        out[place] = p["latent_out"] @ total + p.get("latent_out_bias", 0) if experts.latent else total
         out[place] += shared_part(experts, p, token)
     return out
 
@@ -77,8 +82,8 @@ def shared_part(experts, p, token):
     if experts.shared is None:
         return 0.0
     if isinstance(experts.shared, SquaredReluMLP):
-        inner = np.maximum(p["shared.up_proj"] @ token + p["shared.up_bias"], 0) ** 2
-        out = p["shared.down_proj"] @ inner + p["shared.down_bias"]
+        inner = np.maximum(p["shared.up_proj"] @ token + p.get("shared.up_bias", 0), 0) ** 2
+        out = p["shared.down_proj"] @ inner + p.get("shared.down_bias", 0)
     else:
         both = p.get("shared.gate_up_proj")
         both = np.concatenate([p["shared.gate_proj"], p["shared.up_proj"]]) if both is None else both
@@ -186,38 +191,105 @@ def test_half_precision_sums_in_float32(rng):
     assert error(found, np.asarray(known, np.float64)) < 1e-2
 
 
-@pytest.mark.parametrize("form", ["shared, gated", "without a gate", "latent"])
-def test_devices_add_up_to_the_whole(form, rng):
-    """What each of two devices has of it, computed one after the other: the sum is what one device gives."""
+def on_device(parameters, places):
+    """What a device has; `places` gives its number along each axis of a mesh and how many there are."""
+    values = []
+    for param in named_parameters(parameters).values():
+        value = param[...]
+        for axis, parts in enumerate(param.axes):
+            if parts:
+                device, devices = places["expert" if parts[0].kind == "experts" else "tensor"]
+                ranges = [np.arange(start, stop) for start, stop in held_ranges(parts, device, devices)]
+                value = jnp.take(value, np.concatenate(ranges), axis=axis, mode="clip")
+        values.append(value)
+    return replace_parameters(parameters, values)
+
+
+@pytest.mark.parametrize(
+    ("form", "axis", "devices"),
+    [(form, "tensor", 2) for form in ("shared, gated", "without a gate", "latent", "latent, biased")]
+    + [("plain", "expert", 6), ("shared, gated", "expert", 2), ("without a gate", "expert", 3)],
+)
+def test_devices_add_up_to_the_whole(form, axis, devices, rng):
+    """What each device has of it, computed one after the other: the sum is what one device gives."""
     experts = Experts(Router(6, 2), 6, **FORMS[form])
     parameters, x = made(experts, rng), jnp.asarray(rng.standard_normal((1, TIME, HIDDEN)), jnp.float32)
-    spread = experts.spread(2)
-    assert (spread.size, spread.devices) == (3, 2)
-    halves = []
-    for device in range(2):
-        values = []
-        for param in named_parameters(parameters).values():
-            value = param[...]
-            for axis, parts in enumerate(param.axes):
-                if parts:
-                    ranges, start = [], 0
-                    for part in parts:
-                        blocks = part.blocks(device, 2)
-                        ranges.append(jnp.arange(start + blocks.start, start + blocks.stop))
-                        start += part.length
-                    value = jnp.take(value, jnp.concatenate(ranges), axis=axis)
-            values.append(value)
-        halves.append(replace_parameters(parameters, values))
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *halves)
-    found = jax.vmap(spread, in_axes=(0, None), axis_name="tensor")(stacked, x)
+    alone = {"tensor": 1, "expert": 1}
+    spread = experts.spread(*(alone | {axis: devices}).values())
+    if axis == "tensor":
+        assert (spread.size, spread.devices, spread.expert_devices) == (3, 2, 1)
+    else:
+        assert (spread.size, spread.devices, spread.expert_devices) == (6, 1, devices)
+    parts = [on_device(parameters, dict.fromkeys(alone, (0, 1)) | {axis: (i, devices)}) for i in range(devices)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    found = jax.vmap(spread, in_axes=(0, None), axis_name=axis)(stacked, x)
     known = experts(parameters, x)
     for each in found:
         np.testing.assert_allclose(each, known, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["some", "none", "all"])
+def test_what_products_give_outside_the_groups_reaches_no_token_and_no_gradient(kind, rng, monkeypatch):
+    """Of experts elsewhere the rows are in no group, where a product may leave anything: here, and in the gradient of
+    its input, not-a-numbers. The sum over three devices is what one gives."""
+
+    @jax.custom_vjp
+    def product(x, weights, groups):
+        return spoil(ragged_dot(x, weights, groups), groups)
+
+    def spoil(rows, groups):
+        return jnp.where((jnp.arange(len(rows)) < jnp.sum(groups))[:, None], rows, jnp.nan)
+
+    def forward(x, weights, groups):
+        return product(x, weights, groups), (x, weights, groups)
+
+    def backward(kept, gradient):
+        x, weights, groups = kept
+        _, pull = jax.vjp(lambda x, weights: ragged_dot(x, weights, groups), x, weights)
+        dx, dweights = pull(gradient)
+        return spoil(dx, groups), dweights, None
+
+    ragged_dot = experts_module._ragged
+    product.defvjp(forward, backward)
+    x, first, second = (0.3 * rng.standard_normal(shape) for shape in ((9, 8), (6, 10, 8), (6, 8, 5)))
+    x, first, second = (jnp.asarray(each, jnp.float32) for each in (x, first, second))
+    drawn = {"some": (0, 6), "none": (0, 2), "all": (2, 4)}[kind]  # the second device has experts 2 and 3
+    chosen = jnp.asarray(rng.integers(*drawn, (9, 2)), jnp.int32)
+    weights = jnp.asarray(rng.random((9, 2)), jnp.float32)
+    parts = [(begin, slice(begin, begin + 2)) for begin in (0, 2, 4)]
+
+    def whole(x, first, second, weights):
+        return mixture(x, first, second, chosen, weights)
+
+    def added(x, first, second, weights):
+        each = [mixture(x, first[here], second[here], chosen, weights, begin=begin) for begin, here in parts]
+        return functools.reduce(jnp.add, each)
+
+    def results(function):
+        value, pull = jax.vjp(function, x, first, second, weights)
+        return [value, *pull(jnp.cos(value))]
+
+    known = results(whole)
+    monkeypatch.setattr(experts_module, "_ragged", product)
+    for mine, theirs in zip(results(added), known, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
 def test_what_devices_do_not_divide_is_on_all_of_them():
     experts = Experts(Router(6, 2), 5, shared=MLP(8)).spread(2)
     assert (experts.size, experts.devices, experts.shared) == (5, 1, MLP(4, devices=2))
+
+
+def test_experts_that_devices_do_not_divide():
+    words = r'the experts \(6\) must be a multiple of the mesh axis "expert" \(4\)'
+    with pytest.raises(ValueError, match=words):
+        Experts(Router(6, 2), 5).spread(1, 4)
+    layers = [LayerConfig((), each, None) for each in (MLP(8), Experts(Router(6, 2), 5))]
+    dense, mixed = (ModelConfig("none", None, 8, 8, (layer,), Norm(1e-6), True) for layer in layers)
+    mesh = jax.sharding.AbstractMesh((4,), ("expert",))
+    with pytest.raises(ValueError, match=words):
+        _ = dataclasses.replace(mixed, mesh=mesh).on_device
+    assert dataclasses.replace(dense, mesh=mesh).on_device == dense, "without experts devices do the same"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What families read of a config.json beside the numbers that parity fixtures have: older files, and refusals."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -9,10 +8,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxbuf.attention.rotary import Llama3Scaling, Rotary, YarnScaling
+from jaxbuf.models.config import SquaredReluMLP
+from jaxbuf.models.experts import Router
 from jaxbuf.models.families import config_from_dict, config_json, families
 from jaxbuf.models.language_model import load
-from jaxbuf.planning.model_sizes import NAMED, from_config
+from jaxbuf.models.layers import named_parameters
 
+FULL = "full_attention"
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -55,6 +57,19 @@ def described(name, **changes):
         ("llama_plain", {"num_attention_heads": 5}, r"num_attention_heads \(5\) must be a multiple of"),
         ("llama_plain", {"head_dim": 7}, "head_dim must be even"),
         ("llama_plain", {"intermediate_size": 2**31 - 1}, r"at most 2\*\*40 elements"),
+        (
+            "qwen2_plain",
+            {"use_sliding_window": True},
+            r"use_sliding_window must be False \(layers with a sliding window are not served\), got True",
+        ),
+        (
+            "qwen2_plain",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types must be .* \(layers with a sliding window are not served\), got",
+        ),
+        ("qwen2_plain", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ("qwen2_plain", {"num_attention_heads": 5, "head_dim": 8}, r"num_attention_heads \(5\) must be a multiple of"),
+        ("qwen2_plain", {"rope_scaling": {"rope_type": "yarn"}}, "lacks rope_scaling.factor"),
         ("qwen3_plain", {"use_sliding_window": True}, "use_sliding_window must be False, got True"),
         ("qwen3_plain", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be"),
         ("qwen3_plain", {"rope_scaling": {"rope_type": "yarn"}}, "lacks rope_scaling.factor"),
@@ -80,7 +95,25 @@ def described(name, **changes):
         ("mamba2_plain", {"time_step_limit": [1.0, 0.5]}, "time_step_limit must be two numbers"),
         ("mamba2_plain", {"time_step_limit": "inf"}, "time_step_limit must be two numbers"),
         ("mamba2_plain", {"conv_kernel": 1}, r"conv_kernel must be a whole number in \[2"),
-        ("nemotron_h_plain", {"layers_block_type": ["mamba", "moe"], "num_hidden_layers": 2}, r'experts \("moe"\)'),
+        ("nemotron_h_moe_plain", {"n_shared_experts": 2}, "n_shared_experts must be 1, got 2"),
+        (
+            "nemotron_h_moe_plain",
+            {"n_routed_experts": 2**20},
+            r"n_routed_experts must be a whole number in \[1, 16384\]",
+        ),
+        ("nemotron_h_moe_plain", {"num_experts_per_tok": 7}, r"num_experts_per_tok must be a whole number in \[1, 6\]"),
+        ("nemotron_h_moe_plain", {"n_group": 4}, r"n_routed_experts \(6\) must be a multiple of n_group \(4\)"),
+        ("nemotron_h_moe_plain", {"n_group": 6}, r"n_routed_experts \(6\) must be at least 2 times n_group \(6\)"),
+        ("nemotron_h_moe_full", {"topk_group": 5}, r"topk_group must be a whole number in \[1, 4\], got 5"),
+        (
+            "nemotron_h_moe_full",
+            {"num_experts_per_tok": 7},
+            r"num_experts_per_tok \(7\) must be at most topk_group \(2\) times the 3 experts of a group",
+        ),
+        ("nemotron_h_moe_full", {"moe_latent_size": 0}, "moe_latent_size must be a whole number"),
+        ("nemotron_h_moe_full", {"moe_intermediate_size": 2**31 - 1}, r"at most 2\*\*40 elements"),
+        ("nemotron_h_moe_full", {"moe_latent_size": 2**31 - 1}, r"at most 2\*\*40 elements"),
+        ("nemotron_h_moe_full", {"routed_scaling_factor": None}, "routed_scaling_factor must be a finite number"),
         ("nemotron_h_plain", {"layers_block_type": ["mamba", "linear"]}, "layers_block_type must be made of 'mamba'"),
         (
             "nemotron_h_plain",
@@ -89,6 +122,7 @@ def described(name, **changes):
         ),
         ("nemotron_h_plain", {"num_hidden_layers": 4}, "layers_block_type has 5 layers, num_hidden_layers is 4"),
         ("nemotron_h_plain", {"layers_block_type": ["mlp"]}, "must be a Mamba-2 or an attention layer"),
+        ("nemotron_h_moe_plain", {"layers_block_type": ["moe", "mlp"]}, "layer, all are MLPs or experts"),
         ("nemotron_h_plain", {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be 'relu2', got 'silu'"),
         ("nemotron_h_plain", {"attention_bias": True}, "attention_bias must be False, got True"),
         ("nemotron_h_plain", {"sliding_window": 512}, "sliding_window must be None, got 512"),
@@ -104,14 +138,54 @@ def described(name, **changes):
         ("falcon_h1_plain", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type must be 'default', got 'yarn'"),
         (
             "granitemoehybrid_plain",
-            {"num_local_experts": 62},
-            r"must be 0 \(routed experts are not served",
+            {"num_local_experts": -1},
+            r"num_local_experts must be a whole number in \[0, 16384\]",
         ),
+        ("granitemoehybrid_moe_plain", {"num_experts_per_tok": 7}, r"must be a whole number in \[1, 6\], got 7"),
+        ("granitemoehybrid_moe_plain", {"intermediate_size": 2**31 - 1}, r"at most 2\*\*40 elements"),
         ("granitemoehybrid_plain", {"position_embedding_type": "alibi"}, "position_embedding_type must be one of"),
         ("granitemoehybrid_plain", {"layer_types": ["mamba", "mlp"]}, r"layer_types must be 2 \(num_hidden_layers\)"),
         ("granitemoehybrid_plain", {"logits_scaling": 0}, "logits_scaling must be a finite number above 0"),
         ("granitemoehybrid_full", {"mamba_n_groups": 4}, r"mamba_n_heads \(6\) must be a multiple of mamba_n_groups"),
         ("granitemoehybrid_full", {"normalization_function": "layernorm"}, "normalization_function must be 'rmsnorm'"),
+        ("olmo_hybrid_plain", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        (
+            "olmo_hybrid_plain",
+            {"layer_types": ["linear_attention"]},
+            r"must be a list of 2 \(num_hidden_layers\) out of",
+        ),
+        ("olmo_hybrid_plain", {"layer_types": ["linear_attention", "mamba"]}, "layer_types must be a list of 2"),
+        ("olmo_hybrid_plain", {"head_dim": 7}, "head_dim must be even"),
+        ("olmo_hybrid_plain", {"linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval must be true or false"),
+        ("olmo_hybrid_plain", {"linear_num_key_heads": 4}, r"linear_num_value_heads \(6\) must be a multiple of"),
+        ("olmo_hybrid_plain", {"linear_conv_kernel_dim": 1}, r"linear_conv_kernel_dim must be a whole number in \[2"),
+        ("kimi_linear_plain", {"mla_use_nope": False}, "mla_use_nope must be True, got False"),
+        (
+            "kimi_linear_plain",
+            {"moe_router_activation_func": "softmax"},
+            "moe_router_activation_func must be 'sigmoid'",
+        ),
+        ("kimi_linear_plain", {"num_key_value_heads": 1}, "num_key_value_heads must be 3, got 1"),
+        ("kimi_linear_plain", {"mlp_layer_types": ["dense", "sparse"]}, r"must be a list of 3 \(num_hidden_layers\)"),
+        ("kimi_linear_plain", {"tie_word_embeddings": True}, "tie_word_embeddings must be False, got True"),
+        (
+            "kimi_linear_plain",
+            {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2]}},
+            r"linear_attn_config.kda_layers and linear_attn_config.full_attn_layers must have each layer from 1 to 3",
+        ),
+        (
+            "kimi_linear_full",
+            {"num_experts_per_token": 5},
+            r"num_experts_per_tok \(5\) must be at most topk_group \(2\)",
+        ),
+        ("bailing_hybrid_plain", {"q_lora_rank": 1536}, "q_lora_rank must be None, got 1536"),
+        ("bailing_hybrid_plain", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, got 7"),
+        ("bailing_hybrid_full", {"kda_lower_bound": 1.0}, "kda_lower_bound must be a finite number of at most 0"),
+        (
+            "bailing_hybrid_full",
+            {"num_expert_group": 3},
+            r"num_local_experts \(8\) must be a multiple of n_group \(3\)",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused(name, changes, message):
@@ -197,106 +271,75 @@ def test_layers_of_nemotron_h_by_letters_or_by_names():
     ):
         assert config_from_dict(data | changes) == config
     assert [len(layer.mixers) for layer in config.layers] == [1, 0, 1, 0, 0]
+    sparse = described("nemotron_h_moe_full")
+    letters = {"layers_block_type": None, "hybrid_override_pattern": "EM*-ME"}
+    assert config_from_dict(sparse | letters) == config_from_dict(sparse)
 
 
-NEMOTRON_H = {"model_type": "nemotron_h", "vocab_size": 131_072, "num_key_value_heads": 8, "n_groups": 8}
-FALCON_H1 = {"model_type": "falcon_h1", "num_key_value_heads": 2, "mamba_n_groups": 1, "tie_word_embeddings": False}
-GRANITE = {"model_type": "granitemoehybrid", "vocab_size": 100_352, "num_hidden_layers": 40, "num_local_experts": 0} | {
-    "num_key_value_heads": 8,
-    "shared_intermediate_size": 8192,
-    "tie_word_embeddings": True,
-}
-HYBRID = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256} | {
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "mtp_num_hidden_layers": 1,
-}
-QWEN3_MOE = {"model_type": "qwen3_moe", "vocab_size": 151_936, "num_key_value_heads": 4, "head_dim": 128} | {
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-}
-# Configurations of record, and the parameters of the published checkpoints, embedding and head counted.
-PUBLISHED = {
-    "Nemotron-3-Nano-4B": (
-        NEMOTRON_H
-        | {"hidden_size": 3136, "intermediate_size": 12_544, "num_attention_heads": 40, "head_dim": 128}
-        | {"mamba_num_heads": 96, "mamba_head_dim": 80, "ssm_state_size": 128}
-        | {"hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-"},
-        3.97e9,
-    ),
-    "Nemotron-H-8B": (
-        NEMOTRON_H
-        | {"hidden_size": 4096, "intermediate_size": 21_504, "num_attention_heads": 32, "attention_head_dim": 128}
-        | {"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128}
-        | {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"},
-        8.10e9,
-    ),
-    "Falcon-H1-0.5B": (
-        FALCON_H1
-        | {"vocab_size": 32_784, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 36}
-        | {"num_attention_heads": 8, "head_dim": 64}
-        | {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128},
-        0.5214e9,
-    ),
-    "Falcon-H1-7B": (
-        FALCON_H1
-        | {"vocab_size": 130_048, "hidden_size": 3072, "intermediate_size": 12_288, "num_hidden_layers": 44}
-        | {"num_attention_heads": 12, "head_dim": 128}
-        | {"mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_state": 256},
-        7.59e9,
-    ),
-    "Granite-4.0-H-Micro": (
-        GRANITE
-        | {"hidden_size": 2048, "num_attention_heads": 32, "mamba_n_heads": 64, "mamba_d_head": 64}
-        | {"mamba_d_state": 128, "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4},
-        3.19e9,
-    ),
-    "Granite-4.0-Micro": (
-        GRANITE
-        | {"hidden_size": 2560, "num_attention_heads": 40, "layer_types": ["attention"] * 40}
-        | {"position_embedding_type": "rope"},
-        3.40e9,
-    ),
-    "Qwen3-30B-A3B": (
-        QWEN3_MOE
-        | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32}
-        | {"moe_intermediate_size": 768},
-        30_532_122_624,
-    ),
-    "Qwen3-235B-A22B": (
-        QWEN3_MOE
-        | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 94, "num_attention_heads": 64}
-        | {"moe_intermediate_size": 1536},
-        235_093_634_560,
-    ),
-    "Qwen3-Next-80B-A3B": (
-        HYBRID
-        | {"model_type": "qwen3_next", "vocab_size": 151_936, "intermediate_size": 5120, "num_hidden_layers": 48}
-        | {"num_experts": 512, "num_experts_per_tok": 10},
-        81_324_862_720,  # with the MTP layer
-    ),
-    "Qwen3.5-35B-A3B": (
-        HYBRID
-        | {"model_type": "qwen3_5_moe_text", "vocab_size": 248_320, "num_hidden_layers": 40}
-        | {"num_experts": 256, "num_experts_per_tok": 8},
-        35_951_822_704 - 446_571_248,  # with the MTP layer, without the vision tower
-    ),
-}
+def test_facts_of_experts_count_where_layers_have_some():
+    """Configurations of dense models have them, too, and what is written does not."""
+    for name, fact in (("nemotron_h_plain", "n_routed_experts"), ("granitemoehybrid_plain", "num_experts_per_tok")):
+        config = config_from_dict(described(name))
+        assert config == config_from_dict(described(name, **{fact: 3})) and fact not in config_json(config)
+    for name, fact in (
+        ("nemotron_h_moe_plain", "n_routed_experts"),
+        ("granitemoehybrid_moe_plain", "intermediate_size"),
+    ):
+        assert config_from_dict(described(name)) != config_from_dict(described(name, **{fact: 3}))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_full_sizes_have_the_parameters_of_the_published_checkpoints(name):
-    data, expected = PUBLISHED[name]
-    sizes = from_config(config_from_dict(data), name)
-    assert sizes.parameter_bytes("float32") / 4 == pytest.approx(expected, rel=0.005)
-    if name in NAMED:
-        of_record = dataclasses.replace(NAMED[name], config=sizes.config, parameters=None)
-        assert of_record == sizes
+def test_what_experts_take_where_a_configuration_says_nothing():
+    """What transformers takes."""
+    names = [
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "norm_topk_prob",
+    ]
+    names += ["moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size", "n_shared_experts"]
+    data = {name: value for name, value in described("nemotron_h_moe_full").items() if name not in names}
+    experts = config_from_dict(data).layers[0].feed_forward
+    assert experts.router == Router(8, 2, scores="sigmoid", bias=True)
+    assert (experts.size, experts.shared, experts.latent) == (7688, SquaredReluMLP(7688, bias=True), None)
+    names = ["num_local_experts", "num_experts_per_tok", "intermediate_size"]
+    data = {name: value for name, value in described("granitemoehybrid_moe_full").items() if name not in names}
+    experts = config_from_dict(data).layers[0].feed_forward
+    assert (experts.router, experts.size) == (Router(8, 2), 11_008)
+
+
+def test_sizes_and_positions_of_olmo_hybrid_that_are_null():
+    """Sizes follow from others; a base that is null says that nothing is turned, positions that are null do not."""
+    data = described("olmo_hybrid_plain")
+    names = [f"linear_{what}" for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
+    assert config_from_dict(data | dict.fromkeys([*names, "layer_types", "head_dim"])).source.layer_types[1] == FULL
+    assert config_from_dict(data | dict.fromkeys(names)) == config_from_dict(data)
+    full = described("olmo_hybrid_full")
+    for changes, theta in (
+        ({}, None),
+        ({"rope_parameters": None}, 1e4),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": None, "rope_theta": None}, None),
+    ):
+        config = config_from_dict(full | changes)
+        rotary = config.layers[0].mixers[0].rotary
+        assert (config.source.rope_theta, rotary and rotary.theta) == (theta, theta)
+
+
+def test_norms_of_olmo_hybrid_under_their_other_names(tmp_path):
+    """In files that transformers wrote, and in the first released ones."""
+    source = FIXTURES / "olmo_hybrid_full" / "checkpoint"
+    tensors, renamed = load_file(source / "model.safetensors"), {}
+    others = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+    for name, tensor in tensors.items():
+        part = name.split(".")[-2]
+        renamed[name.replace(part, others.get(part, part))] = tensor
+    assert len(renamed.keys() - tensors.keys()) == 6
+    save_file(renamed, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    given, found = (named_parameters(load(folder).model) for folder in (source, tmp_path))
+    assert all(np.array_equal(value[...], found[path][...]) for path, value in given.items())
 
 
 def test_frequencies_that_older_files_hold_are_not_read(tmp_path):
@@ -313,3 +356,79 @@ def test_a_configuration_survives_its_file(name):
     config = config_from_dict(described(name))
     assert config.family in families() and config.source.model() == config
     assert config_from_dict(json.loads(json.dumps(config_json(config)))) == config
+
+
+def test_layers_of_kimi_linear_by_numbers_by_names_or_by_neither():
+    """Released files have numbers from 1 on; names count where there are both."""
+    data = described("kimi_linear_plain") | {"num_hidden_layers": 6, "mlp_layer_types": None, "layer_types": None}
+    numbered = {"linear_attn_config": {"kda_layers": [1, 3, 4, 6], "full_attn_layers": [2, 5]}}
+    for changes, full in (
+        (numbered, [1, 4]),
+        ({}, [4]),
+        (numbered | {"layer_types": [FULL] + ["linear_attention"] * 5}, [0]),
+    ):
+        config = config_from_dict(data | changes)
+        assert [number for number, kind in enumerate(config.source.layer_types) if kind == FULL] == full
+        assert config.source.mlp_layer_types == ("dense", *["sparse"] * 5)
+    sizes = {"num_heads": 5, "head_dim": 14, "short_conv_kernel_size": 3}
+    spec = config_from_dict(data | {"linear_attn_config": sizes}).spec
+    assert (spec.heads, spec.key_heads, spec.key_dim, spec.value_dim) == (5, 5, 14, 14)
+
+
+def test_mlps_of_kimi_linear_under_the_names_that_transformers_writes(tmp_path):
+    source = FIXTURES / "kimi_linear_full" / "checkpoint"
+    tensors = load_file(source / "model.safetensors")
+    renamed = {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in tensors.items()}
+    assert len(renamed.keys() - tensors.keys()) == 3
+    save_file(renamed, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    given, found = (named_parameters(load(folder).model) for folder in (source, tmp_path))
+    assert all(np.array_equal(value[...], found[path][...]) for path, value in given.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("kimi_linear_plain", (2.446, 1, 1, 1e-5, 1_048_576, 32, 128, 4)),
+        ("bailing_hybrid_plain", (2.5, 8, 4, 1e-6, 262_144, 3, 128, 4)),
+    ],
+)
+def test_what_kimi_linear_and_ling_take_where_a_configuration_says_nothing(name, expected):
+    absent = ("routed_scaling_factor", "num_expert_group", "topk_group", "rms_norm_eps", "model_max_length")
+    absent += ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "head_dim", "short_conv_kernel_size")
+    data = described(name) | {"num_experts": 16}
+    source = config_from_dict({key: value for key, value in data.items() if key not in absent}).source
+    names = ("routed_scaling_factor", "n_group", "topk_group", "rms_norm_eps", "max_position_embeddings")
+    names += ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    assert tuple(getattr(source, name) for name in names) == expected
+
+
+def test_the_base_of_lings_positions_is_its_own_where_none_is_given():
+    data = {key: value for key, value in described("bailing_hybrid_full").items() if key != "rope_theta"}
+    for described_as, theta in (({}, 6e6), ({"rope_parameters": {"rope_type": "default"}}, 6e6)):
+        found = config_from_dict({**data, "rope_parameters": None, **described_as})
+        assert found.source.rope_theta == theta
+    heads = {"linear_num_heads": 2, "linear_conv_kernel_dim": 5}
+    source = config_from_dict(data | heads).source
+    assert (source.linear_num_heads, source.linear_conv_kernel_dim) == (2, 5)
+
+
+def test_sizes_of_ling_under_both_of_their_names():
+    """Released files say head_dim for the recurrent heads; transformers writes another number there."""
+    data = described("bailing_hybrid_full")
+    written = data | {"head_dim": data["qk_rope_head_dim"], "linear_head_dim": data["head_dim"]}
+    others = {"num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok"}
+    others |= {"num_expert_group": "n_group", "moe_renormalize": "norm_topk_prob"}
+    renamed = {others.get(name, name): value for name, value in data.items()}
+    assert len(renamed.keys() - data.keys()) == len(others)
+    assert config_from_dict(written) == config_from_dict(renamed) == config_from_dict(data)
+
+
+def test_a_layer_of_ling_that_predicts_further_tokens_is_not_read(tmp_path):
+    source = FIXTURES / "bailing_hybrid_full" / "checkpoint"
+    tensors = load_file(source / "model.safetensors")
+    further = "model.layers.3.eh_proj.weight", "model.layers.3.attention.dense.weight"
+    save_file(tensors | dict.fromkeys(further, tensors["lm_head.weight"]), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    given, found = (named_parameters(load(folder).model) for folder in (source, tmp_path))
+    assert all(np.array_equal(value[...], found[path][...]) for path, value in given.items())

@@ -11,11 +11,13 @@ import threading
 from pathlib import Path
 
 import chex
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 
 from jaxbuf.models.language_model import load
-from jaxbuf.models.loading.hub import parse_id
+from jaxbuf.models.loading.hub import download, parse_id
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "tests/fixtures/tied/checkpoint"
@@ -68,6 +70,20 @@ def cache(tmp_path, monkeypatch):
 )
 def test_what_is_an_id(source, parsed):
     assert parse_id(source) == parsed
+
+
+def test_weights_that_are_there_twice_are_taken_once(monkeypatch):
+    """As in Mistral's repositories, which have them in transformers' layout and in their own."""
+    files = ["config.json", "consolidated.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin"]
+    files += ["model.safetensors.index.json", "tokenizer.json", "README.md"]
+
+    def snapshot(repository, *, revision, allow_patterns, ignore_patterns):
+        kept = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        return "/" + " ".join(kept)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    kept = "config.json model-00001-of-00002.safetensors model.safetensors.index.json tokenizer.json"
+    assert str(download("org/name")) == "/" + kept
 
 
 def test_an_id_in_the_cache_is_its_directory(cache):

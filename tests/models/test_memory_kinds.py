@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxbuf.attention.rotary import Rotary
 from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.models import decoder
 from jaxbuf.models.config import ATTENTION, RECURRENCE, LayerConfig, ModelConfig
 from jaxbuf.models.families import llama, mamba2
 from jaxbuf.models.layers import Norm, linear, parameter
+from jaxbuf.models.mixers.latent_attention import LatentAttention
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from tests.models.test_cache import CONFIG
@@ -59,6 +61,14 @@ def without_convolution() -> ModelConfig:
     return dataclasses.replace(CONFIG, hidden_size=16, layers=(layer,) * 2, norm=norm, tied=True, mtp=None)
 
 
+def with_latents() -> ModelConfig:
+    """Layers that keep keys and values, and layers that keep latents, in one table of pages."""
+    config = LLAMA.model()
+    mixer = LatentAttention(4, 8, 4, 6, 10, Rotary(4, 1e4), head_gate=True, latent_eps=1e-2)
+    first, second = config.layers
+    return dataclasses.replace(config, layers=(first, dataclasses.replace(second, mixers=(mixer,))))
+
+
 class Case(NamedTuple):
     """A model, and pools that are too small in one way each."""
 
@@ -91,6 +101,7 @@ CASES = {
     "both": lambda: Case(CONFIG, ({"pages": 10}, {"states": 2}, {"blocks": 4}, SMALL)),
     "softmax": lambda: Case(LLAMA.model(), ({"pages": 10},)),
     "recurrence": lambda: Case(MAMBA2.model(), ({"states": 2}, {"blocks": 4})),
+    "latents": lambda: Case(with_latents(), ({"pages": 10},)),
     "no convolution": lambda: Case(without_convolution(), ({"states": 2, "blocks": 5},)),
 }
 _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -1,5 +1,6 @@
 """The MTP layer with a memory: always its plain forward over whole sequences, whatever was rejected before."""
 
+import dataclasses
 from functools import partial
 
 import chex
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.attention.rotary import Rotary
 from jaxbuf.models import decoder, mtp
 from jaxbuf.models.families.qwen3_5 import Config
+from jaxbuf.models.mixers.latent_attention import LatentAttention
 from jaxbuf.models.mtp import fork_mtp, init_mtp
 from tests.tiny import SIZES, abstract, changed, random_model
 
@@ -47,17 +50,24 @@ def model():
     return random_model(CONFIG)
 
 
-def new_memory():
-    return init_mtp(CONFIG, slots=SLOTS, capacity=TIME, max_pending=PENDING, page_size=4)
+def with_latents():
+    """The same model with latent attention in its MTP layer."""
+    assert CONFIG.mtp is not None
+    mixer = LatentAttention(4, 8, 4, 6, 10, Rotary(4, 1e4), latent_eps=1e-2)
+    return dataclasses.replace(CONFIG, mtp=dataclasses.replace(CONFIG.mtp, mixers=(mixer,)))
+
+
+def new_memory(config=CONFIG):
+    return init_mtp(config, slots=SLOTS, capacity=TIME, max_pending=PENDING, page_size=4)
 
 
 def normal(rng, *shape):
     return rng.standard_normal(shape).astype(np.float32)
 
 
-def used_memory(rng):
+def used_memory(rng, config=CONFIG):
     """One with something at every place."""
-    return jax.tree.map(lambda x: x if x.dtype == jnp.int32 else jnp.asarray(normal(rng, *x.shape)), new_memory())
+    return jax.tree.map(lambda x: x if x.dtype == jnp.int32 else jnp.asarray(normal(rng, *x.shape)), new_memory(config))
 
 
 @pytest.fixture
@@ -78,7 +88,7 @@ def gather(sequences, slots, start, lengths, rng):
 
 def pages_of(memory, slot):
     pages = np.asarray(memory.table)[slot]
-    return np.asarray(memory.kv.keys)[pages], np.asarray(memory.kv.values)[pages]
+    return [np.asarray(held)[pages] for held in jax.tree.leaves(memory.kv)]
 
 
 def test_reading_with_rejections_equals_whole_sequences(model, sequences, rng):
@@ -161,18 +171,20 @@ def test_drafts_past_the_capacity_leave_other_slots_alone(model, rng):
         assert same == [slot != 2] * 2
 
 
-def test_a_fork_holds_what_its_source_held(rng):
-    memory = used_memory(rng)
+@pytest.mark.parametrize("config", [CONFIG, with_latents()], ids=["keys and values", "latents"])
+def test_a_fork_holds_what_its_source_held(rng, config):
+    memory = used_memory(rng, config)
     after = fork_mtp(memory, np.array([3, 1, 2], np.int32), np.array([1, 2, 0], np.int32))
     for slot, source in enumerate([0, 3, 1, 3, 4]):
         np.testing.assert_array_equal(pages_of(after, slot), pages_of(memory, source))
 
 
+@pytest.mark.parametrize("config", [CONFIG, with_latents()], ids=["keys and values", "latents"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_no_call_changes_the_shape_of_a_memory(dtype):
+def test_no_call_changes_the_shape_of_a_memory(dtype, config):
     """Whatever comes out goes in again, without `slots` too: loops on the device carry it."""
-    model = abstract(CONFIG, dtype)
-    memory = jax.eval_shape(lambda: init_mtp(CONFIG, slots=SLOTS, capacity=TIME, dtype=dtype))
+    model = abstract(config, dtype)
+    memory = jax.eval_shape(lambda: init_mtp(config, slots=SLOTS, capacity=TIME, dtype=dtype))
     hidden = jax.ShapeDtypeStruct((SLOTS, PENDING, CONFIG.hidden_size), dtype)
     tokens, start = jax.ShapeDtypeStruct((SLOTS, PENDING), jnp.int32), jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
 

@@ -79,7 +79,7 @@ def test_odd_meshes(directory):
         with pytest.raises(ValueError, match=r"mesh must be a jax\.sharding\.Mesh or None, got "):
             load(directory, mesh=mesh)
     for mesh in (jax.make_mesh((1,), ("data",)), jax.sharding.Mesh(np.array([], object).reshape(0), ("data",))):
-        with pytest.raises(ValueError, match='mesh must have an axis "tensor", got'):
+        with pytest.raises(ValueError, match='mesh must have an axis "tensor" or "expert", got'):
             load(directory, mesh=mesh)
 
 

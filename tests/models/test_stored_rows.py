@@ -21,23 +21,26 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 def stacked(tensors):
     """The tensors with all experts of a layer in one."""
     found = dict(tensors)
-    for place in {name.split("0.gate_proj")[0] for name in tensors if name.endswith("experts.0.gate_proj.weight")}:
+    for place in {name.split("0.up_proj")[0] for name in tensors if name.endswith("experts.0.up_proj.weight")}:
         count = sum(name.startswith(place) and name.endswith(".up_proj.weight") for name in tensors)
-        gate, up, down = (
+        *first, down = (
             np.stack([found.pop(f"{place}{number}.{part}_proj.weight") for number in range(count)])
             for part in ("gate", "up", "down")
+            if f"{place}0.{part}_proj.weight" in tensors
         )
-        found |= {f"{place}gate_up_proj": np.concatenate([gate, up], axis=1), f"{place}down_proj": down}
+        joined = "gate_up_proj" if len(first) == 2 else "up_proj"
+        found |= {f"{place}{joined}": np.concatenate(first, axis=1), f"{place}down_proj": down}
     return found
 
 
 def split(tensors, prefix):
     """The tensors with each expert's own, of the layers whose names begin like that."""
     found = dict(tensors)
-    for name in [name for name in tensors if name.startswith(prefix) and name.endswith("experts.gate_up_proj")]:
-        place, both = name.removesuffix("gate_up_proj"), found.pop(name)
-        for number, (first, down) in enumerate(zip(both, found.pop(f"{place}down_proj"), strict=True)):
-            parts = zip(("gate", "up", "down"), (*np.split(first, 2), down), strict=True)
+    for name in [name for name in tensors if name.startswith(prefix) and name.endswith(("gate_up_proj", "s.up_proj"))]:
+        place, joined = name.split("experts.")[0] + "experts.", found.pop(name)
+        words = ("gate", "up", "down") if name.endswith("gate_up_proj") else ("up", "down")
+        for number, (first, down) in enumerate(zip(joined, found.pop(f"{place}down_proj"), strict=True)):
+            parts = zip(words, (*np.split(first, len(words) - 1), down), strict=True)
             found |= {f"{place}{number}.{part}_proj.weight": np.ascontiguousarray(value) for part, value in parts}
     return found
 
@@ -62,6 +65,8 @@ def values(lm):
         ("qwen3_next_full", stacked),
         ("qwen3_5_moe_plain", lambda tensors: split(tensors, "model.")),
         ("qwen3_5_moe_full", lambda tensors: split(tensors, "mtp.")),
+        ("nemotron_h_moe_plain", stacked),
+        ("nemotron_h_moe_full", lambda tensors: split(tensors, "backbone.")),
     ],
 )
 def test_experts_are_read_and_written_in_the_layout_of_their_checkpoint(name, change, tmp_path):
@@ -82,6 +87,25 @@ def test_experts_are_read_and_written_in_the_layout_of_their_checkpoint(name, ch
     jax.tree.map(np.testing.assert_array_equal, values(again), values(lm))
     index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == kept.keys()
+
+
+def test_experts_of_granite_under_the_names_that_transformers_has_itself(tmp_path):
+    """They are read, and saved under those of released files."""
+    names = {"router.layer.weight": "router.weight", "input_linear.weight": "experts.gate_up_proj"}
+    names |= {"output_linear.weight": "experts.down_proj"}
+
+    def renamed(tensors):
+        pairs = {f"block_sparse_moe.{old}": f"block_sparse_moe.{new}" for old, new in names.items()}
+        ends = {name: next((old for old in pairs if name.endswith(old)), None) for name in tensors}
+        return {name.replace(old, pairs[old]) if (old := ends[name]) else name: x for name, x in tensors.items()}
+
+    given = rewritten("granitemoehybrid_moe_full", tmp_path, renamed)
+    source = FIXTURES / "granitemoehybrid_moe_full" / "checkpoint"
+    lm, known, released = load(tmp_path), load(source), load_file(source / "model.safetensors")
+    assert lm.config == known.config and len(given.keys() - released.keys()) == 9
+    jax.tree.map(np.testing.assert_array_equal, values(lm), values(known))
+    lm.save(tmp_path / "saved")
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == released.keys()
 
 
 def test_fused_projections_are_taken_apart_by_key_head():

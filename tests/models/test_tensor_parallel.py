@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxbuf.models.loading.sharding import held_ranges, spread_shape, stored_order
-from jaxbuf.models.tensor_parallel import Part, share
+from jaxbuf.models.loading.sharding import check_mesh, held_ranges, spread_shape, stored_order, stored_shape
+from jaxbuf.models.tensor_parallel import Part, automatic, devices_of, partition, share
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
@@ -30,6 +30,35 @@ def test_rows_of_a_fused_projection_go_to_a_mesh_and_back(devices, rng):
     there = np.concatenate([rows for mine in each for rows in mine])
     assert spread_shape(param, mesh) == there.shape == ((40 + 6 * max(2, devices)), 7)
     np.testing.assert_array_equal(stored_order(there, param, mesh), stored)
+
+
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 2), (1, 4), (2, 4), (4, 2), (3, 1)])
+def test_experts_go_to_a_mesh_and_back(tensor, expert, rng):
+    """Devices that have the same experts have different rows of them, where the axis "tensor" divides the rows."""
+    stored = rng.standard_normal((8, 2 * 4, 5))
+    axes = ((Part("experts", 8),), (Part("channels", 4),) * 2, None)
+    param = nnx.Param(jnp.asarray(stored, jnp.float32), axes=axes)
+    mesh = jax.sharding.AbstractMesh((expert, tensor), ("expert", "tensor"))
+    assert spread_shape(param, mesh) == stored.shape == stored_shape(param)
+    inner = "tensor" if tensor != 3 else None
+    assert partition(axes, mesh) == jax.P("expert", inner, None)
+    rows = [
+        np.concatenate([stored[:, start:stop] for start, stop in held_ranges(axes[1], i, tensor)], axis=1)
+        for i in range(tensor)
+    ]
+    there = np.concatenate(rows, axis=1) if inner else stored
+    np.testing.assert_array_equal(stored_order(there, param, mesh), stored)
+    for lacking in (None, jax.sharding.AbstractMesh((2,), ("data",))):
+        assert partition(axes, lacking) == jax.P(None, None, None)
+        np.testing.assert_array_equal(stored_order(stored, param, lacking), stored)
+
+
+def test_a_mesh_gets_an_axis_for_heads_and_must_have_one_of_the_two():
+    mesh = jax.make_mesh((1,), ("expert",))
+    assert dict(automatic(mesh).shape) == {"expert": 1, "tensor": 1} and devices_of(mesh) == devices_of(None) == 1
+    check_mesh(mesh)
+    with pytest.raises(ValueError, match=r"""mesh must have an axis "tensor" or "expert", got \('data',\)"""):
+        check_mesh(jax.make_mesh((1,), ("data",)))
 
 
 def test_channels_that_devices_do_not_divide_are_on_all_of_them():

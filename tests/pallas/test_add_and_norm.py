@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.models.layers import Norm
+from jaxbuf.models.projections import Summands
 from jaxbuf.models.residual import add_and_norm
 
 NORM = Norm(1e-6, offset=1.0)
@@ -21,6 +22,21 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(tokens, hidden):
     arrays = jax.eval_shape(lambda: new_arrays(np.random.default_rng(0), tokens, 1, hidden, jnp.bfloat16))
     traced = jax.jit(lambda *arrays: add_and_norm(*arrays, NORM, target="H100")).trace(*arrays)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("how", [{"target": "H100"}, {"implementation": "gpu", "interpret": True}])
+def test_the_gpu_kernel_sums_summands_up(rng, how):
+    """As XLA does, which it does first; and it lowers so."""
+    x, _, weight = new_arrays(rng, 3, 2, 512, "bfloat16")
+    y = Summands(jnp.asarray(rng.standard_normal((3, *x.shape)), jnp.float32), x.dtype)
+    if "target" in how:
+        traced = jax.jit(lambda x, y, weight: add_and_norm(x, y, weight, NORM, **how)).trace(x, y, weight)
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+        return
+    found = add_and_norm(x, y, weight, NORM, **how)
+    for one, other in zip(found, add_and_norm(x, y.total(), weight, NORM, **how), strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(found[0], add_and_norm(x, y, weight, NORM, implementation="xla")[0])
 
 
 @pytest.mark.parametrize("dtype, bound", [("bfloat16", 2**-8), ("float16", 2**-11)])

@@ -153,7 +153,7 @@ def test_a_device_is_known_by_what_jax_says_of_it(platform, kind, capability, ex
 
 def test_users_of_other_chips_are_told_what_xla_compiles_there():
     assert told(CHIPS["CPU"]) is None and told(CHIPS["H200"]) is None
-    operations = "extend, fold, prepare, gated_norm, project, gated_project, add_and_norm, append_and_attend"
+    operations = "extend, fold, prepare, gated_norm, project, gated_project, add_and_norm, experts, append_and_attend"
     for chip, words in (
         ("A100", "most is compiled by XLA on an NVIDIA Ampere GPU"),
         ("B200", "most is compiled by XLA on an NVIDIA Blackwell GPU"),

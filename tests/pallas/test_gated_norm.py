@@ -20,11 +20,15 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(rows, time, dtype):
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-5), (jnp.bfloat16, 2**-6)])
-def test_the_gpu_kernel_is_the_xla_path(rng, dtype, bound):
+@pytest.mark.parametrize(
+    "dtype, bound, activation",
+    [(jnp.float32, 1e-5, "silu"), (jnp.float32, 1e-5, "sigmoid"), (jnp.bfloat16, 2**-6, "silu")],
+)
+def test_the_gpu_kernel_is_the_xla_path(rng, dtype, bound, activation):
     arrays = new_arrays(rng, 3, 2, 4, dtype)
-    found = gated_norm(*arrays, eps=1e-6, implementation="gpu", interpret=True)
-    expected = gated_norm(*arrays, eps=1e-6, implementation="xla")
+    how = {"eps": 1e-6, "activation": activation}
+    found = gated_norm(*arrays, **how, implementation="gpu", interpret=True)
+    expected = gated_norm(*arrays, **how, implementation="xla")
     assert found.dtype == expected.dtype and found.shape == expected.shape
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), rtol=bound, atol=1e-6)
     if dtype == jnp.bfloat16:

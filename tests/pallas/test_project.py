@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.models.projections import gated_project, project
+from jaxbuf.models.projections import Summands, gated_project, product_or_summands, project
+from jaxbuf.models.projections import summed as summed_up
 from jaxbuf.pallas.project import Call, gpu
 
 # Qwen3.5-4B: q | k | v, the output norm's gate, decay and write strength of a recurrent layer.
@@ -36,6 +37,31 @@ def test_the_gpu_kernels_lower_for_cuda_at_the_real_sizes(tokens):
     assert text.count("@mosaic_gpu") == 2
 
 
+@pytest.mark.parametrize("tokens", [1, 128])
+@pytest.mark.parametrize("inputs", [4096, 9216])
+def test_the_gpu_kernel_in_slices_lowers_for_cuda_at_the_real_sizes(tokens, inputs):
+    x, (weight,) = jax.eval_shape(
+        lambda: new_arrays(np.random.default_rng(0), tokens, 1, inputs, (2560,), jnp.bfloat16)
+    )
+    traced = jax.jit(lambda x, weight: product_or_summands(x, weight, target="H100")).trace(x, weight)
+    assert isinstance(traced.out_info, Summands)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("rows, time", [(1, 1), (35, 2)])
+def test_the_gpu_kernel_multiplies_slices(rng, monkeypatch, rows, time):
+    monkeypatch.setattr(gpu, "PROCESSORS", 4)
+    x, weights = new_arrays(rng, rows, time, 256, (40,), jnp.bfloat16)
+    found = product_or_summands(x, *weights, implementation="gpu", interpret=True)
+    assert isinstance(found, Summands) and found.numbers.shape == (gpu.slices_of(rows * time, 256, 40), rows, time, 40)
+    (expected,) = products_of(x, weights)
+    summed = np.sum(np.asarray(found.numbers, np.float64), axis=0)
+    np.testing.assert_allclose(summed, expected, rtol=1e-6, atol=4e-6)
+    np.testing.assert_allclose(np.asarray(found.total(), np.float64), expected, rtol=2**-8, atol=4e-6)
+    whole = product_or_summands(x, *weights, implementation="xla")
+    np.testing.assert_allclose(np.asarray(whole, np.float64), expected, rtol=2**-8, atol=4e-6)
+
+
 @pytest.mark.parametrize("rows, time, products", [(1, 1, (1, 1)), (35, 2, (2, 1)), (43, 3, (2, 2))])
 def test_the_gpu_kernel_multiplies_with_every_weight(rng, monkeypatch, rows, time, products):
     """By one warpgroup, two, and two that multiply twice; a weight of whole tiles, and two that end within one."""
@@ -63,7 +89,8 @@ def test_the_gpu_kernels_have_the_gradients_of_the_products(rng):
 
     def summed(x, weights, **how):
         first, second = project(x, weights, **how)
-        return jnp.sum((first * second + gated_project(x, *weights, **how)).astype(jnp.float32))
+        third = summed_up(product_or_summands(jnp.tile(x, (1, 1, 4)), jnp.tile(weights[0], (1, 4)), **how))
+        return jnp.sum((first * second + gated_project(x, *weights, **how) + third).astype(jnp.float32))
 
     found = jax.grad(summed, (0, 1))(x, weights, implementation="gpu", interpret=True)
     expected = jax.grad(summed, (0, 1))(x, weights, implementation="xla")

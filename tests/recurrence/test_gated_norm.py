@@ -9,10 +9,11 @@ from jaxbuf.recurrence.gated_norm import gated_norm
 SHAPE, EPS = (2, 3, 4, 6), 1e-6
 
 
-def definition(out, z, weight):
+def definition(out, z, weight, activation="silu"):
     out, z, weight = (np.asarray(x, np.float64) for x in (out, z, weight))
     normal = out / np.sqrt(np.mean(out * out, axis=-1, keepdims=True) + EPS) * weight
-    return (normal * (z / (1 + np.exp(-z))).reshape(out.shape)).reshape(z.shape)
+    gate = (z if activation == "silu" else 1) / (1 + np.exp(-z))
+    return (normal * gate.reshape(out.shape)).reshape(z.shape)
 
 
 def new_arrays(rng, dtype):
@@ -22,9 +23,11 @@ def new_arrays(rng, dtype):
     ]
 
 
-def test_the_gated_norm_is_the_definition(rng):
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_the_gated_norm_is_the_definition(rng, activation):
     arrays = new_arrays(rng, jnp.float32)
-    np.testing.assert_allclose(gated_norm(*arrays, eps=EPS), definition(*arrays), rtol=1e-5, atol=1e-6)
+    found = gated_norm(*arrays, eps=EPS, activation=activation)
+    np.testing.assert_allclose(found, definition(*arrays, activation), rtol=1e-5, atol=1e-6)
 
 
 def test_half_precision_is_rounded_after_the_norm_and_after_the_gate(rng):
@@ -40,3 +43,5 @@ def test_shapes_that_do_not_fit_are_an_error_that_shows_them(rng):
         gated_norm(out, z, weight[:5], eps=EPS)
     with pytest.raises(ValueError, match=r"got \(2, 3, 4, 6\), \(2, 3, 23\) and \(6,\)"):
         gated_norm(out, z[..., :23], weight, eps=EPS)
+    with pytest.raises(ValueError, match="activation must be 'silu' or 'sigmoid', got 'relu'"):
+        gated_norm(out, z, weight, eps=EPS, activation="relu")

@@ -53,6 +53,11 @@ def random_qwen3(seed: int, **changes) -> LanguageModel:
     return _random(seed, {**CONFIG, "model_type": "qwen3", "attention_bias": True, **changes})
 
 
+def random_qwen2(seed: int, **changes) -> LanguageModel:
+    """The same of a Qwen2 model: as Llama's, without a bias of the output."""
+    return _random(seed, {**CONFIG, "model_type": "qwen2", **changes})
+
+
 def random_nemotron_h(seed: int, **changes) -> LanguageModel:
     """The same of a Nemotron-H model: Mamba-2, an MLP and softmax attention without positions, a layer each."""
     mamba = {"mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2}
@@ -95,6 +100,48 @@ def random_qwen3_next(seed: int, **changes) -> LanguageModel:
     return _random(seed, {**CONFIG, "model_type": "qwen3_next", **EXPERTS, **shared, **changes})
 
 
+def random_nemotron_h_moe(seed: int, **changes) -> LanguageModel:
+    """The same of a Nemotron 3 model with experts: as Nemotron-H's, and latent experts in groups."""
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2}
+    layers = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "moe", "attention", "moe"]}
+    experts = {"n_routed_experts": 6, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24}
+    experts |= {"num_experts_per_tok": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}
+    rest = {"moe_latent_size": 20, "mlp_bias": True}
+    return _random(seed, {**CONFIG, "model_type": "nemotron_h", **mamba, **layers, **experts, **rest, **changes})
+
+
+def random_granitemoehybrid_moe(seed: int, **changes) -> LanguageModel:
+    """The same of a Granite 4 model with experts: as Granite 4's, and experts in both layers."""
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 2}
+    return random_granitemoehybrid(seed, **experts, **changes)
+
+
+def random_olmo_hybrid(seed: int, **changes) -> LanguageModel:
+    """The same of an Olmo Hybrid model: beta up to 2, and norms over all heads; it has no MTP layer."""
+    return _random(
+        seed, {**CONFIG, "model_type": "olmo_hybrid", "layer_types": ["linear_attention", "full_attention"]} | changes
+    )
+
+
+LATENT = {
+    **{"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"num_key_value_heads": None, "num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 16},
+    **{"layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": False},
+}
+
+
+def random_kimi_linear(seed: int, **changes) -> LanguageModel:
+    """The same of a Kimi Linear model: Kimi Delta Attention with an MLP, and latent attention with experts."""
+    linear = {"linear_num_heads": 4, "linear_head_dim": 16}
+    return _random(seed, {**CONFIG, "model_type": "kimi_linear", **LATENT, **linear, **changes})
+
+
+def random_bailing_hybrid(seed: int, **changes) -> LanguageModel:
+    """The same of a Ling 3.0 model: as Kimi Linear's with positions, bounded decays and groups of experts."""
+    groups = {"first_k_dense_replace": 1, "num_expert_group": 3, "topk_group": 2}
+    return _random(seed, {**CONFIG, "model_type": "bailing_hybrid", **LATENT, **groups, **changes})
+
+
 def _random(seed: int, fields: dict) -> LanguageModel:
     config = config_from_dict(fields)
     model = random_model(config, scale=0.15, seed=seed)
@@ -114,6 +161,12 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {
     "qwen3_moe": random_qwen3_moe,
     "qwen3_5_moe": random_qwen3_5_moe,
     "qwen3_next": random_qwen3_next,
+    "olmo_hybrid": random_olmo_hybrid,
+    "nemotron_h_moe": random_nemotron_h_moe,
+    "granitemoehybrid_moe": random_granitemoehybrid_moe,
+    "kimi_linear": random_kimi_linear,
+    "bailing_hybrid": random_bailing_hybrid,
+    "qwen2": random_qwen2,
 }
 # Every test of these files compiles programs of its own for each architecture: `test_architectures.py` has for all of
 # them what each must hold.

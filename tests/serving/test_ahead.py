@@ -11,6 +11,7 @@ import jaxbuf
 from jaxbuf.serving import ahead
 from jaxbuf.serving.ahead import compile_ahead
 from jaxbuf.serving.batch import Decoding, make_batch
+from jaxbuf.target import Target
 from tests.serving.program import carry_shape
 
 PROGRAMS = {"jit(start)": 1, "jit(generate_tokens)": 1}
@@ -52,8 +53,12 @@ def test_a_generation_compiles_each_program_once_and_ahead(lm, compiled, drafter
     assert first[0].tokens == jaxbuf.generate(lm, prompts, NEW, drafter=drafter)[0].tokens and compiled == PROGRAMS
 
 
-def test_an_error_of_the_first_program_is_raised(lm, monkeypatch):
-    """Which is compiled on a thread of its own; a later generation tries again."""
+@pytest.mark.parametrize("target", [None, Target("gpu", "Hopper")])
+def test_an_error_of_the_first_program_is_raised(lm, monkeypatch, target):
+    """Which is compiled on a thread of its own, but on a CPU; a later generation tries again."""
+    if target is None:
+        monkeypatch.setattr(ahead, "ThreadPoolExecutor", None)
+    lm = dataclasses.replace(lm, compiled_for=target)
     batch = make_batch(lm, [[1, 2, 3]] * 3, decoding=Decoding(NEW))
 
     def fail():

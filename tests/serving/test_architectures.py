@@ -29,8 +29,11 @@ from tests.serving.test_trees import plant
 SAMPLES = 4
 
 
-# Their memories are Llama's, or Mamba-2's and Llama's in layers of their own, or Qwen3.5's.
-LIKE_ANOTHER = ("qwen3", "nemotron_h", "granitemoehybrid", "qwen3_moe", "qwen3_5_moe", "qwen3_next")
+# Their memories are Llama's, or Mamba-2's and Llama's in layers of their own, or Qwen3.5's, or Kimi Linear's.
+LIKE_ANOTHER = (
+    *("qwen2", "qwen3", "nemotron_h", "granitemoehybrid", "olmo_hybrid", "bailing_hybrid"),
+    *("qwen3_moe", "qwen3_5_moe", "qwen3_next", "nemotron_h_moe", "granitemoehybrid_moe"),
+)
 
 
 @pytest.fixture(
@@ -41,6 +44,7 @@ def architecture(request):
     return request.param
 
 
+@pytest.mark.checks("drafters")
 @pytest.mark.slow
 def test_drafts_that_are_right_wrong_or_both_change_no_token(lm, prompts, greedy):
     """In every form: what is rejected leaves no trace, in whatever memories the architecture has."""
@@ -52,12 +56,14 @@ def test_drafts_that_are_right_wrong_or_both_change_no_token(lm, prompts, greedy
         assert any(folds) == (lm.config.spec is not None)
 
 
+@pytest.mark.checks("forms")
 @pytest.mark.slow
 def test_forms_and_limits_change_no_token(lm, prompts, greedy):
     for settings in ({"form": "recurrent"}, {"limit": 1}, {"limit": 7}):
         check_equal(lm, prompts, generate(lm, prompts, NEW, GREEDY, **settings), greedy)
 
 
+@pytest.mark.checks("trees")
 @pytest.mark.slow
 def test_trees_of_drafts_change_no_token(lm, prompts, greedy, rng):
     for drafter in (plant(greedy, rng), NGram(6, branches=3)):
@@ -65,6 +71,7 @@ def test_trees_of_drafts_change_no_token(lm, prompts, greedy, rng):
         assert check_equal(lm, prompts, results, greedy) == 0
 
 
+@pytest.mark.checks("drafters")
 @pytest.mark.slow
 def test_the_model_drafts_for_itself(lm, prompts, greedy):
     """As a draft model it has a memory of its own, which goes on from what was accepted."""
@@ -74,6 +81,7 @@ def test_the_model_drafts_for_itself(lm, prompts, greedy):
     assert accepted == drafted > 0
 
 
+@pytest.mark.checks("drafters")
 @pytest.mark.slow
 def test_sampled_tokens_are_distributed_as_by_exact_enumeration(architecture, rng, monkeypatch):
     p = p_value(tiny_models(architecture)[0], "ngram", rng, monkeypatch)
@@ -81,6 +89,7 @@ def test_sampled_tokens_are_distributed_as_by_exact_enumeration(architecture, rn
     assert p > RARE
 
 
+@pytest.mark.checks("samples")
 @pytest.mark.slow
 def test_samples_are_the_requests_with_the_seeds_that_follow(lm, prompts):
     """Their rows share what the prompt left, and what they write is their own."""
@@ -93,6 +102,7 @@ def test_samples_are_the_requests_with_the_seeds_that_follow(lm, prompts):
     assert len({tuple(sample.tokens) for sample in found}) == len(found)
 
 
+@pytest.mark.checks("beams")
 @pytest.mark.slow
 def test_beams_are_those_of_the_search_over_the_plain_forward(lm, rng):
     while True:
@@ -105,6 +115,7 @@ def test_beams_are_those_of_the_search_over_the_plain_forward(lm, rng):
         test_beams.check(beams, plain, (256,))
 
 
+@pytest.mark.checks("forms")
 def test_no_score_depends_on_what_is_kept(lm, prompts):
     """`score` reads through a cache, `logits` does not."""
     tokens = np.array(prompts[-1] + prompts[-2][:7])

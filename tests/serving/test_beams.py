@@ -125,6 +125,7 @@ def ours(lm, prompts, stops, *, penalty=1.0, early=True, **arguments):
     return beam_search(lm, prompts, NEW, beams=BEAMS, limit=LIMIT, **settings, **arguments)
 
 
+@pytest.mark.checks("beams", family="qwen3_5")
 @pytest.mark.parametrize("form", ["buffered", pytest.param("recurrent", marks=pytest.mark.slow)])
 def test_it_is_the_search_over_the_plain_forward(lm, case, form):
     """Of several prompts at once, some of which end before others; without early stopping nothing is missed by it."""
@@ -139,6 +140,7 @@ def test_it_is_the_search_over_the_plain_forward(lm, case, form):
     assert "stop" in reasons
 
 
+@pytest.mark.checks("beams", family="qwen3_5")
 def test_a_score_is_the_sum_of_the_models_log_probabilities(lm, case):
     prompts, stops, _ = case
     for prompt, found in zip(prompts, ours(lm, prompts, stops), strict=True):

@@ -38,6 +38,7 @@ def expected_reads(prompt, kv):
     return reads
 
 
+@pytest.mark.checks("forms", family="qwen3_5")
 @pytest.mark.parametrize("drafter", [None, pytest.param("ngram", marks=pytest.mark.slow)])
 def test_short_texts_read_no_checkpoint_and_the_tokens_are_those_with_one(lm, prompts, drafter):
     runs = {
@@ -55,6 +56,7 @@ def test_short_texts_read_no_checkpoint_and_the_tokens_are_those_with_one(lm, pr
         assert runs["kv"][2].stats.bytes == runs["buffered"][2].stats.bytes
 
 
+@pytest.mark.checks("forms", family="qwen3_5")
 @pytest.mark.slow
 def test_prompts_in_chunks_stay_without_a_checkpoint(lm, prompts, monkeypatch):
     whole = generate(lm, prompts, NEW, GREEDY, form="kv", limit=LIMIT)
@@ -67,6 +69,7 @@ def test_prompts_in_chunks_stay_without_a_checkpoint(lm, prompts, monkeypatch):
     assert [result.stats for result in found] == [result.stats for result in whole]
 
 
+@pytest.mark.checks("forms", family="qwen3_5")
 @pytest.mark.slow
 def test_samples_share_a_prompt_without_a_checkpoint(lm, prompts):
     settings = SamplingParams(n=3, temperature=0.0, ignore_eos=True)

@@ -85,6 +85,7 @@ def wild(rng, rows, *, tree=False):
     return Wild(*tables, jnp.asarray(parents, jnp.int32) if tree else None)
 
 
+@pytest.mark.checks("drafters")
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 def test_tokens_are_distributed_as_without_a_drafter(architecture, rng, monkeypatch, tree):

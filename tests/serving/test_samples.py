@@ -84,6 +84,7 @@ def check_separate(lm, prompts, results, settings=SETTINGS, **arguments):
         assert [*map(len, ours.top_logprobs)] == [5] * NEW and len(ours.prompt_top_logprobs) == len(prompts[index])
 
 
+@pytest.mark.checks("samples", family="qwen3_5")
 def test_samples_are_the_requests_with_the_seeds_that_follow(lm, prompts, results):
     check_separate(lm, prompts, results)
     assert [result.samples[0] is result for result in results] == [True] * 4
@@ -91,12 +92,14 @@ def test_samples_are_the_requests_with_the_seeds_that_follow(lm, prompts, result
     assert different == [8, 1, 3, 1], "greedy samples are all the same"
 
 
+@pytest.mark.checks("samples", family="qwen3_5")
 def test_the_recurrent_form_gives_the_same_samples(lm, prompts, results):
     for ours, theirs in zip(generate(lm, prompts, NEW, SETTINGS, form="recurrent"), results, strict=True):
         assert [sample.tokens for sample in ours.samples] == [sample.tokens for sample in theirs.samples]
         assert all(sample.stats.folds == NEW - 2 for sample in ours.samples)
 
 
+@pytest.mark.checks("samples", family="qwen3_5")
 def test_streams_and_stop_strings_of_each_sample(lm, prompts, results):
     """A stop string from the middle of the fourth sample's text stops that one, and others where they have it."""
     texts = [sample.text for sample in results[0].samples]
@@ -268,6 +271,7 @@ def models_beside(lm, rng):
             yield dataclasses.replace(lm, model=model)
 
 
+@pytest.mark.checks("samples", family="qwen3_5")
 @pytest.mark.parametrize(
     "name",
     [

@@ -61,6 +61,7 @@ def drafter_named(name, lm, other):
     return {"model": other, "itself": lm}.get(name, name)
 
 
+@pytest.mark.checks("drafters")
 @some_slow("mtp", "itself", exhaustive=("ngram", "model"))
 def test_greedy_tokens_are_those_without_a_drafter(lm, other, prompts, greedy, name):
     """Random models: the MTP layer and the other model are nearly always wrong, the model itself is always right."""
@@ -79,6 +80,7 @@ def test_greedy_tokens_are_those_without_a_drafter(lm, other, prompts, greedy, n
         assert accepted == drafted and all(r.stats.steps == -(-(NEW - 1) // (1 + DRAFTS)) for r in results)
 
 
+@pytest.mark.checks("drafters")
 def test_drafts_that_are_right_wrong_or_both_change_no_token(lm, prompts, greedy):
     """By row: all right, all wrong, right then wrong, none, fewer, and in turns; the steps are counted by hand."""
     alternating = [[4, 0], [0, 4]]
@@ -96,6 +98,7 @@ def test_drafts_that_are_right_wrong_or_both_change_no_token(lm, prompts, greedy
         assert (stats.steps, stats.drafted, stats.accepted) == (steps, drafted, accepted), row
 
 
+@pytest.mark.checks("drafters")
 def test_the_recurrent_form_and_small_limits_take_drafts_too(lm, prompts, greedy):
     """Every step folds what was accepted before, and never a draft that was rejected."""
     drafter = script(greedy, [0, 1, 2, 3, 4, 2, 1, 0])
@@ -130,6 +133,7 @@ def test_bytes_of_the_state_are_those_of_a_count_by_hand(lm, prompts, greedy):
         assert stats.snapshot_bytes == layers * state * (steps + read)
 
 
+@pytest.mark.checks("drafters")
 def test_a_stop_token_inside_an_accepted_run_ends_the_row_there(lm, prompts, greedy):
     stops = [result.tokens[5 + row] for row, result in enumerate(greedy)]
     sampling = [dataclasses.replace(GREEDY, stop_token_ids=(stop,)) for stop in stops]
@@ -165,6 +169,7 @@ def test_streams_give_the_same_text(lm, prompts, greedy):
                 assert (last[row].tokens, last[row].finish_reason) == (result.tokens, result.finish_reason)
 
 
+@pytest.mark.checks("drafters")
 def test_settings_see_the_drafts_before_a_token_as_generated(lm, prompts, greedy):
     """Penalties and min_tokens of every row, with drafts that are right, and with those of the text without them."""
     extras = [
@@ -188,6 +193,7 @@ def test_settings_see_the_drafts_before_a_token_as_generated(lm, prompts, greedy
             assert sum(r.stats.accepted == r.stats.drafted for r in results[:4]) >= 3
 
 
+@pytest.mark.checks("drafters")
 def test_logprobs_are_those_without_a_drafter(lm, prompts, greedy):
     for result, plain in zip(
         generate(lm, prompts, NEW, GREEDY, drafter=script(greedy, [4, 3, 2, 1, 0, 4, 2, 0])), greedy, strict=True
@@ -328,6 +334,7 @@ def test_the_demo_models_greedy_tokens_are_the_same_with_every_drafter(hundred, 
     assert np.mean(lengths[60:]) > 1.2
 
 
+@pytest.mark.checks("drafters")
 @some_slow("ngram", "mtp", exhaustive=("model",))
 def test_sampled_tokens_are_distributed_as_by_exact_enumeration(architecture, rng, monkeypatch, name):
     lm, other = tiny_models(architecture)

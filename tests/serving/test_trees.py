@@ -69,6 +69,7 @@ def count_by_hand(tree, row, new):
     return steps, drafted, accepted
 
 
+@pytest.mark.checks("trees")
 @pytest.mark.slow
 def test_paths_that_are_right_wrong_or_both_change_no_token(lm, prompts, greedy, rng):
     """In both forms; the steps are counted by hand, and the log-probabilities are those of the kept path."""
@@ -84,6 +85,7 @@ def test_paths_that_are_right_wrong_or_both_change_no_token(lm, prompts, greedy,
     assert [result.stats.steps for result in results[:3]] == [13, 13, NEW - 1]
 
 
+@pytest.mark.checks("trees")
 def test_settings_see_the_path_before_a_token_as_generated(lm, prompts, greedy, rng):
     """Penalties and min_tokens, with trees whose right paths are those of the text with them."""
     extras = [
@@ -178,6 +180,7 @@ def test_siblings_are_drawn_without_replacement_from_what_is_left(rng):
 TREES = {"ngram": NGram(6, branches=3), "mtp": MTP(8, branches=3)}
 
 
+@pytest.mark.checks("trees")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TREES)
 def test_greedy_tokens_are_those_without_a_drafter(lm, prompts, greedy, name):
@@ -197,6 +200,7 @@ def test_greedy_tokens_are_those_without_a_drafter(lm, prompts, greedy, name):
     check_reused(text, carry)
 
 
+@pytest.mark.checks("trees")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name == "ngram" else pytest.mark.exhaustive) for name in TREES],

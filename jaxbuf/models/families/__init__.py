@@ -3,8 +3,10 @@
 A family is a module of this folder; nothing else names it. It has
 
     MODEL_TYPES                      the values of config.json's model_type that are its
+    UNTYPED                          (optional) a field that only its config.json have of those without a model_type
     SERVED                           what of them is served, for people
-    IGNORED                          patterns (fnmatch) of the names of tensors that are not read
+    IGNORED                          patterns (fnmatch) of the names of tensors that are not read; {layers} in them is
+                                     how many layers there are
     read_config(fields)              Fields -> ModelConfig; errors as `Fields` gives them
     config_json(config)              ModelConfig -> the config.json that `read_config` reads back
     as_stored(config, names)         the ModelConfig as the names of the tensors have it
@@ -22,6 +24,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Protocol, cast
 
 from jaxbuf.models.config import ModelConfig
+from jaxbuf.models.loading.block_scaled import read_block
 from jaxbuf.models.loading.fields import Fields
 from jaxbuf.models.loading.source import Rows as Rows
 from jaxbuf.models.loading.source import Source as Source
@@ -58,9 +61,15 @@ def read_config(fields: Fields) -> ModelConfig:
 
     Raises:
       CheckpointError: A field of the file is missing, of another type or out of range.
-      ValueError: The architecture or a setting is not served; or, where no file is known, any of the above.
+      ValueError: The architecture, a setting or the quantization is not served; or, where no file is known, any of the
+        above.
     """
+    read_block(fields)
     found = families().values()
+    if "model_type" not in fields.values:
+        untyped = [family for family in found if getattr(family, "UNTYPED", None) in fields.values]
+        if untyped:
+            return untyped[0].read_config(fields)
     served = {kind: family for family in found for kind in family.MODEL_TYPES}
     words = ", ".join(family.SERVED for family in found)
     return served[fields.serve("model_type", *served, words=f" (jaxbuf serves {words})")].read_config(fields)

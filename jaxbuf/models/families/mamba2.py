@@ -1,4 +1,10 @@
-"""Mamba-2: recurrent layers alone, without an MLP and without a limit of length."""
+"""Mamba-2: recurrent layers alone, without an MLP and without a limit of length.
+
+Checkpoints are read in transformers' layout, and in that of the authors' own library, mamba_ssm, whose config.json has
+no model_type and other names. They are written in transformers'.
+
+Source: transformers, Mamba2Config; state-spaces/mamba, MambaConfig and the arguments of its Mamba2.
+"""
 
 import dataclasses
 import math
@@ -17,12 +23,13 @@ from jaxbuf.models.loading.common_fields import (
     untied_if_stored,
     write_limits,
 )
-from jaxbuf.models.loading.fields import SIZE, Fields, check_arrays
+from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
 from jaxbuf.models.loading.tensor_names import mamba2_tensors, placed
 from jaxbuf.models.mixers.mamba2_mixer import Mamba2
 from jaxbuf.recurrence.spec import RecurrenceSpec
 
 MODEL_TYPES = ("mamba2",)
+UNTYPED = "ssm_cfg"
 SERVED = "Mamba-2 text models"
 IGNORED = ()
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "state_size")
@@ -33,6 +40,10 @@ ARRAYS = (
     ("num_heads", "head_dim", "state_size"),
     ("num_heads", "head_dim", "conv_kernel"),
 )
+# Of ssm_cfg: how new weights are drawn, and how the authors' kernels compute.
+UNREAD = ("A_init_range", "conv_init", "dt_init_floor", "dt_max", "dt_min", "chunk_size", "use_mem_eff_path")
+READ = ("layer", "D_has_hdim", "bias", "conv_bias", "d_conv", "d_ssm", "d_state", "dt_limit", "expand", "headdim")
+READ += ("ngroups", "norm_before_gate", "rmsnorm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +102,8 @@ class Config:
 
 
 def read_config(fields: Fields) -> ModelConfig:
+    if "model_type" not in fields.values:
+        return make(Config, _read_original(fields), fields)
     fields.serve("hidden_act", "silu", default="silu")
     fields.serve("rms_norm", True, default=True)
     values = read_sizes(fields, NEEDED)
@@ -106,6 +119,55 @@ def read_config(fields: Fields) -> ModelConfig:
     for name, default in (("use_bias", False), ("use_conv_bias", True), ("tie_word_embeddings", False)):
         values[name] = fields.flag(name, default)
     return make(Config, values, fields)
+
+
+def _read_original(fields: Fields) -> dict[str, Any]:
+    """The facts that a config.json of mamba_ssm says; what it lacks is what that library's classes take."""
+    fields.require("d_model", "n_layer", "vocab_size")
+    mixer = fields.nested("ssm_cfg")
+    mixer.serve("layer", "Mamba2", default="Mamba1")
+    for name in mixer.values:
+        if name not in (*READ, *UNREAD):
+            mixer.serve(name, None, words=" (jaxbuf does not know this field)")
+    fields.serve("d_intermediate", 0, default=0, words=" (an MLP beside the mixers is not served)")
+    fields.serve("attn_layer_idx", [], default=[], words=" (attention beside the mixers is not served)")
+    fields.serve("rms_norm", True, default=True)
+    for name in ("residual_in_fp32", "fused_add_norm"):  # of the authors' kernels; residuals are as in transformers
+        fields.flag(name, True)
+    for name, served in (("rmsnorm", True), ("norm_before_gate", False), ("D_has_hdim", False)):
+        mixer.serve(name, served, default=served)
+    hidden, rows, multiple = (
+        fields.size("d_model"),
+        fields.size("vocab_size"),
+        fields.size("pad_vocab_size_multiple", 8),
+    )
+    expand, size, groups = (mixer.size(*each) for each in (("expand", 2), ("headdim", 64), ("ngroups", 1)))
+    inner = expand * hidden
+    mixer.serve("d_ssm", None, inner)
+    if inner % size:
+        product = f"ssm_cfg.expand ({expand}) times d_model ({hidden})"
+        raise fields.error(f"{product} must be a multiple of ssm_cfg.headdim ({size})")
+    if inner // size % groups:
+        heads = f"the heads ({inner // size}, ssm_cfg.expand times d_model by ssm_cfg.headdim)"
+        raise fields.error(f"{heads} must be a multiple of ssm_cfg.ngroups ({groups})")
+    vocabulary = -(-rows // multiple) * multiple
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_hidden_layers": fields.integer("n_layer", least=1, most=MOST_LAYERS),
+        "num_heads": inner // size,
+        "head_dim": size,
+        "state_size": mixer.size("d_state", 128),
+        "n_groups": groups,
+        "conv_kernel": mixer.integer("d_conv", 4, least=2, most=SIZE),
+        "expand": expand,
+        "time_step_limit": read_limits(mixer, "dt_limit"),
+        "use_bias": mixer.flag("bias", False),
+        "use_conv_bias": mixer.flag("conv_bias", True),
+        "tie_word_embeddings": fields.flag("tie_embeddings", True),
+        "initializer_range": 0.02,
+        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=vocabulary),
+    }
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
@@ -126,7 +188,7 @@ as_stored = untied_if_stored
 
 
 def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:
-    # The first released models call the table "embedding", and a few "embeddings".
+    # mamba_ssm and the first released models call the table "embedding", transformers "embeddings".
     table = next((name for name in names if name == "backbone.embedding.weight"), "backbone.embeddings.weight")
     found = {"embed_tokens": Source(table), "norm": Source("backbone.norm_f.weight")}
     if not config.tied:

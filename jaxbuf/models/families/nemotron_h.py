@@ -1,4 +1,4 @@
-"""Nemotron-H and dense Nemotron 3: a layer is a Mamba-2 mixer, softmax attention without positions, or an MLP."""
+"""Nemotron-H and Nemotron 3: a layer is a Mamba-2 mixer, softmax attention without positions, an MLP, or experts."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxbuf.models.config import LayerConfig, ModelConfig, Norm, SquaredReluMLP
+from jaxbuf.models.experts import Experts, Router
 from jaxbuf.models.families import Source
 from jaxbuf.models.loading.common_fields import (
     check_multiple,
@@ -16,19 +17,27 @@ from jaxbuf.models.loading.common_fields import (
     untied_if_stored,
     write_limits,
 )
+from jaxbuf.models.loading.expert_fields import MOST_EXPERTS, check_groups
 from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
-from jaxbuf.models.loading.tensor_names import attention_tensors, mamba2_tensors, mlp_tensors, placed
+from jaxbuf.models.loading.tensor_names import (
+    are_stacked,
+    attention_tensors,
+    experts_tensors,
+    mamba2_tensors,
+    mlp_tensors,
+    placed,
+)
 from jaxbuf.models.mixers.attention import Attention
 from jaxbuf.models.mixers.mamba2_mixer import Mamba2
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.shown import shown
 
 MODEL_TYPES = ("nemotron_h",)
-SERVED = "Nemotron-H and dense Nemotron 3 text models"
+SERVED = "Nemotron-H and Nemotron 3 text models"
 IGNORED = ("mtp.*",)  # layers that predict further tokens, which transformers does not read either
-MAMBA, ATTENTION, MLP_LAYER = "linear_attention", "full_attention", "mlp"
+MAMBA, ATTENTION, MLP_LAYER, EXPERTS_LAYER = "linear_attention", "full_attention", "mlp", "moe"
 # What hybrid_override_pattern has for each kind of layer, and the names of layers_block_type, old ones among them.
-PATTERN = {"M": MAMBA, "*": ATTENTION, "-": MLP_LAYER, "E": "moe"}
+PATTERN = {"M": MAMBA, "*": ATTENTION, "-": MLP_LAYER, "E": EXPERTS_LAYER}
 BLOCKS = {"mamba": MAMBA, "attention": ATTENTION} | {kind: kind for kind in PATTERN.values()}
 # Sizes, and what transformers takes where they are absent.
 SIZES = {
@@ -39,6 +48,18 @@ SIZES = {
     "n_groups": 8,
     "max_position_embeddings": 4096,
 }
+# Facts of layers of experts, and what transformers takes where they are absent.
+EXPERT_SIZES = {"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688}
+EXPERT_FACTS = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    *EXPERT_SIZES,
+    "moe_latent_size",
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+)
 NEEDED = ("vocab_size", "hidden_size", "num_attention_heads", "mamba_num_heads")
 ARRAYS = (
     ("vocab_size", "hidden_size"),
@@ -55,10 +76,13 @@ ARRAYS = (
 class Config:
     """The static facts of a Nemotron-H model, under the names that its config.json uses.
 
-    `eos_token_ids` is `eos_token_id` there, and `layers_block_type` may be `hybrid_override_pattern`.
+    `eos_token_ids` is `eos_token_id` there, and `layers_block_type` may be `hybrid_override_pattern`. `stacked_experts`
+    is not there: whether the files have the experts of a layer as two tensors. The facts of experts, from
+    `n_routed_experts` on, count where layers have some.
 
     Raises:
-      ValueError: Heads that do not divide, a kind of layer that is not served, or sizes whose arrays nobody could hold.
+      ValueError: Heads or groups of experts that do not divide, more experts of a token than its groups have, a kind of
+        layer that is not served, or sizes whose arrays nobody could hold.
     """
 
     vocab_size: int
@@ -82,20 +106,69 @@ class Config:
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     eos_token_ids: tuple[int, ...] = ()
+    n_routed_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 7688
+    moe_shared_expert_intermediate_size: int = 7688
+    moe_latent_size: int | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    stacked_experts: bool = False
 
     def __post_init__(self):
         check_multiple(self, "num_attention_heads", "num_key_value_heads")
         check_multiple(self, "mamba_num_heads", "n_groups")
-        if "moe" in self.layers_block_type:
-            raise ValueError('layers_block_type has layers of experts ("moe"), which are not served yet')
-        if not self.layers_block_type or not {*self.layers_block_type} <= {MAMBA, ATTENTION, MLP_LAYER}:
+        if not self.layers_block_type or not {*self.layers_block_type} <= {*PATTERN.values()}:
             found = shown(self.layers_block_type)
             raise ValueError(f"layers_block_type must be a list out of {tuple(BLOCKS)}, got {found}")
         if len(self.layers_block_type) > MOST_LAYERS:
             raise ValueError(f"there must be at most {MOST_LAYERS} layers, got {len(self.layers_block_type)}")
-        if self.layers_block_type.count(MLP_LAYER) == len(self.layers_block_type):
-            raise ValueError("a layer at least must be a Mamba-2 or an attention layer, all are MLPs")
+        if not {MAMBA, ATTENTION} & {*self.layers_block_type}:
+            raise ValueError("a layer at least must be a Mamba-2 or an attention layer, all are MLPs or experts")
         check_arrays(vars(self), ARRAYS)
+        if self.has_experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        check_groups(self, "n_routed_experts")
+        read = "hidden_size" if self.moe_latent_size is None else "moe_latent_size"
+        arrays = [
+            ("n_routed_experts", "hidden_size"),
+            ("n_routed_experts", "moe_intermediate_size", read),
+            ("n_routed_experts", read, "moe_intermediate_size"),
+            ("moe_shared_expert_intermediate_size", "hidden_size"),
+            (read, "hidden_size"),
+        ]
+        check_arrays(vars(self), arrays)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers have experts."""
+        return EXPERTS_LAYER in self.layers_block_type
+
+    @property
+    def experts(self) -> Experts:
+        """What those layers have."""
+        router = Router(
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            scores="sigmoid",
+            renormalised=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            bias=True,
+            groups=self.n_group,
+            chosen_groups=self.topk_group,
+        )
+        return Experts(
+            router,
+            self.moe_intermediate_size,
+            gated=False,
+            latent=self.moe_latent_size,
+            latent_bias=self.mlp_bias and self.moe_latent_size is not None,
+            shared=SquaredReluMLP(self.moe_shared_expert_intermediate_size, bias=self.mlp_bias),
+        )
 
     def model(self) -> ModelConfig:
         """What the decoder is built from."""
@@ -118,6 +191,8 @@ class Config:
             ATTENTION: LayerConfig((attention,), None, norm),
             MLP_LAYER: LayerConfig((), SquaredReluMLP(self.intermediate_size, bias=self.mlp_bias), norm),
         }
+        if self.has_experts:
+            layers[EXPERTS_LAYER] = LayerConfig((), self.experts, norm)
         return model_config("nemotron_h", self, tuple(layers[kind] for kind in self.layers_block_type), norm)
 
 
@@ -142,7 +217,26 @@ def read_config(fields: Fields) -> ModelConfig:
     }
     flags = {"use_bias": False, "use_conv_bias": True, "mlp_bias": False, "tie_word_embeddings": False}
     values |= {name: fields.flag(name, default) for name, default in flags.items()}
+    if EXPERTS_LAYER in values["layers_block_type"]:
+        values |= _read_experts(fields)
     return make(Config, values, fields)
+
+
+def _read_experts(fields: Fields) -> dict[str, Any]:
+    # Of another number some implementations make the shared experts that much wider, and transformers does not.
+    fields.serve("n_shared_experts", 1, default=1)
+    experts = fields.integer("n_routed_experts", 8, least=1, most=MOST_EXPERTS)
+    groups = fields.integer("n_group", 1, least=1, most=experts)
+    values: dict[str, Any] = {name: fields.size(name, default) for name, default in EXPERT_SIZES.items()}
+    return values | {
+        "n_routed_experts": experts,
+        "num_experts_per_tok": fields.integer("num_experts_per_tok", 2, least=1, most=experts),
+        "moe_latent_size": fields.size("moe_latent_size") if fields.has("moe_latent_size") else None,
+        "n_group": groups,
+        "topk_group": fields.integer("topk_group", 1, least=1, most=groups),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "routed_scaling_factor": fields.number("routed_scaling_factor", 1.0),
+    }
 
 
 def _read_layers(fields: Fields) -> tuple[str, ...]:
@@ -161,7 +255,9 @@ def _read_layers(fields: Fields) -> tuple[str, ...]:
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
     data = dataclasses.asdict(config.source)
-    eos = data.pop("eos_token_ids")
+    eos, _ = data.pop("eos_token_ids"), data.pop("stacked_experts")
+    for name in () if config.source.has_experts else EXPERT_FACTS:
+        del data[name]
     return {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
@@ -175,23 +271,36 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-as_stored = untied_if_stored
+def as_stored(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """A head that is there counts, whatever the configuration says; and whether experts are stacked."""
+    source = untied_if_stored(config, names).source
+    return dataclasses.replace(source, stacked_experts=bool(are_stacked(names, _prefix(names)))).model()
+
+
+def _prefix(names: Collection[str]) -> str:
+    """What tensors' names begin with: released files say "backbone", newer ones of transformers "model"."""
+    return "model." if any(name.startswith("model.") for name in names) else "backbone."
 
 
 def tensors(config: ModelConfig, names: Collection[str] = ()) -> dict[str, Source]:
-    # Released files say "backbone", newer ones of transformers "model".
-    model = "model." if any(name.startswith("model.") for name in names) else "backbone."
+    model = _prefix(names)
     found = {"embed_tokens": Source(f"{model}embeddings.weight"), "norm": Source(f"{model}norm_f.weight")}
     if not config.tied:
         found["lm_head"] = Source("lm_head.weight")
     source = config.source
     for number, kind in enumerate(source.layers_block_type):
-        if kind == MLP_LAYER:
-            parts = placed(mlp_tensors(config.layers[number].feed_forward, ("up", "down")), "mlp.", "")
-        else:
-            mixer = config.layers[number].mixers[0]
-            parts = placed(mamba2_tensors(mixer) if kind == MAMBA else attention_tensors(mixer), "mixers.0.", "")
-        layer = placed(parts, "", "mixer.")
-        layer["before_mlp" if kind == MLP_LAYER else "before_mixers"] = Source("norm.weight")
+        layer = placed(_parts(source, kind, config.layers[number]), "", "mixer.")
+        layer["before_mixers" if kind in (MAMBA, ATTENTION) else "before_mlp"] = Source("norm.weight")
         found |= placed(layer, f"layers.{number}.", f"{model}layers.{number}.")
     return found
+
+
+def _parts(source: Config, kind: str, layer: LayerConfig) -> dict[str, Source]:
+    """The tensors of a layer without its norm."""
+    if kind == MLP_LAYER:
+        return placed(mlp_tensors(layer.feed_forward, ("up", "down")), "mlp.", "")
+    if kind == EXPERTS_LAYER:
+        given = {"stacked": source.stacked_experts, "parts": ("up_proj", "down_proj")}
+        return placed(experts_tensors(source.experts, source.hidden_size, **given), "mlp.", "")
+    mixer = layer.mixers[0]
+    return placed(mamba2_tensors(mixer) if kind == MAMBA else attention_tensors(mixer), "mixers.0.", "")

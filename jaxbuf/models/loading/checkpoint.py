@@ -9,25 +9,24 @@ import logging
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.families import config_json, family_of
 from jaxbuf.models.layers import named_parameters, replace_parameters
+from jaxbuf.models.loading.block_scaled import Block, with_scales
 from jaxbuf.models.loading.fields import CheckpointError as CheckpointError
-from jaxbuf.models.loading.fields import Fields, is_there, read_fields
+from jaxbuf.models.loading.fields import Fields, read_fields
 from jaxbuf.models.loading.hub import COMPANIONS, WEIGHTS
 from jaxbuf.models.loading.replacing import replacing
 from jaxbuf.models.loading.sharding import (
@@ -39,17 +38,15 @@ from jaxbuf.models.loading.sharding import (
     stored_shape,
 )
 from jaxbuf.models.loading.source import Piece, Source, stored_shapes
-from jaxbuf.models.tensor_parallel import automatic, devices_of
+from jaxbuf.models.loading.stored_tensors import FLOAT8, INDEX, STORED_DTYPES, Stored, listed, open_tensors
+from jaxbuf.models.tensor_parallel import automatic
 from jaxbuf.shown import shown
 
 logger = logging.getLogger("jaxbuf")
 
 DTYPES = ("float32", "bfloat16", "float16")
-STORED_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-LISTED = 20  # names of tensors that an error gives of each kind
 PIECE = 1 << 24  # bytes of a tensor that are converted at a time
 ALIGNMENT = 64  # XLA takes a host buffer aligned like this as an array of the CPU, without a copy
 
@@ -90,19 +87,23 @@ def load_model(
     directory: Path,
     config: ModelConfig,
     *,
+    block: Block | None = None,
     dtype: jnp.dtype | None = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: Progress | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     """Reads the parameters, one at a time, each straight to where it belongs.
 
-    Beside the parameters, the host holds the one that is on its way at most.
+    Beside the parameters, the host holds the one that is on its way at most. Weights in float8 are multiplied with
+    their scales on the way.
 
     Args:
       directory: Holds *.safetensors, or the shards that a model.safetensors.index.json names.
       config: From the directory's config.json.
-      dtype: The parameters' dtype. None: float32 on a CPU (bf16 is slower there), else the checkpoint's own.
-      mesh: With an axis "tensor", see `jaxbuf.models.tensor_parallel`; None: the default device.
+      block: Rows and columns for which float8 weights have a scale, from there, too; None: no weight is in float8.
+      dtype: The parameters' dtype. None: float32 on a CPU (bf16 is slower there), else that of the checkpoint's
+        embedding, and bfloat16 if that is in float8.
+      mesh: With an axis "tensor" or "expert", see `jaxbuf.models.tensor_parallel`; None: the default device.
       progress: Called with the bytes of the checkpoint that are done and how many there are, before the first tensor
         and after each one.
 
@@ -112,31 +113,36 @@ def load_model(
 
     Raises:
       FileNotFoundError: There are no safetensors.
-      CheckpointError: Missing, unexpected or misshapen tensors (the first of each kind are listed), or a file that is
-        cut off.
+      CheckpointError: Missing, unexpected or misshapen tensors (the first of each kind are listed), float8 weights that
+        do not fit their scales, or a file that is cut off.
       ValueError: The mesh does not fit.
     """
     check_mesh(mesh)
-    with _open_tensors(directory) as tensors:
+    with open_tensors(directory) as stored:
         family = family_of(config)
+        ignored = [pattern.format(layers=len(config.layers)) for pattern in family.IGNORED]
+        skipped = {name for name in stored if any(fnmatch(name, pattern) for pattern in ignored)}
+        if skipped:
+            logger.info("skipping %d tensors (%s) in %s", len(skipped), ", ".join(ignored), directory)
+        tensors = with_scales(directory, stored, block, skipped)
         config = family.as_stored(config, tensors.keys())
         if len(config.layers) > len(tensors):  # before a program is traced for so many
             layers, count = len(config.layers), len(tensors)
             raise CheckpointError(f"{directory / CONFIG} has {layers} layers, and the files there have {count} tensors")
         if mesh is not None:
             config = dataclasses.replace(config, mesh=automatic(mesh))
-            _ = config.on_device  # raises an error if its heads can't be shared
+            _ = config.on_device  # raises an error if its heads or experts can't be shared
         abstract, sources = _abstract(config), family.tensors(config, tensors.keys())
         parameters = named_parameters(abstract)
         shapes = {path: param.get_raw_value().shape for path, param in parameters.items()}
         expected = stored_shapes(sources, shapes)
-        _check(directory, tensors, expected, family.IGNORED)
+        _check(directory, tensors, expected, skipped)
         if dtype is None:
             platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-            embedding = sources["embed_tokens"].first
-            stored = tensors[embedding].get_slice(embedding).get_dtype()
-            dtype = jnp.dtype(jnp.float32 if platform == "cpu" else STORED_DTYPES[stored])
-        sizes = {name: _stored_bytes(tensors[name].get_slice(name)) for name in expected}
+            own = tensors[sources["embed_tokens"].first].get_dtype()
+            own = "bfloat16" if own == FLOAT8 else STORED_DTYPES[own]
+            dtype = jnp.dtype("float32" if platform == "cpu" else own)
+        sizes = {name: _stored_bytes(tensors[name]) for name in expected}
         done, total, values = 0, sum(sizes.values()), []
         if progress is not None:
             progress(0, total)
@@ -173,7 +179,8 @@ def save(
     those that tensors of the shard share.
 
     Args:
-      model: The parameters; the gates' A_log and dt_bias are written in float32, whatever dtype says.
+      model: The parameters; the gates' A_log and dt_bias, and the biases by which experts are chosen, are written in
+        float32, whatever dtype says.
       config: As `model` was built with.
       directory: Made if it is not there. Of a checkpoint that is, the configuration and all safetensors are replaced
         and other files stay.
@@ -210,99 +217,33 @@ def save(
         (new / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-@contextmanager
-def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
-    """Opens every file of a checkpoint: tensor name -> the open file that holds it."""
-    index = directory / INDEX
-    indexed = _read_index(index) if is_there(index) else {}
-    files = [directory / name for name in sorted(set(indexed.values()))] or sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{directory} has no *.safetensors and no {INDEX}")
-    absent = [file.name for file in files if not is_there(file)]
-    if absent:
-        raise CheckpointError(f"{index} names files that are not there: {', '.join(absent)}")
-    tensors: dict[str, Any] = {}
-    holders: dict[str, Path] = {}
-    with ExitStack() as stack:
-        for file in files:
-            try:
-                with file.open("rb"):  # says why a file may not be read; safetensors says that it is not there
-                    opened = stack.enter_context(safe_open(file, framework="numpy"))
-            except SafetensorError as error:
-                raise CheckpointError(f"{file} cannot be read, it may be cut off: {error}") from error
-            except OSError as error:
-                raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
-            twice = sorted(tensors.keys() & set(opened.keys()))
-            if twice:
-                raise CheckpointError(f"{file} repeats tensors of another file: {', '.join(twice)}")
-            tensors |= dict.fromkeys(opened.keys(), opened)
-            holders |= dict.fromkeys(opened.keys(), file)
-        lost = sorted(set(indexed) - set(tensors))
-        if lost:
-            raise CheckpointError(f"{index} lists tensors that no file has: {', '.join(lost)}")
-        moved = [name for name, file in indexed.items() if holders[name] != directory / file]
-        if moved:
-            found = ", ".join(f"{name} (in {holders[name].name}, not {indexed[name]})" for name in moved)
-            raise CheckpointError(f"{index} lists tensors in files that do not hold them: {found}")
-        yield tensors
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> the file in the index's directory that holds it.
-
-    The name decides, not where a link of that name leads: huggingface-hub's cache is made of links to its blobs.
-    """
-    weight_map = read_fields(path).nested("weight_map")
-    files = {tensor: weight_map.text(tensor) for tensor in weight_map.values}
-    if not files:
-        raise weight_map.error("weight_map must name the file of each tensor, got none")
-    for tensor, file in files.items():
-        # Either system's way to write a path: no file of a checkpoint has a colon or a backslash in its name.
-        kinds = PurePosixPath(file), PureWindowsPath(file)
-        escapes = any(".." in name.parts or name.anchor for name in kinds)
-        if escapes or not file.isprintable() or not file.strip("./\\ "):
-            raise weight_map.error(
-                f"weight_map must name files in the directory of the index, got {shown(file)} for {shown(tensor)}"
-            )
-    return files
-
-
 def _check(
-    directory: Path, tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...]
+    directory: Path, tensors: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], skipped: set[str]
 ) -> None:
     """Raises a CheckpointError that lists tensors that are missing, unexpected, misshapen or not of floats."""
-    skipped = [name for name in tensors if any(fnmatch(name, pattern) for pattern in ignored)]
-    if skipped:
-        logger.info("skipping %d tensors (%s) in %s", len(skipped), ", ".join(ignored), directory)
     wrong = {
         "missing": sorted(set(expected) - set(tensors)),
-        "unexpected": sorted(set(tensors) - set(expected) - set(skipped)),
+        "unexpected": sorted(set(tensors) - set(expected) - skipped),
         "misshapen": [],
         "not floating point": [],
     }
     for name in sorted(expected.keys() & tensors.keys()):
-        stored = tensors[name].get_slice(name)
+        stored = tensors[name]
         if tuple(stored.get_shape()) != expected[name]:
             found = list(stored.get_shape())
             wrong["misshapen"].append(f"{name} (found {found}, expected {list(expected[name])})")
         if stored.get_dtype() not in STORED_DTYPES:
             wrong["not floating point"].append(f"{name} (found {stored.get_dtype()})")
-    found = [f"{problem}: {_some(names)}" for problem, names in wrong.items() if names]
-    if found:
-        raise CheckpointError(f"the tensors in {directory} do not fit its config.json; " + "; ".join(found))
+    if message := listed(wrong):
+        raise CheckpointError(f"the tensors in {directory} do not fit its config.json; {message}")
 
 
-def _some(names: list[str]) -> str:
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _stored_bytes(stored: Any) -> int:
+def _stored_bytes(stored: Stored) -> int:
     return math.prod(stored.get_shape()) * jnp.dtype(STORED_DTYPES[stored.get_dtype()]).itemsize
 
 
 def _read(
-    tensors: Mapping[str, Any], source: Source, param: nnx.Param, dtype: jnp.dtype, mesh: jax.sharding.Mesh | None
+    tensors: Mapping[str, Stored], source: Source, param: nnx.Param, dtype: jnp.dtype, mesh: jax.sharding.Mesh | None
 ) -> jax.Array:
     """A parameter from open files on its devices. Each device's part is read and converted on its own."""
     shape, sharding = spread_shape(param, mesh), parameter_sharding(param, mesh)
@@ -315,7 +256,7 @@ def _read(
         start, stop, _ = index.indices(size)
         if parts is None or stop - start == size:
             return [(0, stored)]
-        return held_ranges(parts, start // (stop - start), devices_of(mesh))
+        return held_ranges(parts, start // (stop - start), size // (stop - start))
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         held = list(map(ranges, index or (slice(None),) * len(shape), shape, whole, param.axes))
@@ -338,7 +279,7 @@ def _read(
                 for taken, put in blocks:
                     index = (first, *([slice(0, 1)] if source.depthwise else []), *itertools.starmap(slice, taken))
                     target = flat[(slice(place, place + end - start), *itertools.starmap(slice, put))]
-                    target[...] = tensors[name].get_slice(name)[index].reshape(target.shape)
+                    target[...] = tensors[name][index].reshape(target.shape)
                 place += end - start
                 start = end
         return flat.reshape(lengths)

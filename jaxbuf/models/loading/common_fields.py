@@ -55,18 +55,19 @@ def find_number(fields: Fields, name: str, default: float, **bounds: float) -> f
     return place.number(name, default, **bounds)
 
 
-def read_rope(fields: Fields, *, scalings: bool = True) -> tuple[float, Scaling | None]:
+def read_rope(fields: Fields, *, scalings: bool = True, theta: float = 10_000.0) -> tuple[float, Scaling | None]:
     """The base of the positions' frequencies, and how they are stretched.
 
     Args:
       fields: The configuration.
       scalings: Whether the family may stretch them: as Llama 3 does, linearly, or by YaRN.
+      theta: The base where none is given.
 
     Raises:
       CheckpointError: A number is missing, of another type or out of range.
       ValueError: Positions of a kind that is not served.
     """
-    theta, rope = find_number(fields, "rope_theta", 10_000.0, above=0), find_rope(fields)
+    theta, rope = find_number(fields, "rope_theta", theta, above=0), find_rope(fields)
     if rope is fields:
         return theta, None
     kinds = ("default", *SCALINGS) if scalings else ("default",)
@@ -126,7 +127,7 @@ SCALINGS: dict[str, Callable[[Fields, Fields, float], Scaling]] = {
 }
 
 
-def rope_json(theta: float, scaling: Scaling | None = None) -> dict[str, Any]:
+def rope_json(theta: float | None, scaling: Scaling | None = None) -> dict[str, Any]:
     """The rope_parameters that `read_rope` reads back."""
     if scaling is None:
         return {"rope_type": "default", "rope_theta": theta}
@@ -139,16 +140,16 @@ def eos_json(ids: tuple[int, ...]) -> int | list[int] | None:
     return ids[0] if len(ids) == 1 else list(ids) or None
 
 
-def read_limits(fields: Fields) -> tuple[float, float]:
-    """The time_step_limit of a Mamba-2 mixer: what its time steps are clamped to; without the field 0 and infinity."""
-    if not fields.has("time_step_limit"):
+def read_limits(fields: Fields, name: str = "time_step_limit") -> tuple[float, float]:
+    """What the time steps of a Mamba-2 mixer are clamped to, from the field of this name; without it 0 and infinity."""
+    if not fields.has(name):
         return 0.0, math.inf
-    limits = fields.values["time_step_limit"]
+    limits = fields.values[name]
     if isinstance(limits, list | tuple):  # transformers writes infinity as an object, for JSON has none
         limits = [math.inf if x == {"__float__": "Infinity"} else x for x in limits]
     numbers = isinstance(limits, list | tuple) and all(type(x) in (int, float) for x in limits) and len(limits) == 2
     if not numbers or not 0 <= limits[0] <= limits[1]:
-        fields.fail("time_step_limit", "two numbers, the second at least the first, which is at least 0")
+        fields.fail(name, "two numbers, the second at least the first, which is at least 0")
     return float(limits[0]), float(limits[1])
 
 

@@ -1,9 +1,11 @@
-"""What Qwen's families with routed experts say of them in config.json, and which layers have some."""
+"""What families with routed experts say of them in config.json: Qwen's, and which layers have some, and those whose
+experts are in groups."""
 
 from typing import Any
 
 from jaxbuf.models.config import MLP
-from jaxbuf.models.experts import Experts, Router
+from jaxbuf.models.experts import GROUP_BEST, Experts, Router
+from jaxbuf.models.loading.common_fields import check_multiple
 from jaxbuf.models.loading.fields import SIZE, Fields
 
 MOST_EXPERTS = 2**14  # so that no names are made for experts that nobody means
@@ -51,3 +53,24 @@ def make_experts(source: Any, *, renormalised: bool, shared: int | None = None) 
     router = Router(source.num_experts, source.num_experts_per_tok, renormalised=renormalised)
     mlp = None if shared is None else MLP(shared)
     return Experts(router, source.moe_intermediate_size, shared=mlp, shared_gate=shared is not None)
+
+
+def check_groups(source: Any, experts: str) -> None:
+    """Raises a ValueError unless the experts, whose number has this name, are in groups that a token can choose from.
+
+    Args:
+      source: Has that number, num_experts_per_tok, n_group and topk_group.
+      experts: The name.
+    """
+    check_multiple(source, experts, "n_group")
+    number, groups, chosen = getattr(source, experts), source.n_group, source.topk_group
+    if groups > 1 and number // groups < GROUP_BEST:
+        raise ValueError(
+            f"{experts} ({number}) must be at least {GROUP_BEST} times n_group ({groups}), for a group is chosen by "
+            f"its {GROUP_BEST} best experts"
+        )
+    if source.num_experts_per_tok > chosen * (number // groups):
+        raise ValueError(
+            f"num_experts_per_tok ({source.num_experts_per_tok}) must be at most topk_group ({chosen}) times the "
+            f"{number // groups} experts of a group"
+        )

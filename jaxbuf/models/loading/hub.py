@@ -11,6 +11,7 @@ from jaxbuf.shown import shown
 DEMO = "demo"
 COMPANIONS = ("generation_config.json", "tokenizer*.json", "chat_template.jinja")
 WEIGHTS = ("config.json", "*.safetensors", "*.safetensors.index.json")
+COPIES = ("consolidated*.safetensors",)  # the same weights once more, as Mistral's repositories have them
 ACCEPTED = '"demo", a directory with a config.json, or a Hugging Face id "org/name" or "org/name@revision"'
 ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@((?!\S*\.\.)\S+))?")
 
@@ -45,6 +46,7 @@ def download(repository: str, revision: str | None = None, files: Sequence[str] 
       repository: "org/name".
       revision: A branch, tag or commit; None: the main branch.
       files: Patterns of the files to take: configurations, the tokenizer's files, the chat template and safetensors.
+        Weights that a repository has twice (`COPIES`) are taken once.
 
     Returns:
       The directory of the snapshot.
@@ -56,8 +58,9 @@ def download(repository: str, revision: str | None = None, files: Sequence[str] 
     import huggingface_hub  # half a second, and its settings are read from the environment when it is imported
     from huggingface_hub import constants, errors
 
+    patterns = {"allow_patterns": list(files), "ignore_patterns": list(COPIES)}
     try:
-        snapshot = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(files))
+        snapshot = huggingface_hub.snapshot_download(repository, revision=revision, **patterns)
     except errors.LocalEntryNotFoundError as error:
         reach = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the Hub is out of reach ({_line(error)})"
         reason, cause = f"it is not complete in the cache {constants.HF_HUB_CACHE}, and {reach}", error

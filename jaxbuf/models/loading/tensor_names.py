@@ -9,6 +9,7 @@ from jaxbuf.models.families import Rows, Source
 AROUND = {"before_mixers": "input_layernorm.weight", "before_mlp": "post_attention_layernorm.weight"}
 MLP_PARTS = ("gate", "up", "down")
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+LATENT = {"latent_in": "fc1_latent_proj", "latent_out": "fc2_latent_proj"}
 
 
 def decoder_tensors(
@@ -41,8 +42,8 @@ def softmax_layer(layer: LayerConfig) -> dict[str, Source]:
 
 def attention_tensors(mixer: Any) -> dict[str, Source]:
     """The tensors of softmax attention, an `Attention`, with those biases and norms that it has."""
-    parts = {"_proj": "_proj.weight"} | ({"_bias": "_proj.bias"} if mixer.bias else {})
-    found = {f"{part}{path}": f"{part}{name}" for part in "qkvo" for path, name in parts.items()}
+    found = {f"{part}_proj": f"{part}_proj.weight" for part in "qkvo"}
+    found |= {f"{part}_bias": f"{part}_proj.bias" for part in mixer.biased}
     if mixer.norm is not None:
         found |= {f"{part}_norm": f"{part}_norm.weight" for part in "qk"}
     return {path: Source(name) for path, name in found.items()}
@@ -83,7 +84,7 @@ def experts_tensors(
     bias: str = "gate.e_score_correction_bias",
     shared: str = "shared_experts",
 ) -> dict[str, Source]:
-    """The tensors of `Experts`.
+    """The tensors of `Experts`. The projections to and from latent tokens have the names that Nemotron 3 gives them.
 
     Args:
       experts: The feed-forward.
@@ -103,8 +104,12 @@ def experts_tensors(
         ups = tuple(Rows(f"experts.{number}.{part}.weight", experts.size) for number in numbers for part in first)
         downs = tuple(Rows(f"experts.{number}.{last}.weight", read) for number in numbers)
         found |= {"up_proj": Source(ups, stacked=True), "down_proj": Source(downs, stacked=True)}
+    if experts.latent is not None:
+        found |= {path: Source(f"{name}.weight") for path, name in LATENT.items()}
+        found |= {f"{path}_bias": Source(f"{name}.bias") for path, name in LATENT.items() if experts.latent_bias}
     if experts.shared is not None:
-        found |= placed(mlp_tensors(experts.shared), "shared.", f"{shared}.")
+        mlp = mlp_tensors(experts.shared, MLP_PARTS if experts.gated else MLP_PARTS[1:])
+        found |= placed(mlp, "shared.", f"{shared}.")
         found |= {"shared_gate": Source(f"{shared}_gate.weight")} if experts.shared_gate else {}
     return found
 

@@ -21,10 +21,11 @@ from jaxbuf.models.layers import (
     output,
     parameter,
     rms_norm,
+    rms_norm_heads,
     scaled,
     zeros,
 )
-from jaxbuf.models.projections import project
+from jaxbuf.models.projections import Summands, project
 from jaxbuf.models.tensor_parallel import Part, share
 
 
@@ -37,8 +38,10 @@ class Attention:
       head_dim: Of queries, keys and values.
       rotary: The positions; None: there are none, and queries and keys are not turned.
       norm: Of each head's queries and keys, before they are turned; None: there is none.
+      norm_all_heads: Whether that is one norm over the queries of all heads, and one over the keys.
       gate: Whether the outputs are multiplied with the sigmoid of a projection of the input.
-      bias: Whether the four projections add one.
+      bias, output_bias: Whether the projections of queries, keys and values add one, and whether the output's does;
+        None: it does if they do.
       input_scale, score_scale, output_scale: The input, the scores q · k / sqrt(head_dim) and the output are multiplied
         with them.
       devices: Who share the heads; the numbers of heads are then one device's.
@@ -49,14 +52,22 @@ class Attention:
     head_dim: int
     rotary: Rotary | None
     norm: Norm | None = None
+    norm_all_heads: bool = False
     gate: bool = False
     bias: bool = False
+    output_bias: bool | None = None
     input_scale: float = 1.0
     score_scale: float = 1.0
     output_scale: float = 1.0
     devices: int = 1
 
     kind: ClassVar = ATTENTION
+
+    @property
+    def biased(self) -> str:
+        """The projections that add a bias, of "qkvo"."""
+        output = self.bias if self.output_bias is None else self.output_bias
+        return ("qkv" if self.bias else "") + ("o" if output else "")
 
     @property
     def width(self) -> int:
@@ -85,7 +96,7 @@ class Attention:
 
     def __call__(
         self, parameters: "AttentionParameters", x: Float[Array, "rows time hidden"], memory: Any, plan: Any
-    ) -> tuple[Float[Array, "rows time hidden"], Any]:
+    ) -> tuple[Float[Array, "rows time hidden"] | Summands, Any]:
         """Applies the layer; `plan` is one of `jaxbuf.attention.attention_plan`."""
         p, (batch, time) = parameters, x.shape[:2]
 
@@ -99,7 +110,7 @@ class Attention:
             if self.gate:
                 q, gate = jnp.split(q, 2, axis=-1)
             if self.norm is not None and p.q_norm is not None and p.k_norm is not None:
-                q, k = rms_norm(q, p.q_norm, self.norm), rms_norm(k, p.k_norm, self.norm)
+                q, k = self._normalised(q, p.q_norm), self._normalised(k, p.k_norm)
             if self.rotary is not None:
                 angles = plan.angles(self.rotary)
                 q, k = rotate(q, angles), rotate(k, angles)
@@ -110,7 +121,16 @@ class Attention:
             if gate is not None:
                 out = out * jax.nn.sigmoid(gate)
             out = out.reshape(batch, time, self.heads * self.head_dim)
-            return scaled(output(out, p.o_proj, p.o_bias, self.devices), self.output_scale), memory
+            return output(out, p.o_proj, p.o_bias, self.devices, plan.target, self.output_scale), memory
+
+    def _normalised(self, x: Array, weight: nnx.Param) -> Array:
+        """The norm of queries or keys [batch, time, heads, head_dim]."""
+        assert self.norm is not None  # a mixer without has no weight
+        return (
+            rms_norm_heads(x, weight, self.norm, self.devices)
+            if self.norm_all_heads
+            else rms_norm(x, weight, self.norm)
+        )
 
 
 class AttentionParameters(nnx.Module):
@@ -119,7 +139,7 @@ class AttentionParameters(nnx.Module):
     Attributes:
       q_proj: [heads · head_dim, hidden]; with a gate twice as many rows, each head's are query | gate.
       k_proj, v_proj: [kv_heads · head_dim, hidden].
-      q_norm, k_norm: [head_dim].
+      q_norm, k_norm: [head_dim], or, of norms over all heads, a number for each channel of each head.
       o_proj: [hidden, heads · head_dim].
       q_bias, k_bias, v_bias, o_bias: One number for each row of the projection.
     """
@@ -130,8 +150,15 @@ class AttentionParameters(nnx.Module):
         def matrix(rows, columns, axes):
             return parameter(rngs, (rows, columns), axes, initializer, dtype=dtype)
 
-        def bias(rows, axis):
-            return parameter(rngs, (rows,), (axis,), zeros, dtype=dtype) if mixer.bias else None
+        def bias(part, rows, axis):
+            return parameter(rngs, (rows,), (axis,), zeros, dtype=dtype) if part in mixer.biased else None
+
+        def of_norm(kind, count):
+            if norm is None:
+                return None
+            if not mixer.norm_all_heads:
+                return norm_weight(rngs, mixer.head_dim, norm, dtype=dtype)
+            return norm_weight(rngs, count * mixer.head_dim, norm, (Part(kind, count, mixer.head_dim),), dtype=dtype)
 
         read = 2 * queries if mixer.gate else queries
         heads, kv_heads = (
@@ -142,7 +169,7 @@ class AttentionParameters(nnx.Module):
         self.k_proj = matrix(keys, hidden, (kv_heads, None))
         self.v_proj = matrix(keys, hidden, (kv_heads, None))
         self.o_proj = matrix(hidden, queries, (None, (Part("heads", mixer.heads, mixer.head_dim),)))
-        self.q_norm = None if norm is None else norm_weight(rngs, mixer.head_dim, norm, dtype=dtype)
-        self.k_norm = None if norm is None else norm_weight(rngs, mixer.head_dim, norm, dtype=dtype)
-        self.q_bias, self.o_bias = bias(read, heads), bias(hidden, None)
-        self.k_bias, self.v_bias = bias(keys, kv_heads), bias(keys, kv_heads)
+        self.q_norm = of_norm("heads", mixer.heads)
+        self.k_norm = of_norm("key_heads", mixer.kv_heads)
+        self.q_bias, self.o_bias = bias("q", read, heads), bias("o", hidden, None)
+        self.k_bias, self.v_bias = bias("k", keys, kv_heads), bias("v", keys, kv_heads)

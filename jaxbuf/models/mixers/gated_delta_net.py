@@ -1,4 +1,4 @@
-"""The Gated DeltaNet mixer: Qwen3-Next's and Qwen3.5's recurrent layer."""
+"""The Gated DeltaNet mixer: the recurrent layer of Qwen3-Next, Qwen3.5 and Olmo Hybrid."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ from jaxbuf.models.layers import (
     uniform,
 )
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
-from jaxbuf.models.projections import project
+from jaxbuf.models.projections import Summands, project
 from jaxbuf.models.tensor_parallel import Part
 from jaxbuf.recurrence.gated_norm import gated_norm
 from jaxbuf.recurrence.prepare import Weights
@@ -26,17 +26,25 @@ from jaxbuf.recurrence.prepare import Weights
 
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaNet(RecurrentMixer):
-    """The mixer; its attributes are those of `RecurrentMixer`.
+    """The mixer.
 
-    Source: Yang et al., Gated Delta Networks (2024), section 3.4, as Qwen3.5 has it.
+    Attributes:
+      spec, width, eps, devices, same_key_head: As in `RecurrentMixer`.
+      negative_eigenvalues: Whether the write strength is twice as large, up to 2: a token may then turn the sign of
+        what the state recalls for its key.
+
+    Source: Yang et al., Gated Delta Networks (2024), section 3.4, as Qwen3.5 has it; Grazzi et al., Unlocking
+    State-Tracking in Linear RNNs Through Negative Eigenvalues (2024), section 4.2.
     """
+
+    negative_eigenvalues: bool = False
 
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
         return GatedDeltaNetParameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
 
     def __call__(
         self, parameters: "GatedDeltaNetParameters", x: Float[Array, "rows time hidden"], memory: Any, plan: Any
-    ) -> tuple[Float[Array, "rows time hidden"], Any]:
+    ) -> tuple[Float[Array, "rows time hidden"] | Summands, Any]:
         """Applies the layer; `plan` is one of `jaxbuf.recurrence.recurrent_plan`."""
         p = parameters
         with jax.named_scope("projections"):
@@ -44,10 +52,12 @@ class GatedDeltaNet(RecurrentMixer):
             qkv, z, a, b = project(x, weights, float32=(False, False, True, True), target=plan.target)
         weights = Weights(p.conv1d[...], p.A_log[...], p.dt_bias[...])
         inputs, memory = plan.prepare(memory, self.spec, weights, qkv, a, b)
+        if self.negative_eigenvalues:
+            inputs = inputs._replace(beta=2 * inputs.beta)
         out, memory = plan.recur(memory, self.spec, *inputs)
         out = gated_norm(out, z, p.norm[...], eps=self.eps, target=plan.target)
         with jax.named_scope("output"):
-            return output(out, p.out_proj, None, self.devices), memory
+            return output(out, p.out_proj, None, self.devices, plan.target), memory
 
 
 class GatedDeltaNetParameters(nnx.Module):

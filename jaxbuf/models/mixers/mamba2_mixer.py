@@ -23,7 +23,7 @@ from jaxbuf.models.layers import (
     zeros,
 )
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
-from jaxbuf.models.projections import product_float32
+from jaxbuf.models.projections import Summands, product_float32
 from jaxbuf.models.tensor_parallel import Part, add_devices
 
 
@@ -66,7 +66,7 @@ class Mamba2(RecurrentMixer):
 
     def __call__(
         self, parameters: "Mamba2Parameters", x: Float[Array, "rows time hidden"], memory: Any, plan: Any
-    ) -> tuple[Float[Array, "rows time hidden"], Any]:
+    ) -> tuple[Float[Array, "rows time hidden"] | Summands, Any]:
         """Applies the layer; `plan` is one of `jaxbuf.recurrence.recurrent_plan`."""
         p, spec, (batch, time) = parameters, self.spec, x.shape[:2]
         with jax.named_scope("projections"):
@@ -85,7 +85,7 @@ class Mamba2(RecurrentMixer):
         out = out + (p.D[...][None, None, :, None] * values.astype(jnp.float32)).astype(out.dtype)
         with jax.named_scope("output"):
             out = self._norm(out.reshape(batch, time, self.inner), z, p.norm)
-            return scaled(output(out, p.out_proj, p.out_bias, self.devices), self.output_scale), memory
+            return output(out, p.out_proj, p.out_bias, self.devices, plan.target, self.output_scale), memory
 
     def _project(self, p: "Mamba2Parameters", x: Array) -> tuple[Array, Array, Array]:
         """z [batch, time, inner], x | B | C [batch, time, channels], and f32 [batch, time, heads] behind the steps."""

@@ -14,6 +14,7 @@ class Call:
       hidden: Numbers of each.
       eps, offset: Of the norm.
       dtype: Of x, what is added to it, and both results.
+      summands: Of what is added, in float32, to be summed up and rounded first; 0: it is one array of that dtype.
     """
 
     tokens: int
@@ -21,3 +22,4 @@ class Call:
     eps: float
     offset: float
     dtype: np.dtype
+    summands: int = 0

@@ -1,6 +1,7 @@
 """What describes a call of `gated_norm`: its size and dtypes."""
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 
@@ -14,9 +15,11 @@ class Call:
       eps: What is added to the mean of squares.
       out: The dtype of the recurrence's output.
       z: The dtype of z and of the result.
+      activation: Of the gate.
     """
 
     heads: int
     eps: float
     out: np.dtype
     z: np.dtype
+    activation: Literal["silu", "sigmoid"] = "silu"

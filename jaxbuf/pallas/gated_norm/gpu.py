@@ -48,7 +48,7 @@ def _kernel(call: Call, interpret: bool):
         mean = jnp.sum(x * x, axis=1) * np.float32(1 / DIM)
         x = x * _spread(lax.rsqrt(mean + np.float32(call.eps)), 0) * _spread(weight, 1)
         root = lax.rsqrt(np.float32(1) + jnp.exp(-z))  # Its square is the sigmoid. A division takes ten instructions.
-        gate = z * (root * root)
+        gate = root * root if call.activation == "sigmoid" else z * (root * root)
         store(result_ref.at[heads], (x.astype(call.out).astype(jnp.float32) * gate).astype(call.z))
 
     return plgpu.kernel(

@@ -18,7 +18,10 @@ def supports(call: Call) -> str | None:
     needs = (
         (call.dtype in (jnp.bfloat16, jnp.float16), f"x and weights in bfloat16 or float16, got {call.dtype.name}"),
         (1 <= call.tokens <= gpu.MOST_TOKENS, f"rows · time in [1, {gpu.MOST_TOKENS}], got {call.tokens}"),
-        (call.inputs % gpu.STEP == 0, f"in, the numbers of a row, in {gpu.STEP}s, got {call.inputs}"),
+        (
+            call.inputs % (gpu.STEP * call.slices) == 0,
+            f"in, the numbers of a row, in {gpu.STEP * call.slices}s, got {call.inputs}",
+        ),
         (all(n % 8 == 0 for n in call.outputs), f"out, the rows of each weight, in eights, got {sizes}"),
         (all(d in (call.dtype, jnp.float32) for d in call.dtypes), "results in float32 or in the dtype of x"),
     )

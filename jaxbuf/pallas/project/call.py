@@ -16,6 +16,8 @@ class Call:
       dtypes: What each product is rounded to.
       dtype: Of x and of the weights.
       gated: Whether there are two weights, a gate's and that of what it gates, and one result.
+      slices: Into how many the numbers of x and of the weights' rows are cut. Each is multiplied by itself; what these
+        products are summed up to is left to the reader.
     """
 
     tokens: int
@@ -24,3 +26,4 @@ class Call:
     dtypes: tuple[np.dtype, ...]
     dtype: np.dtype
     gated: bool = False
+    slices: int = 1

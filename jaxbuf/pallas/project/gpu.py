@@ -3,10 +3,13 @@
 The rows of all weights are shared out in tiles of equal height, as many as there are multiprocessors wherever one tile
 each suffices: no multiprocessor has more to read than another. A warpgroup of a block brings pieces of its tile, and
 the same pieces of all tokens, to a ring in shared memory. One or two others multiply them on the tensor cores, each 64
-or 128 tokens. The tokens come from the L2 for every tile. (Blocks of a cluster that read a share each and pass it on
-are not faster: 28.7 us in twos and 42 in fours where these take 28.3, 128 tokens, two weights of 9216 x 2560. Nor is a
-step whose kernels are launched while the ones before them end, with the first pieces of weights prefetched to the L2:
-7.59 ms where it takes 7.45, Qwen3.5-4B with 128 rows.)
+or 128 tokens. The tokens come from the L2 for every tile: where a weight has few rows, its tiles would have so few that
+the tokens were most of the work, so its rows are cut into slices, and a tile has a block for each.
+
+Blocks of a cluster that read a share of the tokens each and pass it on are not faster (28.7 us in twos and 42 in fours
+where these take 28.3, 128 tokens, two weights of 9216 x 2560). Nor is a step whose kernels are launched while the ones
+before them end, with the first pieces of weights prefetched to the L2: 7.59 ms where it takes 7.45, Qwen3.5-4B with
+128 rows.
 
 Floor: (weights + x + results) / read bandwidth.
 
@@ -16,7 +19,7 @@ Precision: products of 2-byte operands with float32 sums, rounded once; the gate
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +38,9 @@ MOST_TOKENS = 256
 TILE = 64  # tokens of a product
 STEP = 64  # numbers of a row that are brought at once
 MOST_STEPS = 10  # in the ring
+# Rows of a weight are cut into slices, the best number first, for so many tokens (with 256 a step of Qwen3.5-4B takes
+# 2 % longer than with the library's products), and for weights of so few rows.
+SLICES, MOST_IN_SLICES, MOST_ROWS = (3, 4, 2), 128, 8192
 MOST_SUMS = 160  # of a thread
 # Registers of each thread that multiplies, and of each that brings, by the warpgroups that multiply; None: as compiled.
 REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (216, 40)}
@@ -75,12 +81,19 @@ def arrange(call: Call) -> Schedule:
 
     def cost(rows: int) -> int:
         """Rows that the busiest multiprocessor reads, and what it does besides, in rows."""
-        return -(-sum(tiles(rows)) // PROCESSORS) * (parts * rows + 8)
+        return -(-sum(tiles(rows)) * call.slices // PROCESSORS) * (parts * rows + 8)
 
     most = min(256, MOST_SUMS * THREADS // (products * TILE)) // parts  # wgmma has 256 columns at most
     rows = min(range(8, most + 1, 8), key=cost)
     room = SHARED_MEMORY // (2 * STEP * (warpgroups * products * TILE + parts * rows))
     return Schedule(warpgroups, products, rows, tiles(rows), min(MOST_STEPS, room))
+
+
+def slices_of(tokens: int, inputs: int, outputs: int) -> int:
+    """Into how many slices rows of a weight are best cut; 1 where the library's product is as fast."""
+    if tokens > MOST_IN_SLICES or outputs > MOST_ROWS:
+        return 1
+    return next((n for n in SLICES if inputs % (n * STEP) == 0), 1)
 
 
 class Memory(NamedTuple):
@@ -103,23 +116,26 @@ def project(call: Call, x: Array, weights: Sequence[Array], *, interpret: bool =
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
-      [tokens, out] for each weight; for a gated call one.
+      [tokens, out] for each weight, [slices, tokens, out] with several slices; for a gated call one.
     """
-    x = jnp.pad(x, ((0, -call.tokens % 8), (0, 0)))  # pieces have rows by eight
+    if call.tokens > 8:  # pieces have rows by eight, unless x has fewer
+        x = jnp.pad(x, ((0, -call.tokens % 8), (0, 0)))
     found = _kernel(call, arrange(call), interpret)(x, *weights)
     return tuple(found)
 
 
 def _kernel(call: Call, schedule: Schedule, interpret: bool):
     parts, weights, results = 2 if call.gated else 1, len(call.outputs), len(call.dtypes)
-    tokens, steps = 8 * -(-call.tokens // 8), call.inputs // STEP
+    tokens, steps = 8 * -(-call.tokens // 8), call.inputs // (STEP * call.slices)
+    shape, tiles = (call.slices, call.tokens) if call.slices > 1 else (call.tokens,), sum(schedule.tiles)
     transforms = plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
     begins = [sum(schedule.tiles[:i]) for i in range(len(schedule.tiles))]
 
-    def multiply_tokens(x, *refs):  # A profile shows this name.
+    def multiply_tokens(x, *refs):
         given, outs = refs[:weights], refs[weights : weights + results]
         memory = Memory(*refs[weights + results :])
-        number = lax.axis_index("block")
+        slice_number, number = lax.div(lax.axis_index("block"), np.int32(tiles)), lax.axis_index("block")
+        number -= slice_number * tiles
         role = lax.axis_index("warpgroup")
 
         def set_registers(which: int, action) -> None:
@@ -135,12 +151,13 @@ def _kernel(call: Call, schedule: Schedule, interpret: bool):
         @pl.when(role < schedule.warpgroups)
         def _():
             set_registers(0, "increase")
-            found = _multiply(schedule, memory, role, steps, parts, interpret)
+            found = multiply(schedule, memory, role, steps, parts, interpret)
 
             def write(i, row):
+                out = outs[i] if call.slices == 1 else outs[i].at[slice_number]
                 for product, sums in enumerate(found):
                     first = (role * schedule.products + product) * TILE
-                    store_inside(_result(sums).astype(outs[i].dtype), WGMMA, outs[i], first, row, interpret)
+                    store_inside(result(sums).astype(out.dtype), WGMMA, out, first, row, interpret)
 
             each_weight(write)
 
@@ -150,17 +167,19 @@ def _kernel(call: Call, schedule: Schedule, interpret: bool):
 
             def bring(i, row):
                 here = given if call.gated else given[i : i + 1]
-                _bring(schedule, memory, x, here, row, tokens, steps)
+                _bring(schedule, memory, x, here, row, slice_number * steps, tokens, steps)
 
             each_weight(bring)
 
+    # A profile shows this name, and kernels of other weights have others.
+    multiply_tokens.__name__ = f"multiply_tokens_{'_'.join(map(str, call.outputs))}_by_{call.inputs}"
     return plgpu.kernel(
         multiply_tokens,
         out_type=[
-            jax.ShapeDtypeStruct((call.tokens, n), dtype)
+            jax.ShapeDtypeStruct((*shape, n), dtype)
             for n, dtype in zip(call.outputs[:results], call.dtypes, strict=True)
         ],
-        grid=(sum(schedule.tiles),),
+        grid=(tiles * call.slices,),
         grid_names=("block",),
         num_threads=schedule.warpgroups + 1,
         thread_name="warpgroup",
@@ -175,22 +194,28 @@ def _kernel(call: Call, schedule: Schedule, interpret: bool):
     )
 
 
-def _bring(schedule: Schedule, memory: Memory, x, weights: Sequence[Any], row: Array, tokens: int, steps: int) -> None:
-    """Brings the pieces of a tile, which begins at `row` of its weights, and of the tokens."""
+def _bring(
+    schedule: Schedule, memory: Memory, x, weights: Sequence[Any], row: Array, first: Array, tokens: int, steps: int
+) -> None:
+    """Brings the pieces of a tile, which begins at `row` of its weights, and of the tokens: `steps` from `first` on."""
 
     def source(weight, i):
         # What lies below a weight's last row arrives as zeros.
-        return weight.at[pl.ds(row, min(schedule.rows, weight.shape[0])), pl.ds(i * STEP, STEP)]
+        return weight.at[pl.ds(row, min(schedule.rows, weight.shape[0])), pl.ds((first + i) * STEP, STEP)]
+
+    # Where x has fewer rows than a piece, what lies below them arrives as zeros, too: Pallas lets a slice reach there
+    # that begins at a number which is not known yet.
+    top = lax.axis_index("block") * 0
 
     def bring_piece(i, _):
-        at, columns = lax.rem(i, np.int32(schedule.ring)), pl.ds(i * STEP, STEP)
+        at, columns = lax.rem(i, np.int32(schedule.ring)), pl.ds((first + i) * STEP, STEP)
         full = memory.full.at[at]
         pl.when(i >= schedule.ring)(lambda: plgpu.barrier_wait(memory.free.at[at]))
         for part, weight in enumerate(weights):
             piece = source(weight, i)
             target = memory.weights.at[at, pl.ds(part * schedule.rows, piece.shape[0])]
             plgpu.copy_gmem_to_smem(piece, target, full)
-        plgpu.copy_gmem_to_smem(x.at[:, columns], memory.tokens.at[at, pl.ds(0, tokens)], full)
+        plgpu.copy_gmem_to_smem(x.at[pl.ds(top, tokens), columns], memory.tokens.at[at, pl.ds(0, tokens)], full)
 
     lax.fori_loop(0, steps, bring_piece, None)
 
@@ -200,7 +225,7 @@ def _bring(schedule: Schedule, memory: Memory, x, weights: Sequence[Any], row: A
     lax.fori_loop(max(steps - schedule.ring, 0), steps, wait, None)
 
 
-def _result(sums: Sequence[Array]) -> Array:
+def result(sums: Sequence[Array]) -> Array:
     """What is written of a product: its sums, or silu(gate) · up."""
     if len(sums) == 1:
         return sums[0]
@@ -209,7 +234,18 @@ def _result(sums: Sequence[Array]) -> Array:
     return gate * (root * root) * up
 
 
-def _multiply(schedule: Schedule, memory: Memory, role, steps: int, parts: int, interpret: bool) -> list[list[Array]]:
+class Multiplied(Protocol):
+    """What `multiply` needs to know of a schedule, see `Schedule`."""
+
+    @property
+    def products(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def ring(self) -> int: ...
+
+
+def multiply(schedule: Multiplied, memory: Memory, role, steps: int, parts: int, interpret: bool) -> list[list[Array]]:
     """float32 [TILE, rows] for each of the warpgroup's products and each part: its tokens times the tile's rows."""
     dims, products = (TILE, schedule.rows), schedule.products
 
@@ -234,7 +270,7 @@ def _multiply(schedule: Schedule, memory: Memory, role, steps: int, parts: int, 
         found = lax.fori_loop(0, steps, add, [jnp.zeros(dims, jnp.float32) for _ in range(products * parts)])
         return [found[j * parts : (j + 1) * parts] for j in range(products)]
 
-    def multiply(*sums):
+    def multiply_pieces(*sums):
         def add_piece(i, _):
             plgpu.barrier_wait(memory.full.at[lax.rem(i, np.int32(schedule.ring))])
             for total, (x, weight) in zip(sums, factors(i), strict=True):
@@ -247,4 +283,4 @@ def _multiply(schedule: Schedule, memory: Memory, role, steps: int, parts: int, 
         let_go(np.int32(steps - 1))
         return [found[j * parts : (j + 1) * parts] for j in range(products)]
 
-    return pl.run_scoped(multiply, *[ACC(dims, jnp.float32) for _ in range(products * parts)])
+    return pl.run_scoped(multiply_pieces, *[ACC(dims, jnp.float32) for _ in range(products * parts)])

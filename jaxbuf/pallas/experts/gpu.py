@@ -1,0 +1,213 @@
+"""The products of `jaxbuf.models.experts.mixture` on NVIDIA GPUs (Hopper): Pallas Mosaic GPU.
+
+Rows of x lie sorted by expert, and the rows of a group, which have one expert, begin at a multiple of ALIGNED. A visit
+is of up to so many rows of a group; an expert without rows has none, so that its weights are not read. Each visit has a
+block for every tile of the weight's rows. A warpgroup of the block brings pieces of the visit's rows and of the tile to
+a ring in shared memory; one or two others multiply them on the tensor cores.
+
+Which rows a visit has is computed before, by XLA (`plan_visits`). There are blocks for as many visits as there can be;
+those of visits without rows end at once.
+
+jax.experimental.pallas.ops.gpu.ragged_dot_mgpu, a kernel for few and large groups, gives each group a tile even if it
+is empty, which then reads the weight of an expert that no token chose, and it searches all groups in every block.
+
+Floor: (weights of the experts that have rows + x + results) / read bandwidth, or, of many rows,
+2 · rows · inputs · weight rows / rate of products. It has not run on a GPU yet.
+
+Precision: products of 2-byte operands with float32 sums, rounded once; the gate is computed from unrounded sums.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxbuf.axes import Array
+from jaxbuf.pallas.experts.call import Call
+from jaxbuf.pallas.project.gpu import (
+    MOST_STEPS,
+    MOST_SUMS,
+    PROCESSORS,
+    REGISTERS,
+    SHARED_MEMORY,
+    STEP,
+    TILE,
+    WGMMA,
+    Memory,
+    multiply,
+    result,
+)
+from jaxbuf.pallas.threads import COMPILER, THREADS, store_inside
+
+ALIGNED = 8  # Rows: shared memory has them in eights.
+MOST_VISITED = 2 * TILE  # rows of a visit
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a call is arranged.
+
+    Attributes:
+      visited: Rows of a visit, at most.
+      visits: The most that there can be.
+      rows: Of a tile of a weight: of each of the two, where there is a gate.
+      tiles: Of a weight.
+      ring: Pieces of the ring.
+    """
+
+    visited: int
+    visits: int
+    rows: int
+    tiles: int
+    ring: int
+    products: int = 1
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a block, that multiply."""
+        return -(-self.visited // TILE)
+
+
+def visited_rows(rows: int, experts: int) -> int:
+    """Rows of a visit, at most: a power of two, about twice what an expert has in the mean."""
+    visited = ALIGNED
+    while visited < min(MOST_VISITED, 2 * rows / experts):
+        visited *= 2
+    return visited
+
+
+def most_visits(rows: int, experts: int) -> int:
+    """How many visits there can be, of groups that together have so many rows before they are aligned."""
+    most = min(rows, experts)  # groups; each has one visit, and one more for so many rows beyond the first
+    return most + (rows - most) // visited_rows(rows, experts)
+
+
+def aligned_rows(rows: int, experts: int) -> int:
+    """Rows of x once all groups are aligned, and so many more that a visit which begins with the last ends there."""
+    most = rows + (ALIGNED - 1) * min(rows, experts)
+    return -(-most // ALIGNED) * ALIGNED + visited_rows(rows, experts) - ALIGNED
+
+
+def arrange(call: Call) -> Schedule:
+    visited, visits = visited_rows(call.rows, call.experts), most_visits(call.rows, call.experts)
+    parts, warpgroups = 2 if call.gated else 1, -(-visited // TILE)
+
+    def cost(rows: int) -> int:
+        """Rows of weights and of x that the busiest multiprocessor reads, and what it does besides, in rows."""
+        return -(-visits * (call.outputs // rows) // PROCESSORS) * (parts * rows + visited + 8)
+
+    most = min(256, MOST_SUMS * THREADS // TILE) // parts  # wgmma has 256 columns at most
+    rows = min((n for n in range(8, most + 1, 8) if call.outputs % n == 0), key=cost)
+    room = SHARED_MEMORY // (2 * STEP * (warpgroups * TILE + parts * rows))
+    return Schedule(visited, visits, rows, call.outputs // rows, min(MOST_STEPS, room))
+
+
+def plan_visits(groups: Array, rows: int) -> Array:
+    """Which rows of which expert each visit has: int32 [visits, 3], the expert, the first row and the one behind the
+    last; a visit without rows comes after all others.
+
+    Args:
+      groups: int32 [experts], rows of each, aligned, one group behind the other.
+      rows: Of all groups before they were aligned.
+    """
+    experts = groups.shape[0]
+    visited, ends = np.int32(visited_rows(rows, experts)), jnp.cumsum(groups)
+    each = (groups + visited - 1) // visited
+    until = jnp.cumsum(each)
+    number = jnp.arange(most_visits(rows, experts), dtype=jnp.int32)
+    expert = jnp.searchsorted(until, number, side="right").astype(jnp.int32)
+    there, expert = expert < experts, jnp.minimum(expert, experts - 1)
+    first = (ends - groups)[expert] + visited * (number - (until - each)[expert])
+    found = jnp.stack([expert, first, jnp.minimum(first + visited, ends[expert])], axis=1)
+    return jnp.where(there[:, None], found, 0)
+
+
+def multiply_groups(call: Call, x: Array, weights: Array, visits: Array, *, interpret: bool = False) -> Array:
+    """Each row of x times its expert's weight; `supports` says for which sizes.
+
+    Args:
+      call: The call's sizes and dtype.
+      x: [aligned_rows(rows, experts), inputs].
+      weights: [experts, outputs, inputs], gated [experts, 2 · outputs, inputs].
+      visits: From `plan_visits`.
+      interpret: Run in Pallas' GPU interpreter.
+
+    Returns:
+      [aligned rows, outputs]; rows of no group are not specified.
+    """
+    return _kernel(call, arrange(call), x.shape[0], interpret)(visits, x, weights)
+
+
+def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
+    parts, steps, warpgroups = 2 if call.gated else 1, call.inputs // STEP, schedule.warpgroups
+    transforms = plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+
+    def multiply_experts(visits, x, weights, out, *refs):
+        memory, block = Memory(*refs), lax.axis_index("block")
+        visit = lax.div(block, np.int32(schedule.tiles))
+        row, role = (block - visit * schedule.tiles) * schedule.rows, lax.axis_index("warpgroup")
+        expert, first, end = (visits[visit, i] for i in range(3))
+
+        def set_registers(which: int, action) -> None:
+            if (registers := REGISTERS[warpgroups]) and not interpret:
+                plgpu.set_max_registers(registers[which], action=action)
+
+        @pl.when((end > first) & (role < warpgroups))
+        def _():
+            set_registers(0, "increase")
+            (sums,) = multiply(schedule, memory, role, steps, parts, interpret)
+            found = result(sums).astype(out.dtype)
+            store_inside(found, WGMMA, out, first + role * TILE, row, interpret, end=end)
+
+        @pl.when((end > first) & (role == warpgroups))
+        def _():
+            set_registers(1, "decrease")
+            _bring(call, schedule, memory, x, weights.at[expert], first, row, steps)
+
+    # A profile shows this name, and kernels of other weights have others.
+    multiply_experts.__name__ = f"multiply_experts_{call.outputs}_by_{call.inputs}"
+    return plgpu.kernel(
+        multiply_experts,
+        out_type=jax.ShapeDtypeStruct((aligned, call.outputs), call.dtype),
+        grid=(schedule.visits * schedule.tiles,),
+        grid_names=("block",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((schedule.ring, warpgroups * TILE, STEP), call.dtype, transforms=transforms),
+            plgpu.SMEM((schedule.ring, parts * schedule.rows, STEP), call.dtype, transforms=transforms),
+            plgpu.Barrier(num_arrivals=1 + parts, num_barriers=schedule.ring),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=schedule.ring),
+        ],
+        compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+    )
+
+
+def _bring(call: Call, schedule: Schedule, memory: Memory, x, weight, first: Array, row: Array, steps: int) -> None:
+    """Brings all pieces of a visit's rows, from `first` on, and of a tile, which begins at `row` of the weight.
+
+    The last pieces may have rows of the next group: nothing of their products is written.
+    """
+    ring = np.int32(schedule.ring)
+
+    def bring_piece(i, _):
+        at, columns = lax.rem(i, ring), pl.ds(i * STEP, STEP)
+        full = memory.full.at[at]
+        pl.when(i >= ring)(lambda: plgpu.barrier_wait(memory.free.at[at]))
+        for part in range(2 if call.gated else 1):
+            piece = weight.at[pl.ds(part * call.outputs + row, schedule.rows), columns]
+            plgpu.copy_gmem_to_smem(piece, memory.weights.at[at, pl.ds(part * schedule.rows, schedule.rows)], full)
+        rows = pl.ds(first, schedule.visited)
+        plgpu.copy_gmem_to_smem(x.at[rows, columns], memory.tokens.at[at, pl.ds(0, schedule.visited)], full)
+
+    lax.fori_loop(0, steps, bring_piece, None)
+
+    def wait(i, _):
+        plgpu.barrier_wait(memory.free.at[lax.rem(i, ring)])
+
+    lax.fori_loop(max(steps - schedule.ring, 0), steps, wait, None)

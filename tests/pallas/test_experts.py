@@ -1,0 +1,152 @@
+"""The kernel of routed experts: it lowers for its platform at the real sizes, and is the mixture that XLA computes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.models.experts import mixture
+from jaxbuf.pallas.experts import Call, gpu
+
+SIZES = {"experts": 6, "inputs": 64, "inner": 72, "outputs": 64}
+
+
+def new_arrays(rng, tokens, chosen, dtype=jnp.bfloat16, *, experts, inputs, inner, outputs, gated=True):
+    """x, the two projections, the chosen experts and their weights; numbers of size 1."""
+    shapes = (tokens, inputs), (experts, (1 + gated) * inner, inputs), (experts, outputs, inner)
+    x, first, second = (rng.standard_normal(shape) * shape[-1] ** -0.5 for shape in shapes)
+    picked = np.argsort(rng.random((tokens, experts)), axis=1)[:, :chosen]
+    arrays = jnp.asarray(inputs**0.5 * x, dtype), jnp.asarray(first, dtype), jnp.asarray(second, dtype)
+    return *arrays, jnp.asarray(picked, jnp.int32), jnp.asarray(rng.random((tokens, chosen)), jnp.float32)
+
+
+def defined(x, first, second, chosen, weights, *, gated=True, here=None):
+    """The mixture in float64, token by token, of the experts `here`: numbers of chosen; None: all."""
+    x, first, second, weights = (np.asarray(a, np.float64) for a in (x, first, second, weights))
+    out = np.zeros((len(x), second.shape[1]))
+    for token, (experts, shares) in enumerate(zip(np.asarray(chosen), weights, strict=True)):
+        for expert, share in zip(experts, shares, strict=True):
+            if here is not None and expert not in here:
+                continue
+            expert = expert if here is None else here.index(expert)
+            inner = first[expert] @ x[token]
+            if gated:
+                gate, up = np.split(inner, 2)
+                inner = gate / (1 + np.exp(-gate)) * up
+            else:
+                inner = np.maximum(inner, 0) ** 2
+            out[token] += share * (second[expert] @ inner)
+    return out
+
+
+def error(found, known):
+    return np.linalg.norm(np.asarray(found, np.float64) - known) / np.linalg.norm(known)
+
+
+@pytest.mark.parametrize(("experts", "chosen", "tokens"), [(256, 8, 1), (512, 10, 128), (512, 10, 4096)])
+def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(experts, chosen, tokens):
+    sizes = [(tokens, 2048), (experts, 1024, 2048), (experts, 2048, 512)]
+    arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+    arrays += [jax.ShapeDtypeStruct((tokens, chosen), dtype) for dtype in (jnp.int32, jnp.float32)]
+    traced = jax.jit(partial(mixture, implementation="gpu", target="H100")).trace(*arrays)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
+
+
+def test_it_is_not_taken_unless_it_is_named(rng):
+    arrays = new_arrays(rng, 2, 2, **SIZES)
+    traced = jax.jit(partial(mixture, target="H100")).trace(*arrays)
+    assert "@mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture
+def few_processors(monkeypatch):
+    """So that a call has few blocks for the interpreter."""
+    monkeypatch.setattr(gpu, "PROCESSORS", 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "gated"),
+    [
+        pytest.param(9, 3, True),
+        pytest.param(1, 2, False, marks=pytest.mark.exhaustive),
+        pytest.param(60, 2, True, marks=pytest.mark.exhaustive),
+        pytest.param(200, 3, False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_gpu_kernel_is_the_mixture(tokens, chosen, gated, rng, few_processors):
+    """Groups of few rows, and of more than one visit has; some of them empty; visits for one warpgroup and for two."""
+    arrays = new_arrays(rng, tokens, chosen, gated=gated, **SIZES | {"inner": 128 if tokens == 1 else 64})
+    if tokens == 60:
+        arrays = *arrays[:3], jnp.where(arrays[3] == 4, 5, arrays[3]), arrays[4]
+    found = mixture(*arrays, gated=gated, implementation="gpu", interpret=True)
+    assert found.dtype == jnp.bfloat16 and error(found, defined(*arrays, gated=gated)) < 1e-2
+
+
+@pytest.mark.slow
+def test_of_experts_elsewhere_the_kernel_computes_nothing(rng, few_processors):
+    """Three devices have two experts each."""
+    arrays = new_arrays(rng, 5, 3, **SIZES | {"inner": 64})
+    x, first, second, chosen, weights = arrays
+    for begin in (0, 2, 4):
+        here = slice(begin, begin + 2)
+        found = mixture(
+            x, first[here], second[here], chosen, weights, begin=begin, implementation="gpu", interpret=True
+        )
+        known = defined(x, first[here], second[here], chosen, weights, here=[begin, begin + 1])
+        np.testing.assert_allclose(np.asarray(found, np.float64), known, atol=1e-2 * np.abs(known).max())
+
+
+@pytest.mark.exhaustive
+def test_it_has_the_gradient_of_the_definition(rng, few_processors):
+    x, first, second, chosen, weights = new_arrays(rng, 3, 2, **SIZES | {"inner": 64})
+
+    def summed(x, first, second, weights, **how):
+        return jnp.sum(jnp.sin(mixture(x, first, second, chosen, weights, **how).astype(jnp.float32)))
+
+    grad = jax.grad(summed, (0, 1, 2, 3))
+    found = grad(x, first, second, weights, implementation="gpu", interpret=True)
+    for mine, theirs in zip(found, grad(x, first, second, weights), strict=True):
+        assert error(mine, np.asarray(theirs, np.float64)) < 2e-2
+
+
+@pytest.mark.parametrize("rows, experts", [(8, 256), (1024, 256), (40, 6), (40960, 512)])
+def test_visits_have_every_row_of_every_group_once(rows, experts, rng):
+    for share in (np.full(experts, 1 / experts), rng.dirichlet(np.full(experts, 0.05)), np.eye(experts)[-1]):
+        counts = rng.multinomial(rows, share)
+        groups = -(-counts // gpu.ALIGNED) * gpu.ALIGNED
+        visits = np.asarray(gpu.plan_visits(jnp.asarray(groups, jnp.int32), rows))
+        assert len(visits) == gpu.most_visits(rows, experts)
+        ends, seen = np.cumsum(groups), []
+        for expert, first, end in visits:
+            assert 0 <= end - first <= gpu.visited_rows(rows, experts) and first % gpu.ALIGNED == 0
+            if end > first:
+                assert ends[expert] - groups[expert] <= first and end <= ends[expert]
+                assert first + gpu.visited_rows(rows, experts) <= gpu.aligned_rows(rows, experts)
+            seen += range(first, end)
+        assert sorted(seen) == list(range(ends[-1]))
+
+
+def test_a_schedule_fits_a_multiprocessor():
+    for rows in (8, 80, 256, 1024, 1280, 32_768, 40_960):
+        for gated, inputs, outputs in ((True, 2048, 512), (False, 512, 2048)):
+            call = Call(rows, inputs, outputs, 256, np.dtype(jnp.bfloat16), gated)
+            schedule = gpu.arrange(call)
+            assert schedule.rows * schedule.tiles == outputs and schedule.ring >= 4
+            if rows == 8:  # a token's experts keep nearly all multiprocessors busy
+                assert 112 <= schedule.visits * schedule.tiles <= 264
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "reason"),
+    [
+        ({"inputs": 96}, "bfloat16", "in, the numbers of a row, in 64s, got 96"),
+        ({"inner": 64, "outputs": 12}, "bfloat16", "out, the rows of an expert's weight, in eights, got 12"),
+        ({}, "float32", "x and weights in bfloat16 or float16, got float32"),
+    ],
+)
+def test_what_the_kernel_cannot_serve_is_an_error_that_says_why(changes, dtype, reason, rng):
+    arrays = new_arrays(rng, 2, 2, dtype, **SIZES | {"inner": 64} | changes)
+    with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this experts: it needs {reason}'):
+        mixture(*arrays, implementation="gpu", target="H100")
