@@ -13,15 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxbuf
+from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.bench import companions
 from jaxbuf.bench.random_model import configuration, random_model
+from jaxbuf.models.experts import mixture
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.layers import Norm
+from jaxbuf.models.projections import gated_project, project
+from jaxbuf.models.residual import add_and_norm
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.recurrence import RecurrenceSpec, buffered, prepare
 from jaxbuf.recurrence.convolution import init_ring
 from jaxbuf.recurrence.state_format import decode
 from jaxbuf.serving import SamplingParams, generate_tokens, init_carry
 from jaxbuf.serving.batch import Decoding, make_batch
+from tests.attention import launches
 from tests.gpu.program import pool_sized_writes
 
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
@@ -478,6 +484,36 @@ def check_logprobs(lm: LanguageModel, tokens: int = 32) -> Figures:
     return figures | {"tokens until they differ": same, "of the forms, until they differ": others}
 
 
+def check_rounding(lm: LanguageModel, tokens: int = 32) -> Figures:
+    """jaxbuf.generate with kernels is as close to float32 as without.
+
+    Log-probabilities of greedy tokens, as long as all tokens before are those of float32; the largest difference may be
+    twice that of XLA's path in the model's dtype.
+    """
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5)]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == lm.dtype else x, lm.model)
+    exact = without_kernels(dataclasses.replace(lm, model=wide, dtype=jnp.dtype("float32")))
+    expected = jaxbuf.generate(exact, prompts, tokens, sampling)
+    figures: Figures = {"tokens": float(tokens * len(prompts))}
+    for name, model in (("with kernels", lm), ("without", without_kernels(lm))):
+        worst, same = 0.0, 0
+        for found, wanted in zip(jaxbuf.generate(model, prompts, tokens, sampling), expected, strict=True):
+            until = int(np.argmin(np.append(np.equal(found.tokens, wanted.tokens), False)))
+            gaps = np.abs(np.subtract(found.logprobs, wanted.logprobs))
+            worst, same = max(worst, float(gaps[: until + 1].max())), same + until
+        figures |= {f"log-probabilities {name}": worst, f"tokens until they differ {name}": float(same)}
+    worst, allowed = (figures[f"log-probabilities {name}"] for name in ("with kernels", "without"))
+    assert worst <= 2 * allowed, f"log-probabilities differ from float32's by {worst}, without kernels by {allowed}"
+    return figures
+
+
+def check_family(name: str, **sizes: int) -> Figures:
+    """A random model in bfloat16, of a known one's first layers."""
+    return check_rounding(random_model(configuration(name, vocabulary=4096, **sizes), jnp.dtype("bfloat16")))
+
+
 @mock.patch.object(gpu_schedule, "PROCESSORS", 1)  # a warpgroup serves several heads
 def tiny(implementation: str = "gpu") -> Figures:
     """A few steps of three small rows: folds, several tokens at once, short rings and long ones of either kind; and
@@ -512,7 +548,39 @@ def tiny(implementation: str = "gpu") -> Figures:
         layer = jax.device_put(layer, jax.devices()[0])
         where = companions.odd_integers(case, rng)
         jax.block_until_ready(companions.call(spec, operation, implementation, layer, where))
+    tiny_layers(rng, implementation)
     return {}
+
+
+def tiny_layers(rng, implementation: str) -> None:
+    """Attention, projections, the residual sum with its norm, and experts, of few tokens."""
+    for head_dim, time, trees in ((64, 1, False), (128, 5, True), (256, 16, True)):
+        print(f"attention of heads of {head_dim}, {time} tokens at once", flush=True)
+        with jax.default_device(jax.devices("cpu")[0]):
+            sizes = launches.Sizes((9, 70, 33), time, 4, 2, head_dim, trees=trees)
+            launch = launches.make_launch(rng, sizes)
+        arrays, integers = jax.device_put((launch.arrays, launch.integers), jax.devices()[0])
+        jax.block_until_ready(append_and_attend(*arrays, **integers, implementation=implementation))
+    hidden = 256
+
+    def draw(*shape):
+        return jax.device_put(np.asarray(hidden**-0.5 * rng.standard_normal(shape), jnp.bfloat16))
+
+    experts = functools.partial(mixture, implementation=implementation)
+    several = [draw(n, hidden) for n in (256, 64, 40)]
+    for tokens in (1, 5, 70):
+        print(f"projections, residual and experts of {tokens} tokens", flush=True)
+        x = draw(tokens, 1, hidden)
+        picked = np.stack([rng.permutation(8)[:2] for _ in range(tokens)]).astype(np.int32)
+        share = np.full(picked.shape, 0.5, np.float32)
+        outs = (
+            project(x, several, float32=(False, False, True), implementation=implementation),
+            gated_project(x, draw(256, hidden), draw(256, hidden), implementation=implementation),
+            add_and_norm(x, x, draw(hidden), Norm(1e-6, 1.0), implementation=implementation),
+            experts(x[:, 0], draw(8, 128, hidden), draw(8, hidden, 64), picked, share, gated=True),
+            experts(x[:, 0], draw(8, 64, hidden), draw(8, hidden, 64), picked, share, gated=False),
+        )
+        jax.block_until_ready(outs)
 
 
 CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
@@ -569,6 +637,30 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     ),
     "the_tiny_program_runs": lambda rng: tiny(),
 }
+# A model of each family, and how many of its layers, so that each kind of them is there; of experts some.
+FEW_LAYERS: dict[str, tuple[str, dict[str, int]]] = {
+    "bailing_hybrid": ("Ling-3.0-Flash", {"layers": 5, "experts": 64}),
+    "falcon_h1": ("Falcon-H1-0.5B", {"layers": 3}),
+    "granitemoehybrid": ("Granite-4.0-H-Tiny", {"layers": 4}),
+    "kimi_linear": ("Kimi-Linear-48B-A3B", {"layers": 4, "experts": 64}),
+    "llama": ("Llama-3.1-8B", {"layers": 3}),
+    "mamba2": ("Mamba-2-2.7B", {"layers": 4}),
+    "nemotron_h": ("Nemotron-3-Nano-30B-A3B", {"layers": 4}),
+    "olmo_hybrid": ("Olmo-Hybrid-7B", {"layers": 4}),
+    "qwen2": ("Qwen2.5-7B", {"layers": 3}),
+    "qwen3": ("Qwen3-8B", {"layers": 3}),
+    "qwen3_5_moe": ("Qwen3.5-35B-A3B", {"layers": 4, "experts": 64}),
+    "qwen3_moe": ("Qwen3-30B-A3B", {"layers": 3, "experts": 64}),
+    "qwen3_next": ("Qwen3-Next-80B-A3B", {"layers": 4, "experts": 64}),
+}
+OF_FEW_LAYERS = {
+    f"a_random_{family}_of_few_layers_generates_as_without_kernels": (family, *given)
+    for family, given in FEW_LAYERS.items()
+}
+CHECKS |= {
+    check: lambda rng, name=name, sizes=sizes: check_family(name, **sizes)
+    for check, (_, name, sizes) in OF_FEW_LAYERS.items()
+}
 # Those of whole models, by the family: jaxbuf/models/checked.json notes them.
 OF_FAMILY: dict[str, str] = dict.fromkeys(
     (
@@ -579,4 +671,4 @@ OF_FAMILY: dict[str, str] = dict.fromkeys(
         "a_random_qwen3_5_4b_generates_as_without_kernels",
     ),
     "qwen3_5",
-)
+) | {check: family for check, (family, _, _) in OF_FEW_LAYERS.items()}

@@ -16,6 +16,7 @@ from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.bench.measure import worst_errors
+from jaxbuf.models.experts import mixture
 from jaxbuf.models.layers import Norm
 from jaxbuf.models.projections import gated_project, project
 from jaxbuf.models.residual import add_and_norm
@@ -133,7 +134,43 @@ def check_long_chunk(rng, time: int = 1024, committed: int = 3000, rows: int = 2
     return found
 
 
+def check_experts(rng) -> Figures:
+    """Mixtures of experts with a gate and without, of one token and of many, against float64."""
+    found: Figures = {}
+    shapes = (512, 64, 8, 256, True), (2048, 128, 8, 512, True), (320, 16, 4, 192, False)
+    for hidden, experts, chosen, size, gated in shapes:
+        first, second = (
+            rng.standard_normal((experts, *shape), np.float32) * shape[-1] ** -0.5
+            for shape in (((2 if gated else 1) * size, hidden), (hidden, size))
+        )
+        for dtype, bound in (("bfloat16", 1.2e-2), ("float16", 1.5e-3)):
+            weights = [jnp.asarray(w, dtype) for w in (first, second)]
+            wide = [np.asarray(w, np.float64) for w in weights]
+            for tokens in (1, 5, 32, 300):
+                x = jnp.asarray(rng.standard_normal((tokens, hidden)), dtype)
+                picked = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
+                share = rng.dirichlet(np.ones(chosen), tokens).astype(np.float32)
+                out = mixture(x, *weights, jnp.asarray(picked), jnp.asarray(share), gated=gated, implementation="gpu")
+                expected, exact = np.zeros((tokens, hidden)), np.asarray(x, np.float64)
+                for expert in range(experts):
+                    token, place = np.nonzero(picked == expert)
+                    inner = exact[token] @ wide[0][expert].T
+                    if gated:
+                        gate, up = np.split(inner, 2, axis=-1)
+                        inner = gate / (1 + np.exp(-gate)) * up
+                    else:
+                        inner = np.maximum(inner, 0) ** 2
+                    expected[token] += share[token, place, None] * (inner @ wide[1][expert].T)
+                gaps = np.linalg.norm(np.asarray(out, np.float64) - expected, axis=-1)
+                error = float(np.max(gaps / np.linalg.norm(expected, axis=-1)))
+                name = f"{dtype}, {'gated' if gated else 'squared ReLU'}"
+                assert error <= bound, f"{name}, {tokens} tokens of {hidden}: {error}, at most {bound}"
+                found[name] = max(found.get(name, 0.0), error)
+    return found
+
+
 CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
+    "experts_are_those_of_float64": check_experts,
     "attention_is_that_of_float64": check_attention,
     "projections_are_those_of_float64": check_projections,
     "attention_of_chunks_is_that_of_float64": check_chunks,
