@@ -203,8 +203,7 @@ def mixture(
       weights: Theirs.
       gated: As in `Experts`.
       begin: The number, among those that tokens choose, of the first expert that is here; None: all are.
-      implementation, interpret, target: As in `jaxbuf.models.projections.project`, but "auto" is XLA's path everywhere:
-        the kernel has not been timed yet, `jaxbuf bench experts` does it.
+      implementation, interpret, target: As in `jaxbuf.models.projections.project`.
 
     Returns:
       An array of x's dtype, summed in float32.
@@ -212,8 +211,7 @@ def mixture(
     Raises:
       ValueError: The implementation asked for can't serve the call; it says why.
     """
-    found = ask("experts", implementation, target, (x,), interpret=interpret)
-    asked = found if found is not None and found.named else None
+    asked = ask("experts", implementation, target, (x,), interpret=interpret)
     begin = None if begin is None else jnp.asarray(begin, jnp.int32)
     return _mixture(gated, asked, x, first, second, chosen, weights, begin)
 
@@ -241,14 +239,17 @@ def _mixture(gated: bool, asked: Asked | None, x, first, second, chosen, weights
 def _by_kernel(calls, interpret: bool, x, first, second, weights, chosen, begin) -> Array:
     from jaxbuf.pallas.experts import gpu  # as in _mixture
 
+    by_expert = chosen.reshape(-1) if begin is None else chosen.reshape(-1) - begin
+    places, groups = gpu.arrange_rows(by_expert, calls[0].experts)
     aligned = gpu.aligned_rows(calls[0].rows, calls[0].experts)
-    sources, places, groups = _sort(chosen, begin, first.shape[0], gpu.ALIGNED, aligned)
+    tokens = jnp.arange(calls[0].rows, dtype=jnp.int32) // chosen.shape[1]
+    sources = jnp.zeros(aligned, jnp.int32).at[places].set(tokens, mode="drop")
     visits = gpu.plan_visits(groups, calls[0].rows)
     inner = gpu.multiply_groups(calls[0], x[sources], first, visits, interpret=interpret)
     if not calls[0].gated:
         inner = jnp.square(jax.nn.relu(inner))
     each = gpu.multiply_groups(calls[1], inner, second, visits, interpret=interpret)
-    return _weighted(_kept(each, groups, begin)[places], weights, x.dtype)
+    return _weighted(each.at[places].get(mode="fill", fill_value=0), weights, x.dtype)
 
 
 def _defined(gated: bool, x, first, second, weights, chosen, begin) -> Array:
@@ -262,18 +263,16 @@ def _defined(gated: bool, x, first, second, weights, chosen, begin) -> Array:
     return _weighted(_kept(_ragged(inner, second, groups), groups, begin)[places], weights, x.dtype)
 
 
-def _sort(chosen: Array, begin: Array | None, here: int, aligned: int = 1, size: int | None = None):
+def _sort(chosen: Array, begin: Array | None, here: int):
     """Sorts what experts get by expert; what those elsewhere get comes last.
 
     Args:
       chosen, begin: As in `mixture`.
       here: How many experts are here.
-      aligned: Each group's rows begin at a multiple of it.
-      size: How many rows there are then, with those in between.
 
     Returns:
-      int32 [size] the token of each row, int32 [tokens · chosen] the row of each expert of each token, and int32 [here]
-      the rows of each expert's group.
+      int32 [tokens · chosen] the token of each row, and the row of each expert of each token, and int32 [here] the rows
+      of each expert's group.
     """
     number, by_expert = chosen.shape[1], chosen.reshape(-1)
     if begin is not None:
@@ -282,13 +281,7 @@ def _sort(chosen: Array, begin: Array | None, here: int, aligned: int = 1, size:
     order = jnp.argsort(by_expert, stable=True).astype(jnp.int32)
     groups = jnp.zeros(here, jnp.int32).at[by_expert].add(1, mode="drop")
     rows = jnp.arange(order.shape[0], dtype=jnp.int32)
-    if aligned == 1:
-        return order // number, jnp.zeros_like(order).at[order].set(rows), groups
-    wide = (groups + aligned - 1) // aligned * aligned
-    later = jnp.cumsum(wide - groups, dtype=jnp.int32)  # how much later each group ends than without rows in between
-    rows = rows + jnp.concatenate([jnp.zeros(1, jnp.int32), later])[by_expert[order]]
-    sources = jnp.zeros(size or order.shape[0], jnp.int32).at[rows].set(order // number)
-    return sources, jnp.zeros_like(order).at[order].set(rows), wide
+    return order // number, jnp.zeros_like(order).at[order].set(rows), groups
 
 
 def _kept(rows: Array, groups: Array, begin: Array | None) -> Array:

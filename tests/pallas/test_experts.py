@@ -54,10 +54,11 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(experts, chosen, token
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
-def test_it_is_not_taken_unless_it_is_named(rng):
-    arrays = new_arrays(rng, 2, 2, **SIZES)
+@pytest.mark.parametrize(("inner", "kernels"), [(64, 2), (72, 0)])
+def test_it_is_taken_where_it_serves_both_products(inner, kernels, rng):
+    arrays = new_arrays(rng, 2, 2, **SIZES | {"inner": inner})
     traced = jax.jit(partial(mixture, target="H100")).trace(*arrays)
-    assert "@mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == kernels
 
 
 @pytest.fixture
@@ -126,6 +127,24 @@ def test_visits_have_every_row_of_every_group_once(rows, experts, rng):
                 assert first + gpu.visited_rows(rows, experts) <= gpu.aligned_rows(rows, experts)
             seen += range(first, end)
         assert sorted(seen) == list(range(ends[-1]))
+
+
+@pytest.mark.parametrize("begin", [0, 5])
+@pytest.mark.parametrize("most_compared", [0, 4096])
+def test_rows_lie_in_the_groups_of_their_experts(begin, most_compared, rng, monkeypatch):
+    """Compared in pairs or sorted; experts from `begin` on are here, and rows of the others are in no group."""
+    monkeypatch.setattr(gpu, "MOST_COMPARED", most_compared)
+    experts, here, rows = 16, 8, 90
+    by_expert = np.asarray(rng.integers(0, experts, rows) - begin, np.int32)
+    places, groups = (np.asarray(x) for x in gpu.arrange_rows(jnp.asarray(by_expert), here))
+    inside = (by_expert >= 0) & (by_expert < here)
+    counts = np.bincount(by_expert[inside], minlength=here)
+    np.testing.assert_array_equal(groups, -(-counts // gpu.ALIGNED) * gpu.ALIGNED)
+    first = np.cumsum(groups) - groups
+    for expert in range(here):
+        expected = first[expert] + np.arange(counts[expert])
+        np.testing.assert_array_equal(places[by_expert == expert], expected)
+    assert (places[~inside] == gpu.aligned_rows(rows, here)).all()
 
 
 def test_a_schedule_fits_a_multiprocessor():

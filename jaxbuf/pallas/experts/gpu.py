@@ -12,7 +12,7 @@ jax.experimental.pallas.ops.gpu.ragged_dot_mgpu, a kernel for few and large grou
 is empty, which then reads the weight of an expert that no token chose, and it searches all groups in every block.
 
 Floor: (weights of the experts that have rows + x + results) / read bandwidth, or, of many rows,
-2 · rows · inputs · weight rows / rate of products. It has not run on a GPU yet.
+2 · rows · inputs · weight rows / rate of products. How near it comes is in benchmarks/experts.json.
 
 Precision: products of 2-byte operands with float32 sums, rounded once; the gate is computed from unrounded sums.
 """
@@ -45,6 +45,7 @@ from jaxbuf.pallas.threads import COMPILER, THREADS, store_inside
 
 ALIGNED = 8  # Rows: shared memory has them in eights.
 MOST_VISITED = 2 * TILE  # rows of a visit
+MOST_COMPARED = 4096  # rows of which all pairs are compared, rather than sorted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,41 @@ def arrange(call: Call) -> Schedule:
     return Schedule(visited, visits, rows, call.outputs // rows, min(MOST_STEPS, room))
 
 
+def arrange_rows(by_expert: Array, experts: int) -> tuple[Array, Array]:
+    """Where the rows of each expert lie, one group behind the other.
+
+    A count over all pairs of rows is one kernel, where a sort of few rows is many.
+
+    Args:
+      by_expert: int32 [rows], the expert of each; those that are not in [0, experts) are in no group.
+      experts: How many have a group.
+
+    Returns:
+      int32 [rows] the place of each row, of those in no group one behind all rows; and int32 [experts] the rows of each
+      group, aligned.
+    """
+    rows, expert = by_expert.shape[0], jnp.arange(experts, dtype=jnp.int32)
+    here = (by_expert >= 0) & (by_expert < experts)
+    counts = jnp.sum(by_expert[:, None] == expert[None], axis=0, dtype=jnp.int32)
+    groups = (counts + ALIGNED - 1) // ALIGNED * ALIGNED
+    if rows <= MOST_COMPARED:
+        earlier = (by_expert[:, None] == by_expert[None]) & jnp.tri(rows, k=-1, dtype=bool)
+        rank = jnp.sum(earlier, axis=1, dtype=jnp.int32)
+    else:
+        order = jnp.argsort(by_expert, stable=True).astype(jnp.int32)
+        sorted_expert = by_expert[order]
+        begins = _sums_before(counts) + jnp.sum(by_expert < 0, dtype=jnp.int32)
+        place = jnp.arange(rows, dtype=jnp.int32) - begins.at[sorted_expert].get(mode="clip")
+        rank = jnp.zeros_like(order).at[order].set(place)
+    first = _sums_before(groups).at[by_expert].get(mode="clip")
+    return jnp.where(here, first + rank, np.int32(aligned_rows(rows, experts))), groups
+
+
+def _sums_before(x: Array) -> Array:
+    """The sum of all numbers in front of each."""
+    return jnp.sum(jnp.where(jnp.tri(x.shape[0], k=-1, dtype=bool), x[None], 0), axis=1, dtype=jnp.int32)
+
+
 def plan_visits(groups: Array, rows: int) -> Array:
     """Which rows of which expert each visit has: int32 [visits, 3], the expert, the first row and the one behind the
     last; a visit without rows comes after all others.
@@ -115,14 +151,14 @@ def plan_visits(groups: Array, rows: int) -> Array:
       rows: Of all groups before they were aligned.
     """
     experts = groups.shape[0]
-    visited, ends = np.int32(visited_rows(rows, experts)), jnp.cumsum(groups)
+    visited, begins = np.int32(visited_rows(rows, experts)), _sums_before(groups)
     each = (groups + visited - 1) // visited
-    until = jnp.cumsum(each)
+    before = _sums_before(each)  # visits of the experts in front
     number = jnp.arange(most_visits(rows, experts), dtype=jnp.int32)
-    expert = jnp.searchsorted(until, number, side="right").astype(jnp.int32)
+    expert = jnp.sum((before + each)[None] <= number[:, None], axis=1, dtype=jnp.int32)
     there, expert = expert < experts, jnp.minimum(expert, experts - 1)
-    first = (ends - groups)[expert] + visited * (number - (until - each)[expert])
-    found = jnp.stack([expert, first, jnp.minimum(first + visited, ends[expert])], axis=1)
+    first = begins[expert] + visited * (number - before[expert])
+    found = jnp.stack([expert, first, jnp.minimum(first + visited, (begins + groups)[expert])], axis=1)
     return jnp.where(there[:, None], found, 0)
 
 
