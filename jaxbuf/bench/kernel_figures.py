@@ -20,6 +20,10 @@ TARGETS = (  # what, at least or at most, and how much at each of BATCHES
     ("verify 9, 9 accepted, limit 32: times decode", "<=", (2.0, 1.8, 1.8)),
 )
 
+MAMBA2_TARGETS = (  # us on an H200, at most, at each of BATCHES
+    ("Mamba-2 decode, best limit: us", "decode", (42.0, 152.0, 298.0)),
+    ("Mamba-2 decode, split: us", "split", (25.2, 91.2, 178.8)),
+)
 SPLIT_TARGETS = (  # us of a split checkpoint's step on an H200, at most, at each of BATCHES
     ("decode, limit 16: us", {"time": 1}, (13.5, 45.0, 88.0)),
     ("verify 5, 3 accepted, limit 32: us", {"time": 5}, (21.0, 62.0, 112.0)),
@@ -45,8 +49,40 @@ def ratio(above: Row | None, below: Row | None, name: str = "us") -> float | Non
     return above[name] / below[name] if above and below else None
 
 
-def judge(figures: Sequence[Row]) -> list[Row]:
-    """The table of targets, with what was measured (None: nothing) and whether it is reached."""
+def judge(figures: Sequence[Row], family: str = "gdn") -> list[Row]:
+    """The table of a family's targets, with what was measured (None: nothing) and whether it is reached."""
+    rows = _judge_gdn(figures) if family == "gdn" else _judge_mamba2(figures)
+    for row in rows:
+        value, wanted = row["measured"], row["wanted"]
+        row["hit"] = None if value is None else value >= wanted if row["sense"] == ">=" else value <= wanted
+    return rows
+
+
+def _judge_mamba2(figures: Sequence[Row]) -> list[Row]:
+    rows = []
+    for name, part, bounds in MAMBA2_TARGETS:
+        of_part = (part, "limits") if part == "decode" else (part,)
+        for batch, bound in zip(BATCHES, bounds, strict=True):
+            found = [
+                row["us"]
+                for row in figures
+                if row["part"] in of_part
+                and row["batch"] == batch
+                and row["time"] == 1
+                and "us" in row
+                and row.get("phase") == "staggered"
+            ]
+            about = {"target": name, "batch": batch, "sense": "<=", "wanted": bound}
+            rows.append(about | {"measured": min(found, default=None)})
+    for batch in BATCHES:
+        verify = find(figures, "verify", batch=batch, time=5, accepted=3)
+        about = {"target": "Mamba-2 verify 5, 3 accepted, limit 32: times decode", "batch": batch}
+        over = ratio(verify, find(figures, "decode", batch=batch))
+        rows.append(about | {"sense": "<=", "wanted": 1.3, "measured": over})
+    return rows
+
+
+def _judge_gdn(figures: Sequence[Row]) -> list[Row]:
     rows = []
     for column, batch in enumerate(BATCHES):
         decode, recurrent = (find(figures, part, batch=batch) for part in ("decode", "recurrent"))
@@ -71,9 +107,6 @@ def judge(figures: Sequence[Row]) -> list[Row]:
     away = abs(time / by_bytes - 1) if time and by_bytes else None
     name = "KV-only crossover: how far from the byte count's"
     rows.append({"target": name, "batch": 128, "sense": "<=", "wanted": 0.2, "measured": away})
-    for row in rows:
-        value, wanted = row["measured"], row["wanted"]
-        row["hit"] = None if value is None else value >= wanted if row["sense"] == ">=" else value <= wanted
     return rows
 
 

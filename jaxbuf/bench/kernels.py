@@ -38,6 +38,12 @@ PARTS = {
     "companions": "prepare and gated_norm beside XLA's compilation of them, at 1 and 5 tokens a step",
     "xla": "XLA's compilation of the jnp path, limit 16",
 }
+SIZES = ("heads", "key_heads", "dim", "value_dim")
+FAMILIES: dict[str, dict[str, Any]] = {  # the sizes of a layer, of Qwen3.5-4B and of Nemotron-H-8B, and the family
+    "gdn": {"heads": 32, "key_heads": 16, "dim": 128, "value_dim": 128, "delta": True},
+    "mamba2": {"heads": 128, "key_heads": 8, "dim": 128, "value_dim": 64, "delta": False},
+}
+OF_GDN = ("fla", "companions")  # parts of one family alone
 SMALL = (1, 2, 4, 8, 16, 64)
 VERIFY = {5: (3,), 9: (9, 5), 2: (2,), 3: (2,)}  # tokens a step: how many of them are accepted
 JUDGED = (5, 9)  # tokens a step that there is a target for
@@ -114,9 +120,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--budget", type=number(0), default=330, help="seconds after which nothing new is started")
     parser.add_argument("--implementation", choices=("gpu", "xla"), default="gpu", help="of what is not the xla part")
     parser.add_argument("--layers", type=whole(1), default=None, help="pools in turn; default: for over twice the L2")
-    parser.add_argument("--heads", type=whole(1), default=32, help="value heads; Qwen3.5-4B has 32")
-    parser.add_argument("--key-heads", type=whole(1), default=16)
-    parser.add_argument("--dim", type=whole(1), default=128, help="of keys and values")
+    parser.add_argument(
+        "--family", choices=tuple(FAMILIES), default="gdn", help="of the recurrence: Gated DeltaNet or Mamba-2"
+    )
+    parser.add_argument("--heads", type=whole(1), default=None, help="value heads; default: 32, of Mamba-2 128")
+    parser.add_argument("--key-heads", type=whole(1), default=None, help="default: 16, of Mamba-2 8 groups")
+    parser.add_argument("--dim", type=whole(1), default=None, help="of keys; default: 128")
+    parser.add_argument("--value-dim", type=whole(1), default=None, help="default: --dim, of Mamba-2 64")
     parser.add_argument(
         "--json", type=output, default=None, help="keep the figures here as they come; a plot beside it"
     )
@@ -128,10 +138,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.batches = options.batches and tuple(report.whole_numbers(parser, "--batches", options.batches))
+    sizes = FAMILIES[options.family]
+    if options.family == "gdn" and options.value_dim is None:
+        options.value_dim = options.dim
+    for name in SIZES:
+        if getattr(options, name) is None:
+            setattr(options, name, sizes[name])
+    options.delta = sizes["delta"]
     if options.heads % options.key_heads:
         parser.error(f"--heads must be a multiple of --key-heads, got {options.heads} and {options.key_heads}")
     if unknown := set(options.only) - set(PARTS):
         parser.error(f"--only must name parts among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    if elsewhere := [part for part in options.only if part in OF_GDN and options.family != "gdn"]:
+        parser.error(f"--only must not name {elsewhere[0]} with --family {options.family}: it is of gdn alone")
     report.check_plots(parser, options.json)
     if options.implementation == "gpu" and jax.default_backend() != "gpu":
         parser.error(f"the kernels need a GPU, this is a {jax.default_backend()}: try --implementation xla")
@@ -160,7 +179,8 @@ def plan(options: argparse.Namespace) -> list[AnyCase]:
     cases += [make("limits", middle, limit=limit) for limit in LIMITS]
     cases += companions.plan(options.implementation, [*((batch, 1) for batch in large), (middle, 5)])
     cases += [Case("xla", batch, implementation="xla") for batch in large]
-    return [case for case in cases if case.part in (options.only or PARTS)]
+    left_out = () if options.family == "gdn" else OF_GDN
+    return [case for case in cases if case.part in (options.only or PARTS) and case.part not in left_out]
 
 
 def loads(case: Case) -> list[Load]:
@@ -379,7 +399,7 @@ def measure_peer(spec: RecurrenceSpec, batches: Sequence[int], layers: int | Non
 def keep(path: Path | None, record: Row, figures: Sequence[Row], left_out: Sequence[Row]) -> None:
     if path:
         crossovers = {name: crossover(figures, name) for name in ("us", "bytes")}
-        summary = {"targets": judge(figures), "kv_only_crossover": crossovers, "left_out": left_out}
+        summary = {"targets": judge(figures, record["family"]), "kv_only_crossover": crossovers, "left_out": left_out}
         report.write(path, record | summary | {"figures": figures})
 
 
@@ -391,10 +411,10 @@ def main(arguments: Sequence[str]) -> int:
     """
     options, console, notes = parse(arguments), Console(highlight=False), Console(stderr=True, highlight=False)
     began, cases = time.perf_counter(), plan(options)
-    spec = RecurrenceSpec(options.heads, options.key_heads, options.dim, options.dim)
+    spec = RecurrenceSpec(options.heads, options.key_heads, options.dim, options.value_dim, delta=options.delta)
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     rng, figures, left_out = np.random.default_rng(seed), [], []
-    settings = {name: getattr(options, name) for name in ("heads", "key_heads", "dim", "quick", "implementation")}
+    settings = {name: getattr(options, name) for name in ("family", *SIZES, "quick", "implementation")}
     record = report.provenance("scripts/bench_kernels", arguments, report.ROOT) | settings | {"seed": seed}
     with Progress(console=notes, redirect_stdout=False) as progress:
         task = progress.add_task("comparing", total=len(cases))
@@ -439,7 +459,7 @@ def main(arguments: Sequence[str]) -> int:
             keep(options.json, record, figures, left_out)
             progress.advance(task)
     compilers.shutdown(wait=False, cancel_futures=True)
-    show(console, figures, judge(figures))
+    show(console, figures, judge(figures, options.family))
     for row in record.get("bare", ()):
         words = f"{row['read_us']:.1f} us to read them, {row['update_us']:.1f} us to read and write them in place"
         console.print(f"the checkpoints of batch {row['batch']} alone, by XLA: {words}", soft_wrap=True)

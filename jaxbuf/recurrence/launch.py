@@ -138,8 +138,8 @@ def kernel_serves(spec: RecurrenceSpec, *, ring: int, state_dtype: object, entry
     form, entry = state_format(state_dtype), jnp.dtype(entry_dtype)
     sizes = {name: getattr(spec, name) for name in ("heads", "key_heads", "key_dim", "value_dim")}
     dtypes = {"state": form.high, "low": form.low, "entry": entry, "probe": entry, "out": entry}
-    call = Call(rows=1, time=1, ring=ring, max_pending=1, **sizes, **dtypes)
-    return supports(call, decay=spec.decay, delta=spec.delta) is None
+    call = Call(rows=1, time=1, ring=ring, max_pending=1, delta=spec.delta, **sizes, **dtypes)
+    return supports(call, decay=spec.decay) is None
 
 
 def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array):
@@ -160,13 +160,14 @@ def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array
         entry=pool.keys.dtype,
         probe=jnp.dtype(jnp.bfloat16 if q.dtype == pool.keys.dtype == jnp.bfloat16 else jnp.float32),
         out=v.dtype,
+        delta=spec.delta,
     )
 
 
 def _gpu_reason(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array) -> str | None:
     from jaxbuf.pallas.extend import supports
 
-    return supports(_gpu_call(spec, pool, before, q, v), decay=spec.decay, delta=spec.delta)
+    return supports(_gpu_call(spec, pool, before, q, v), decay=spec.decay)
 
 
 def _extend_on_gpu(

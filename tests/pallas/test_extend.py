@@ -14,6 +14,10 @@ from tests.gpu import checks
 
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
 NARROW = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64)
+# Without the delta rule: heads in stacks of two, and heads that can't be.
+STACKED = RecurrenceSpec(heads=4, key_heads=2, key_dim=64, value_dim=64, delta=False)
+ODD = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64, delta=False)
+MAMBA = RecurrenceSpec(heads=128, key_heads=8, key_dim=128, value_dim=64, delta=False)
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 SLOTS = 2
 REJECTED = np.array([[False, False, True]])  # of three tokens
@@ -71,6 +75,11 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, limit, max_pendi
     assert "mosaic_gpu" in lowered(QWEN, time, limit=limit, max_pending=max_pending, **dtypes)
 
 
+@pytest.mark.parametrize("time, state", [(1, "float32"), (5, "split")])
+def test_the_gpu_kernel_lowers_for_mamba_2s_heads(time, state):
+    assert "mosaic_gpu" in lowered(MAMBA, time, limit=32, max_pending=8, state_dtype=state)
+
+
 def test_the_gpu_kernel_lowers_for_narrow_heads_with_a_later_chunk_of_any_length():
     assert "mosaic_gpu" in lowered(NARROW, 1, limit=40, max_pending=8)  # 40 entries: 24 behind the first chunk
 
@@ -101,6 +110,11 @@ def state_bound(state, bound):
         pytest.param(NARROW, "split", "float32", 18, 2e-3, marks=pytest.mark.slow),
         pytest.param(NARROW, "split8", "bfloat16", 4, 1e-2, marks=pytest.mark.slow),
         pytest.param(SMALL, "split8", "float32", 18, 2e-3, marks=pytest.mark.slow),
+        (STACKED, "float32", "bfloat16", 4, 1e-2),
+        pytest.param(STACKED, "split", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
+        pytest.param(STACKED, "split8", "bfloat16", 18, 1e-2, marks=pytest.mark.exhaustive),
+        pytest.param(STACKED, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
+        pytest.param(ODD, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeypatch, spec, state, entry, limit, bound):
@@ -138,6 +152,7 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
     [
         (SMALL, "float32", "float32", 1, 1e-5),
         (NARROW, "bfloat16", "bfloat16", 5, 1e-2),
+        (ODD, "float32", "float32", 2, 1e-5),
         pytest.param(NARROW, "split", "float32", 2, 2e-3, marks=pytest.mark.slow),
         pytest.param(SMALL, "split8", "float32", 2, 2e-3, marks=pytest.mark.slow),
     ],
@@ -287,7 +302,7 @@ def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng):
     "spec, limit, reason",
     [
         (RecurrenceSpec(4, 2, key_dim=32, value_dim=64), 4, "key_dim and value_dim 64 or 128, got 32 and 64"),
-        (RecurrenceSpec(4, 2, key_dim=64, value_dim=64, delta=False), 4, "delta=True, got .* and False"),
+        (RecurrenceSpec(4, 2, key_dim=64, value_dim=64, decay="none"), 4, 'decay="head", got \'none\''),
         (NARROW, 2000, "a ring of at most 1024 entries, got 2008"),
     ],
 )

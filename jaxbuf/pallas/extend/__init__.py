@@ -6,7 +6,8 @@ one token on short rings to the recurrent step in `gpu_step`.
 
 The words that the GPU kernels use, beside those of `jaxbuf.recurrence`:
 
-  item      A head of a row of the launch: the unit of work.
+  item      A head of a row of the launch: the unit of work. Without the delta rule, two heads of 64 values, which lie
+            one behind the other in memory, are a stack: they count as one head of 128, with two decays.
   line      A row's line in `Integers`. Rows that fold have the early lines.
   lane      A warpgroup (128 threads), counted over all blocks of the launch. It serves one item after the other.
   turn      The number of items that a lane served before. All lanes together serve a round of items per turn.
@@ -34,18 +35,18 @@ from jaxbuf.pallas.extend.call import Call, Integers
 __all__ = ["Call", "Integers", "gpu", "supports"]
 
 
-def supports(call: Call, *, decay: str, delta: bool) -> str | None:
+def supports(call: Call, *, decay: str) -> str | None:
     """Whether the GPU kernel serves a call.
 
     Args:
       call: The call.
-      decay, delta: As in `RecurrenceSpec`.
+      decay: As in `RecurrenceSpec`.
 
     Returns:
       None if it does; else what it needs, and what came instead.
     """
     needs = (
-        (decay == "head" and delta, f'decay="head" and delta=True, got {decay!r} and {delta}'),
+        (decay == "head", f'decay="head", got {decay!r}'),
         (
             call.key_dim in gpu.VECTORS and call.value_dim in gpu.VECTORS,
             f"key_dim and value_dim 64 or 128, got {call.key_dim} and {call.value_dim}",

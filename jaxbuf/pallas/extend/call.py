@@ -41,6 +41,9 @@ class Call:
       max_pending: The most tokens of any launch. The ring keeps this many places free for pending tokens.
       state: The checkpoints' dtype, or that of their high halves if they are split.
       low: The dtype of their low halves; None if they are not split.
+      delta: As in `RecurrenceSpec`.
+      stacked: How many heads, one on the other, count as one here: `heads` is the number of such stacks, and
+        `value_dim` that of one. Only the decays and write strengths of a stack's heads are their own.
       entry: The dtype of the entries' keys and updates.
       probe: The dtype of the new keys and queries.
       out: The outputs' dtype.
@@ -59,16 +62,28 @@ class Call:
     probe: np.dtype
     out: np.dtype
     low: np.dtype | None = None
+    delta: bool = True
+    stacked: int = 1
 
     @property
     def items(self) -> int:
-        """Heads of all rows together: the units of work."""
+        """Heads, or stacks, of all rows together: the units of work."""
         return self.rows * self.heads
 
     @property
     def heads_per_key(self) -> int:
         """Heads that read the same key head."""
         return self.heads // self.key_heads
+
+    @property
+    def gates(self) -> int:
+        """Numbers of an entry besides key and update: of each head its log_decay and, without delta, its beta."""
+        return self.heads * self.stacked * (1 if self.delta else 2)
+
+    def gate(self, head, i: int, kind: int = 0):
+        """Which of them is the log_decay (kind 0) or the beta (kind 1) of head i of a stack."""
+        number = head * self.stacked + i
+        return number if self.delta else 2 * number + kind
 
     @property
     def max_live(self) -> int:

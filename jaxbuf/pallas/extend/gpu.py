@@ -40,7 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import FOLDING, ROW_FIELDS, Call, Integers
-from jaxbuf.pallas.extend.gpu_entries import add_all
+from jaxbuf.pallas.extend.gpu_entries import add_all, weight
 from jaxbuf.pallas.extend.gpu_fold import fold
 from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, Lane, Upcoming, read_item
 from jaxbuf.pallas.extend.gpu_products import STATE, STATE_LEFT, VECTORS, ZERO, cut, join, multiply_state, where, zeros
@@ -48,7 +48,7 @@ from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, SPACING, Schedule, ar
 from jaxbuf.pallas.extend.gpu_step import extend_step, serves
 from jaxbuf.pallas.extend.gpu_sums import factor, parts, sum_decays
 from jaxbuf.pallas.instructions import count_up, publish, round_now, synchronize
-from jaxbuf.pallas.threads import COMPILER, load, store, store_rows
+from jaxbuf.pallas.threads import COMPILER, THREADS, load, store, store_rows
 
 
 def extend(
@@ -63,7 +63,7 @@ def extend(
     *,
     interpret: bool = False,
 ) -> tuple[Array, tuple[Array, ...]]:
-    """`jaxbuf.recurrence.pool.extend_pool` for decay="head", delta=True; `supports` says for which sizes.
+    """`jaxbuf.recurrence.pool.extend_pool` for decay="head"; `supports` says for which sizes.
 
     Args:
       call: The call's sizes and dtypes.
@@ -80,11 +80,15 @@ def extend(
     """
     checkpoints, entries, low = arrays[0], arrays[1:4], arrays[4:]
     flat = [x.reshape(-1, *x.shape[2:4]) for x in entries]
-    flat[2] = flat[2].reshape(-1, call.heads)
+    flat[2] = flat[2].reshape(-1, call.gates)
     if serves(call):
         refs = [jax.new_ref(x) for x in (checkpoints, *flat, *low)]
         out = extend_step(call, integers, refs, q, k, v, log_decay, beta, interpret=interpret)
         return out, _frozen(refs, arrays)
+    given, call = call, stack(call)
+    heads = call.heads, call.value_dim
+    v, flat[1] = v.reshape(*v.shape[:2], *heads), flat[1].reshape(-1, *heads)
+    checkpoints, *low = (x.reshape(-1, *heads, *x.shape[3:]) for x in (checkpoints, *low))
     schedule = arrange(call)
     positions = integers.entries[:, : schedule.padded_entries]
     positions = jnp.pad(positions, ((0, 0), (0, schedule.padded_entries - positions.shape[1])))
@@ -92,7 +96,14 @@ def extend(
     refs = [jax.new_ref(x) for x in (checkpoints, *flat, *low, *counter)]
     padded = integers._replace(entries=positions)
     out = _kernel(schedule, interpret)(*padded, q, k, v, log_decay, beta, *refs)
-    return out, _frozen(refs[: len(arrays)], arrays)
+    return out.reshape(*out.shape[:2], given.heads, given.value_dim), _frozen(refs[: len(arrays)], arrays)
+
+
+def stack(call: Call) -> Call:
+    """The call with two heads of 64 values as one of 128, if they read the same key head and differ in decays alone."""
+    if call.delta or 2 * call.value_dim != THREADS or call.heads_per_key % 2:
+        return call
+    return dataclasses.replace(call, heads=call.heads // 2, value_dim=THREADS, stacked=2)
 
 
 def _frozen(refs: list, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -102,7 +113,7 @@ def _frozen(refs: list, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
 
 def row_spacing(call: Call) -> int:
     """One line of `Integers` in so many, or in fewer, should be a row's that folds; 1: all of these come first."""
-    return arrange(call).spacing
+    return arrange(stack(call)).spacing
 
 
 class _Carry(NamedTuple):
@@ -149,15 +160,16 @@ def _kernel(schedule: Schedule, interpret: bool):
             return lax.rem(lane.number + rounds * (schedule.lanes // SPACING), schedule.lanes)
 
         def read_tokens():
-            """The new tokens' log decays, betas and positions."""
-            kinds = (jnp.float32, jnp.float32, jnp.int32)
-            return [lane.read_words(ROW_FIELDS + i * call.time, call.time, kind) for i, kind in enumerate(kinds)]
+            """The new tokens' log decays and betas, for each head of a stack, and their positions."""
+            kinds = [jnp.float32] * (2 * call.stacked) + [jnp.int32]
+            found = [lane.read_words(ROW_FIELDS + i * call.time, call.time, kind) for i, kind in enumerate(kinds)]
+            return found[: call.stacked], found[call.stacked : -1], found[-1]
 
         def locate_after_next(turn):
             if not draws:
                 return lane.locate(lane.deal(turn + 2, folding))
             # This number was drawn a turn ago. The lane would have to wait for one that it draws in this turn.
-            drawn = lax.bitcast_convert_type(lane.decays[drawn_word], jnp.int32)
+            drawn = lax.bitcast_convert_type(lane.decays[0, drawn_word], jnp.int32)
             return lane.locate(3 * schedule.lanes + drawn)
 
         def serve(carry):
@@ -170,13 +182,13 @@ def _kernel(schedule: Schedule, interpret: bool):
             gates, betas, append = read_tokens()
             if not (schedule.one_token or schedule.reads_late):
                 after_next = locate_after_next(carry.turn)
-            _append_keys(lane, item, append, gates, carry.new_keys)
-            gates = [parts(lane, gate) for gate in gates]
+            _append_keys(lane, item, append, gates, betas, carry.new_keys)
+            gates = [[parts(lane, gate) for gate in of_head] for of_head in gates]
             # For a fold, decays reach up to the last entry, not up to the new token.
-            new_gate = [jnp.where(item.folds, ZERO, x) for x in gates[0]] if schedule.one_token else None
-            total = sum_decays(lane, item.live, new_gate)
-            pl.when(item.folds)(functools.partial(fold, lane, item, total, functools.partial(_read_folded, lane)))
-            total = [jnp.where(item.folds, ZERO, x) for x in total]
+            new_gates = [[jnp.where(item.folds, ZERO, x) for x in gate] for gate, *_ in gates]
+            totals = sum_decays(lane, item.live, new_gates if schedule.one_token else None)
+            pl.when(item.folds)(functools.partial(fold, lane, item, totals, functools.partial(_read_folded, lane)))
+            totals = [[jnp.where(item.folds, ZERO, x) for x in total] for total in totals]
             if schedule.reads_late:  # What the fold left no registers for.
                 next_fields = lane.read_words(0, ROW_FIELDS, jnp.int32)
                 if not schedule.one_token:
@@ -204,9 +216,9 @@ def _kernel(schedule: Schedule, interpret: bool):
                 pl.when(following.exists)(functools.partial(lane.fetch, i, following.head, next_fields))
 
             lane.each_band(read_band)
-            _substitute(lane, item, out, added, total, gates, betas, append, carry.values)
+            _substitute(lane, item, out, added, totals, gates, betas, append, carry.values)
             if number is not None:
-                publish(number, lane.decays.at[drawn_word])
+                publish(number, lane.decays.at[0, drawn_word])
             synchronize(interpret)  # All threads have read what the next item overwrites.
             admitted = lane.admit(following.all_positions, loaded, after_next.fields)
             return _Carry(
@@ -226,7 +238,7 @@ def _kernel(schedule: Schedule, interpret: bool):
                 lane.copy_ahead(True, start, fields)
             following = lane.locate(schedule.lanes + shifted(1) if draws else lane.deal(1, folding))
             if draws:  # Numbers from the counter begin with the fourth round. This one gives the lane's third item.
-                lane.decays[drawn_word] = lax.bitcast_convert_type(shifted(2) - schedule.lanes, jnp.float32)
+                lane.decays[0, drawn_word] = lax.bitcast_convert_type(shifted(2) - schedule.lanes, jnp.float32)
             admitted = lane.admit(start.all_positions, loaded, following.fields)
             first = _Carry(0, start.exists, start.line, start.head, fields, following, *admitted)
             lax.while_loop(lambda carry: carry.exists, serve, first)
@@ -246,14 +258,24 @@ def _kernel(schedule: Schedule, interpret: bool):
     )
 
 
-def _append_keys(lane: Lane, item: Item, append: list[Array], gates: list[Array], new_keys: list[Array]) -> None:
-    """Writes the new tokens' gates to the ring, and, if the item's head is the first of its key head's, their keys."""
+def _append_keys(
+    lane: Lane,
+    item: Item,
+    append: list[Array],
+    gates: list[list[Array]],
+    betas: list[list[Array]],
+    new_keys: list[Array],
+) -> None:
+    """Writes the new tokens' gates to the ring, without the delta rule their betas, too, and, if the item's head is the
+    first of its key head's, their keys."""
     call = lane.call
-    for t, (to, gate) in enumerate(zip(append, gates, strict=True)):
+    for t, to in enumerate(append):
 
         @pl.when(to >= 0)
-        def _(t=t, to=to, gate=gate):
-            store(lane.arrays.gates.at[to, item.head], gate)
+        def _(t=t, to=to):
+            for kind, of_kind in enumerate([gates] if call.delta else [gates, betas]):
+                for i, of_head in enumerate(of_kind):
+                    store(lane.arrays.gates.at[to, call.gate(item.head, i, kind)], of_head[t])
 
             @pl.when(lax.rem(item.head, call.heads_per_key) == 0)
             def _():
@@ -316,17 +338,19 @@ def _read_state(lane: Lane, item: Item, i: Array, probes: list[list[Array]] | No
     synchronize(lane.interpret)
 
 
-def _substitute(lane: Lane, item: Item, out, added, total, gates, betas, append, values) -> None:
+def _substitute(lane: Lane, item: Item, out, added, totals, gates, betas, append, values) -> None:
     """Substitutes forward over the T tokens: writes their outputs, and their updates to the ring.
+
+    Without the delta rule an update is the value, and what is added for it the value times beta.
 
     Args:
       lane: Its `reads` have the state times each probe, its `products` each probe times each new key.
       item: The item that is served.
       out: The reference to the outputs.
       added: From `add_all`.
-      total: The sum of the entries' gates, in parts; 0 if the item folds.
-      gates: The new tokens' gates, each in parts.
-      betas, append, values: The new tokens' betas, flat positions in the ring (-1: none), and values [value_dim].
+      totals: For each head of a stack the sum of the entries' gates, in parts; 0 if the item folds.
+      gates, betas: Likewise the new tokens' gates, each in parts, and their betas.
+      append, values: The new tokens' flat positions in the ring (-1: none), and values [value_dim].
     """
     call, schedule = lane.call, lane.schedule
     time, vector = call.time, VECTORS[call.value_dim]
@@ -342,20 +366,26 @@ def _substitute(lane: Lane, item: Item, out, added, total, gates, betas, append,
         return where(item.has_state, found)
 
     decays = []
-    for gate in gates:
-        total = [x + y for x, y in zip(total, gate, strict=True)]
-        decays.append(factor(total))
+    for t in range(time):
+        totals = [[x + y for x, y in zip(a, b[t], strict=True)] for a, b in zip(totals, gates, strict=True)]
+        decays.append(lane.by_row([factor(total) for total in totals]))
     recalls, outs = added[:time], added[time:]
-    for t, (beta, to) in enumerate(zip(betas, append, strict=True)):
-        recalled = recalls[t] + decays[t] * read(t)
-        stored = (beta * (values[t].astype(jnp.float32) - recalled)).astype(call.entry)
+    for t, to in enumerate(append):
+        beta, stored = lane.by_row([of_head[t] for of_head in betas]), values[t]
+        if call.delta:
+            recalled = recalls[t] + decays[t] * read(t)
+            stored = beta * (stored.astype(jnp.float32) - recalled)
+        stored = stored.astype(call.entry)
         update = stored.astype(jnp.float32)
         if schedule.planes == 2:  # A later launch will read the update as two halves; here it must be the same number.
             update = join(cut(round_now(update, vector, lane.interpret)))
+        if not call.delta:
+            update = beta * update
         for i in range(t, time):
-            if i > t:
-                recalls[i] = recalls[i] + lane.products[i, schedule.entry_columns + t] * update
-            outs[i] = outs[i] + lane.products[time + i, schedule.entry_columns + t] * update
+            column = schedule.entry_columns + t
+            if i > t and call.delta:
+                recalls[i] = recalls[i] + weight(lane, i, column) * update
+            outs[i] = outs[i] + weight(lane, time + i, column) * update
         result = outs[t] + decays[t] * read(time + t)
         store(out.at[item.row, t, item.head], where(t < item.length, result).astype(call.out))
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxbuf.axes import Array
+from jaxbuf.pallas.extend.call import Call
 from jaxbuf.pallas.extend.gpu_lane import ChunkMemory, Item, Lane
 from jaxbuf.pallas.extend.gpu_products import (
     LEFT,
@@ -35,23 +36,23 @@ from jaxbuf.pallas.extend.gpu_products import (
     zeros,
 )
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, MAX_LATER_CHUNK, SKIPPED_TOGETHER
-from jaxbuf.pallas.extend.gpu_sums import factor, load_decays, load_factors
+from jaxbuf.pallas.extend.gpu_sums import factor, load_decays, load_factors, load_strengths
 from jaxbuf.pallas.instructions import end_copies, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import load, store, store_rows
 
 
-def add_all(lane: Lane, item: Item, gates: list[list[Array]]) -> list[Array]:
+def add_all(lane: Lane, item: Item, gates: list[list[list[Array]]]) -> list[Array | None]:
     """Sums the entries' part of what each probe reads, and multiplies the probes with the new keys.
 
     Args:
       lane: Its `decays` hold the entries' decays, or their exponentials. `products` then has the products of probes and
         new keys.
       item: The item that is served.
-      gates: The new tokens' gates, each in parts.
+      gates: For each head of a stack the new tokens' gates, each in parts.
 
     Returns:
-      2 T vectors [value_dim], one for each probe: the new keys' recalls, then the queries' outputs; zeros if the item
-      folds.
+      2 T vectors [value_dim], one for each probe: the new keys' recalls, which are None without the delta rule, then
+      the queries' outputs; zeros if the item folds.
     """
     call, schedule, interpret = lane.call, lane.schedule, lane.interpret
     stages, later_size = schedule.stages, schedule.later_size
@@ -59,7 +60,7 @@ def add_all(lane: Lane, item: Item, gates: list[list[Array]]) -> list[Array]:
     # With one token there are registers for the left side, which is then loaded once for all chunks.
     left = [_load_left(lane, 0, strip) for strip in schedule.key_strips] if schedule.one_token and loops else None
     if schedule.adds_on_tensor_cores:
-        return _add_all_on_tensor_cores(lane, item, gates, left)
+        return _without_recalls(call, _add_all_on_tensor_cores(lane, item, gates, left))
     add = functools.partial(_add_chunk, lane, item, gates, left)
 
     def add_loaded(c, carry):
@@ -81,7 +82,7 @@ def add_all(lane: Lane, item: Item, gates: list[list[Array]]) -> list[Array]:
         return added
 
     empty = zeros((call.value_dim,), VECTORS[call.value_dim])
-    added = add(0, lane.first_chunk, [empty] * (2 * call.time))
+    added = add(0, lane.first_chunk, _without_recalls(call, [empty] * (2 * call.time)))
     if stages:
         chunks = jnp.where(item.folds, 0, pl.cdiv(item.live - CHUNK, later_size))
         if loops:
@@ -95,7 +96,12 @@ def add_all(lane: Lane, item: Item, gates: list[list[Array]]) -> list[Array]:
             return lax.fori_loop(1, chunks, add_loaded, (added, lane.gather_chunk(item.line, item.head, 1)))[0]
 
         added = lax.cond(chunks > 1, add_others, lambda: added)
-    return [where(~item.folds, x) for x in added] if schedule.one_token else added
+    return [x if x is None else where(~item.folds, x) for x in added] if schedule.one_token else added
+
+
+def _without_recalls(call: Call, added: list[Array]) -> list[Array | None]:
+    """Without the delta rule nothing is recalled."""
+    return [*added] if call.delta else [None] * call.time + added[call.time :]
 
 
 def _load_left(lane: Lane, first_probe: int, strip) -> list[Array]:
@@ -103,7 +109,7 @@ def _load_left(lane: Lane, first_probe: int, strip) -> list[Array]:
     return [load(plane.at[pl.ds(CHUNK + first_probe, CHUNK), strip], LEFT) for plane in lane.planes]
 
 
-def _weigh(lane: Lane, gates: list[list[Array]], left: list | None, entry: Array | int, chunk: ChunkMemory):
+def _weigh(lane: Lane, gates: list[list[list[Array]]], left: list | None, entry: Array | int, chunk: ChunkMemory):
     """Multiplies the probes with a chunk's keys, and each product with the entry's decay up to the probe's token.
 
     The rows behind the keys of the first chunk are the probes, of which the first are the new keys: they are multiplied
@@ -111,13 +117,14 @@ def _weigh(lane: Lane, gates: list[list[Array]], left: list | None, entry: Array
 
     Args:
       lane: The lane.
-      gates: The new tokens' gates, each in parts.
+      gates: For each head of a stack the new tokens' gates, each in parts.
       left: The left sides, if they have been loaded.
       entry: The chunk's first entry.
       chunk: Where the chunk lies.
 
     Yields:
-      For each of `Schedule.probe_starts`: it, and the weights float32 [CHUNK probes, 2 · CHUNK entries], `PRODUCT`.
+      For each of `Schedule.probe_starts`: it, and for each head of a stack the weights float32 [CHUNK probes,
+      2 · CHUNK entries], `PRODUCT`.
     """
     call, schedule = lane.call, lane.schedule
     planes, start, _ = chunk
@@ -125,14 +132,19 @@ def _weigh(lane: Lane, gates: list[list[Array]], left: list | None, entry: Array
     right = [[load(x.at[pl.ds(start, n), strip].transpose((1, 0)), RIGHT) for x in planes] for strip in strips]
     # The new token of each column; below 0 for entries.
     token = count((n,), 0, PRODUCT.reduce(0)) - (CHUNK if chunk is lane.first_chunk else n)
-    decays = []
-    if schedule.one_token:
-        decays.append(jnp.where(token < 0, load_factors(lane, entry, n, PRODUCT.reduce(0)), np.float32(1)))
-    else:
-        since = [jnp.where(token < 0, x, ZERO) for x in load_decays(lane, entry, n, PRODUCT.reduce(0))]
-        for t, gate in enumerate(gates):
+    decays = []  # of each head, up to each token
+    for head, of_head in enumerate(gates):
+        if schedule.one_token:
+            factors = load_factors(lane, entry, n, PRODUCT.reduce(0), head)
+            decays.append([jnp.where(token < 0, factors, np.float32(1))])
+            continue
+        since = [jnp.where(token < 0, x, ZERO) for x in load_decays(lane, entry, n, PRODUCT.reduce(0), head)]
+        strengths = load_strengths(lane, entry, n, PRODUCT.reduce(0), head)
+        decays.append([])
+        for t, gate in enumerate(of_head):
             since = [x + jnp.where(token < t, y, ZERO) for x, y in zip(since, gate, strict=True)]
-            decays.append(factor(since))
+            decay = factor(since)
+            decays[-1].append(decay if strengths is None else decay * jnp.where(token < 0, strengths, np.float32(1)))
     for first_probe in schedule.probe_starts:
         sums = []
         for i, strip in enumerate(strips):
@@ -142,42 +154,48 @@ def _weigh(lane: Lane, gates: list[list[Array]], left: list | None, entry: Array
             sums = [x + y for x, y in zip(sums[::2], sums[1::2], strict=True)]
         (products,) = sums
         if schedule.one_token:
-            yield first_probe, products * spread(decays[0], products.shape, 1, PRODUCT)
+            yield first_probe, [products * spread(x, products.shape, 1, PRODUCT) for (x,) in decays]
             continue
-        decay, index = jnp.ones_like(products), count(products.shape, 0, PRODUCT)
-        for i in range(first_probe, min(first_probe + CHUNK, 2 * call.time)):
-            probe_decay = spread(decays[i % call.time], decay.shape, 1, PRODUCT)
-            decay = jnp.where(index == i - first_probe, probe_decay, decay)
-        yield first_probe, products * decay
+        weights, index = [], count(products.shape, 0, PRODUCT)
+        for of_head in decays:
+            decay = jnp.ones_like(products)
+            for i in range(first_probe, min(first_probe + CHUNK, 2 * call.time)):
+                probe_decay = spread(of_head[i % call.time], decay.shape, 1, PRODUCT)
+                decay = jnp.where(index == i - first_probe, probe_decay, decay)
+            weights.append(products * decay)
+        yield first_probe, weights
 
 
 def _add_chunk(
     lane: Lane,
     item: Item,
-    gates: list[list[Array]],
+    gates: list[list[list[Array]]],
     left: list | None,
     entry: Array | int,
     chunk: ChunkMemory,
-    added: list[Array],
-) -> list[Array]:
+    added: list[Array | None],
+) -> list[Array | None]:
     """Adds the entries of a chunk, whose first is `entry`, one by one."""
     call, schedule = lane.call, lane.schedule
     planes, _, first_update = chunk
     first = chunk is lane.first_chunk
     length = CHUNK if first else schedule.later_size
     columns = pl.ds(schedule.entry_columns - CHUNK if first else 0, 2 * CHUNK)
-    for first_probe, weights in _weigh(lane, gates, left, entry, chunk):
-        if schedule.one_token:
-            store_rows(weights, PRODUCT, 0, lane.products.at[:, columns], lane.interpret)
-        else:
-            store(lane.products.at[pl.ds(first_probe, CHUNK), columns], weights)
+    for first_probe, every in _weigh(lane, gates, left, entry, chunk):
+        for head, weights in enumerate(every):
+            top = head * schedule.product_rows
+            if schedule.one_token:
+                rows = lane.products.at[pl.ds(top, schedule.product_rows), columns]
+                store_rows(weights, PRODUCT, 0, rows, lane.interpret)
+            else:
+                store(lane.products.at[pl.ds(top + first_probe, CHUNK), columns], weights)
     synchronize(lane.interpret)
 
     def add_group(group, added):
         for i in group:
             rows = [plane.at[first_update + i, pl.ds(0, call.value_dim)] for plane in planes]
             update = join([load(row, VECTORS[call.value_dim]) for row in rows])
-            added = [x + lane.products[j, columns.start + i] * update for j, x in enumerate(added)]
+            added = [x if x is None else x + weight(lane, j, columns.start + i) * update for j, x in enumerate(added)]
         return added
 
     if schedule.one_token:
@@ -188,7 +206,13 @@ def _add_chunk(
     return added
 
 
-def _add_all_on_tensor_cores(lane: Lane, item: Item, gates: list[list[Array]], left: list | None) -> list[Array]:
+def weight(lane: Lane, probe: int, column: Array | int) -> Array:
+    """What an update, or a new one, is multiplied with for a probe: a number, or [value_dim] with stacks."""
+    tops = range(0, lane.call.stacked * lane.schedule.product_rows, lane.schedule.product_rows)
+    return lane.by_row([lane.products[top + probe, column] for top in tops])
+
+
+def _add_all_on_tensor_cores(lane: Lane, item: Item, gates: list[list[list[Array]]], left: list | None) -> list[Array]:
     """`add_all` for one new token, whose updates are added on the tensor cores."""
     schedule, interpret = lane.schedule, lane.interpret
     stages, later_size = schedule.stages, schedule.later_size
@@ -221,7 +245,7 @@ def _add_all_on_tensor_cores(lane: Lane, item: Item, gates: list[list[Array]], l
 
 
 def _write_weights(
-    lane: Lane, gates: list[list[Array]], left: list | None, entry: Array | int, chunk: ChunkMemory
+    lane: Lane, gates: list[list[list[Array]]], left: list | None, entry: Array | int, chunk: ChunkMemory
 ) -> None:
     """Writes the weights of a chunk's entries to shared memory, and with the first chunk those of the new key.
 
@@ -229,7 +253,7 @@ def _write_weights(
     halves of the new key's and of the query's weights, rows 8 and 9 the low halves.
     """
     interpret = lane.interpret
-    for _, weights in _weigh(lane, gates, left, entry, chunk):
+    for _, (weights,) in _weigh(lane, gates, left, entry, chunk):
         if chunk is lane.first_chunk:
             columns = pl.ds(lane.schedule.entry_columns - CHUNK, 2 * CHUNK)
             store_rows(weights, PRODUCT, 0, lane.products.at[:, columns], interpret)

@@ -31,7 +31,7 @@ from jaxbuf.pallas.instructions import end_copies, synchronize, synchronize_warp
 from jaxbuf.pallas.threads import load, store
 
 
-def fold(lane: Lane, item: Item, total: list[Array], read_band: Callable[[Array], None]) -> None:
+def fold(lane: Lane, item: Item, totals: list[list[Array]], read_band: Callable[[Array], None]) -> None:
     """Makes the state in shared memory: checkpoint · exp(total) + Σ exp(decay since the entry) · update ⊗ key.
 
     Entries are added chunk after chunk, or all chunks that are in shared memory at once. As soon as a band is made, its
@@ -42,15 +42,17 @@ def fold(lane: Lane, item: Item, total: list[Array], read_band: Callable[[Array]
     Args:
       lane: Its `decays` hold the entries' decays, or their exponentials.
       item: The item that is served. It folds, so it has at least one entry.
-      total: The sum of the entries' gates, in parts.
+      totals: For each head of a stack, which then is a band, the sum of the entries' gates, in parts.
       read_band: Multiplies a band of a folded split state with the probes; its shared memory is `Lane.halves`' first.
     """
     if lane.arrays.low is None:
 
         def add(c, chunks_in_memory, last):
-            decay, steps = _weigh(lane, total, c, chunks_in_memory)
+            weigh = functools.partial(_weigh, lane, totals, c, chunks_in_memory)
+            same = weigh(0) if len(totals) == 1 else None
 
             def add_to(i):
+                decay, steps = same or weigh(i)
                 rows, state, barrier = lane.band(i)
                 pl.when(item.has_checkpoint & jnp.equal(c, 0))(lambda: plgpu.barrier_wait(barrier))
                 _add(lane, item, c, rows, decay, steps, [state])
@@ -74,7 +76,7 @@ def fold(lane: Lane, item: Item, total: list[Array], read_band: Callable[[Array]
                 plgpu.barrier_wait(barrier)
 
         def add(c, chunks_in_memory, _):
-            decay, steps = _weigh(lane, total, c, chunks_in_memory)
+            decay, steps = _weigh(lane, totals, c, chunks_in_memory, i)
             _add(lane, item, c, rows, decay, steps, [target for _, target, _ in halves])
 
         _each_chunk(lane, item, add, begun=i > 0)
@@ -158,14 +160,17 @@ def _each_chunk(lane: Lane, item: Item, add: Callable, begun: Array | bool) -> N
         lax.fori_loop(stages, chunks, add_later, None)
 
 
-def _weigh(lane: Lane, total: list[Array], c: Array | int, chunks_in_memory: list):
-    """What the state is multiplied with before chunks are added, and in which steps: chunk, first entry, weights."""
+def _weigh(lane: Lane, totals: list[list[Array]], c: Array | int, chunks_in_memory: list, band: Array | int):
+    """What a band is multiplied with before chunks are added, and in which steps: chunk, first entry, weights."""
+    total, head = totals[0], 0
+    if len(totals) > 1:
+        total, head = [jnp.where(jnp.equal(band, 0), x, y) for x, y in zip(*totals, strict=True)], band
     decay = jnp.where(jnp.equal(c, 0), factor(total), np.float32(1))
     steps = []
     for chunk, entry, n in chunks_in_memory:
         for i in range(0, n, CHUNK):
             start = min(i, n - CHUNK)  # The last step of a chunk may take some entries again, with weight 0.
-            steps.append((chunk, start, _load_weights(lane, entry + start, i - start)))
+            steps.append((chunk, start, _load_weights(lane, entry + start, i - start, head)))
     return decay, steps
 
 
@@ -224,8 +229,8 @@ def _store_scaled(scales, rests: list, interpret: bool) -> None:
     store(scales, scale)
 
 
-def _load_weights(lane: Lane, entry: Array, skipped: int) -> Array:
-    """Loads the weights of CHUNK entries from `entry` on; 0 for the first `skipped` of them."""
-    weight = load_factors(lane, entry, CHUNK, TALL_LEFT.reduce(0))
+def _load_weights(lane: Lane, entry: Array, skipped: int, head: Array | int) -> Array:
+    """Loads the weights of CHUNK entries from `entry` on, for a head of a stack; 0 for the first `skipped` of them."""
+    weight = load_factors(lane, entry, CHUNK, TALL_LEFT.reduce(0), head)
     index = count((CHUNK,), 0, TALL_LEFT.reduce(0))
     return jnp.where(index < skipped, ZERO, weight) if skipped else weight

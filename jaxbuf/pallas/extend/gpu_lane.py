@@ -7,6 +7,7 @@ entries that have shared memory of their own (`copy`), and checkpoints, one band
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +45,7 @@ class Arrays(NamedTuple):
       checkpoints: [states, heads, value_dim, key_dim] in Call.state.
       keys: [positions, key_heads, key_dim] in Call.entry.
       updates: [positions, heads, value_dim] in Call.entry.
-      gates: f32 [positions, heads].
+      gates: f32 [positions, Call.gates].
       low: [states, heads, value_dim, key_dim] in Call.low; None if checkpoints are not split.
       low_scales: f32 [states, heads, value_dim], the scales of an int8 `low`; None without one.
     """
@@ -94,16 +95,18 @@ class Loaded(NamedTuple):
       entries: The first chunk's keys [CHUNK, key_dim] and updates [CHUNK, value_dim], each with the positions that they
         were loaded from. Empty if the first chunk is copied past the registers.
       low_scales: The scales of an int8 low half, f32 [value_dim]: others' unless the item folds. Empty without one.
-      gates: f32 [THREADS] each, in layout `PER_THREAD`: the gates of all entries.
+      gates: f32 [THREADS] each, in layout `PER_THREAD`: for each head of a stack the gates of all entries.
+      strengths: The same of the entries' betas, without the delta rule; else empty.
       probes: The new keys, then the queries: [key_dim] each.
       values: The new values: [value_dim] each.
-      tokens: [THREADS] each, in layout `PER_THREAD`: the new tokens' log decays and betas (float32), and the flat
-        positions of their entries (int32), each in the thread that passes it on.
+      tokens: [THREADS] each, in layout `PER_THREAD`: the new tokens' log decays and betas (float32), of each head of a
+        stack, and the flat positions of their entries (int32), each in the thread that passes it on.
     """
 
     entries: list[tuple[Array, Array]]
     low_scales: list[Array]
-    gates: list[Array]
+    gates: list[list[Array]]
+    strengths: list[list[Array]]
     probes: list[Array]
     values: list[Array]
     tokens: list[Array]
@@ -169,7 +172,7 @@ class Lane:
       interpret: Whether the kernel runs in Pallas' interpreter.
       arrays: The references to global memory.
       number: The lane's number among all lanes of the launch.
-      vectors, products, reads, fold_reads, decays, decays_low: The lane's own part of `SharedMemory`.
+      vectors, products, reads, fold_reads, decays, decays_low, strengths: The lane's own part of `SharedMemory`.
       low_scales: Where the scales of an int8 low half lie in shared memory: [value_dim]. None without one.
       planes: References to the one or two planes of `vectors`, bfloat16 [2 · CHUNK + probe_rows, pitch].
       first_chunk: Where the first chunk lies: in `planes`, before and behind the probes.
@@ -192,6 +195,7 @@ class Lane:
             ref.at[warpgroup] if schedule.stages else None for ref in (memory.later, memory.positions)
         )
         self.decays_low = memory.decays_low.at[warpgroup] if schedule.sums_exactly else None
+        self.strengths = None if self.call.delta else memory.strengths.at[warpgroup]
         self.planes = [self.vectors.at[i] for i in range(schedule.planes)]
         self.first_chunk = ChunkMemory(self.planes, 0, CHUNK + schedule.probe_rows)
         call = self.call
@@ -199,8 +203,17 @@ class Lane:
         # The next item's scalars are loaded as vectors, a word in each of the last threads, and read from shared memory
         # when they are used. A thread would wait for a value loaded as a scalar right where it is loaded.
         self._word = count((THREADS,), 0, PER_THREAD) - (THREADS - schedule.passed_words)
-        last = self.decays.at[pl.ds(schedule.padded_entries - THREADS, THREADS)]
+        last = self.decays.at[0, pl.ds(schedule.padded_entries - THREADS, THREADS)]
         self._words = last if memory.words is None else memory.words.at[warpgroup]
+
+    def by_row(self, numbers: Sequence[Array]) -> Array:
+        """A number of each head of a stack, as what rows of the state are multiplied with: the number itself if there
+        is one, else [value_dim]."""
+        if len(numbers) == 1:
+            return numbers[0]
+        first, second = numbers
+        row = count((self.call.value_dim,), 0, VECTORS[self.call.value_dim])
+        return jnp.where(row < self.call.value_dim // 2, first, second)
 
     def band(self, i: Array | int):
         """Band i of a checkpoint: its rows, its shared memory, and the barrier that opens when it has arrived."""
@@ -261,8 +274,8 @@ class Lane:
     def read_words(self, start: int, length: int, dtype) -> list[Array]:
         """Reads words that `admit` passed on.
 
-        They are the first ROW_FIELDS fields of the next item's row; then, of this item, the new tokens' log decays,
-        their betas, and the flat positions of their entries.
+        They are the first ROW_FIELDS fields of the next item's row; then, of this item, the new tokens' log decays of
+        each head of a stack, their betas likewise, and the flat positions of their entries.
         """
         start += THREADS - self.schedule.passed_words
         return [lax.bitcast_convert_type(self._words[start + i], dtype) for i in range(length)]
@@ -390,15 +403,26 @@ class Lane:
         probes = [load(ref.at[row, t, head // per_key], key_vector) for ref in (arrays.k, arrays.q) for t in time]
         entries = [] if schedule.copies_first_chunk else self._gather(head, upcoming.first_positions)
         values = [load(arrays.v.at[row, t, head], value_vector) for t in time]
-        tokens = arrays.log_decay.at[row, :, head], arrays.beta.at[row, :, head], arrays.append.at[upcoming.line]
+        stack = range(call.stacked)
+        tokens = [x.at[row, :, head * call.stacked + i] for x in (arrays.log_decay, arrays.beta) for i in stack]
+        tokens.append(arrays.append.at[upcoming.line])
         starts = [ROW_FIELDS + i * call.time for i in range(len(tokens))]
         tokens = [self._load_words(ref, start, call.time) for ref, start in zip(tokens, starts, strict=True)]
-        gates = [gather_numbers(arrays.gates.at[:, head], at, self.interpret) for at in upcoming.all_positions]
+        gates, *strengths = (
+            [
+                [
+                    gather_numbers(arrays.gates.at[:, call.gate(head, i, kind)], at, self.interpret)
+                    for at in upcoming.all_positions
+                ]
+                for i in stack
+            ]
+            for kind in range(1 if call.delta else 2)
+        )
         scales = []
         if arrays.low_scales is not None:  # A low half counts in a fold alone.
             checkpoint = jnp.where(fields[FOLD_TO] >= 0, fields[CHECKPOINT], 0)
             scales.append(load(arrays.low_scales.at[checkpoint, head], value_vector))
-        return Loaded(entries, scales, gates, probes, values, tokens)
+        return Loaded(entries, scales, gates, strengths[0] if strengths else [], probes, values, tokens)
 
     def _write(self, start: int, x: Array) -> None:
         """Writes a vector, or CHUNK of them, to `planes` from row `start` on."""
@@ -433,13 +457,18 @@ class Lane:
         for i, x in enumerate(loaded.tokens):
             x = lax.bitcast_convert_type(x, jnp.float32)
             words = jnp.where(word >= ROW_FIELDS + i * call.time, x, words)
-        gates = [jnp.where(at > 0, gate, ZERO) for gate, at in zip(loaded.gates, positions, strict=True)]
+        gates, strengths = (
+            [[jnp.where(at > 0, x, ZERO) for x, at in zip(of_head, positions, strict=True)] for of_head in every]
+            for every in (loaded.gates, loaded.strengths)
+        )
         if schedule.reads_late:
             store(self._words, words)
         else:
-            gates[-1] = jnp.where(word >= 0, words, gates[-1])
-        for i, x in enumerate(gates):
-            store(self.decays.at[pl.ds(i * THREADS, THREADS)], x)
+            gates[0][-1] = jnp.where(word >= 0, words, gates[0][-1])
+        for ref, every in ((self.decays, gates), (self.strengths, strengths)):
+            for head, of_head in enumerate(every):
+                for i, x in enumerate(of_head):
+                    store(ref.at[head, pl.ds(i * THREADS, THREADS)], x)
         for x in loaded.low_scales:
             assert self.low_scales is not None
             store(self.low_scales, x)

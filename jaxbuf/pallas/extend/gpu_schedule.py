@@ -42,10 +42,11 @@ class SharedMemory(NamedTuple):
     Attributes:
       barriers: One for each band of each warpgroup. It opens when that band of a checkpoint has arrived.
       later: bfloat16 [2 · later_size · stages, pitch]: the keys, then the updates, of each stage. None without stages.
-      decays_low: f32, the second parts of `decays`, unless these are exponentials; then both parts of each warp's sum.
-        None unless `sums_exactly`.
+      decays_low: f32 [stacked, ...], the second parts of `decays`, unless these are exponentials; then both parts of
+        each warp's sum. None unless `sums_exactly`.
       positions: int32 [padded_entries], the flat positions of an item's entries. None without stages.
-      products: f32, each probe times each key of a chunk; then each probe times each new key.
+      products: f32, each probe times each key of a chunk; then each probe times each new key. With stacks, weighed for
+        each head.
       reads: f32, the state times each probe. With `adds_on_tensor_cores`, what entries add to outputs until then.
       fold_reads: f32, with one new token the same of a split state that was folded. None if no state is split.
       vectors: bfloat16 [planes, 2 · CHUNK + probe_rows, pitch]: the first chunk's keys, the probes, the first chunk's
@@ -55,10 +56,11 @@ class SharedMemory(NamedTuple):
       low: int8 [BAND, key_dim], where the low half lies instead if it is int8. None if it is not.
       low_scales: f32 [value_dim], with one new token the scales of an int8 low half's rows; with several, they are the
         column of `reads` behind the products. None if it is not int8.
-      decays: f32 [padded_entries + CHUNK]: of each entry the gate, which is overwritten by the decay since the entry,
-        or by that decay's exponential. The last `passed_words` numbers before `padded_entries` are those passed on to
-        the next item, unless `words` has them. The one at `padded_entries` is the number that the lane drew: no chunk's
-        decays reach that far.
+      strengths: f32 [stacked, padded_entries + CHUNK], without the delta rule: of each entry its beta. Else None.
+      decays: f32 [stacked, padded_entries + CHUNK]: of each entry the gate, which is overwritten by the decay since
+        the entry, or by that decay's exponential. Of the first head's, the last `passed_words` numbers before
+        `padded_entries` are those passed on to the next item, unless `words` has them, and the one at `padded_entries`
+        is the number that the lane drew: no chunk's decays reach that far.
       words: f32 [THREADS], of which the last `passed_words` are passed on. None unless `reads_late`.
     """
 
@@ -73,6 +75,7 @@ class SharedMemory(NamedTuple):
     state: Any
     low: Any
     low_scales: Any
+    strengths: Any
     decays: Any
     words: Any
 
@@ -154,7 +157,7 @@ class Schedule:
 
         Their sum then has another order than one by one. That is allowed where tokens always come one by one.
         """
-        return self.call.max_pending == 1 and self.stages > 0 and self.sums_exactly
+        return self.call.max_pending == 1 and self.stages > 0 and self.sums_exactly and self.call.stacked == 1
 
     # Products: what the tensor cores multiply at once.
 
@@ -208,8 +211,15 @@ class Schedule:
 
     @property
     def passed_words(self) -> int:
-        """Numbers that reach the next item through shared memory: the fields of a row, and three for each token."""
-        return ROW_FIELDS + 3 * self.call.time
+        """Numbers that reach the next item through shared memory: the fields of a row, and for each token its place and
+        each head's gate and beta."""
+        return ROW_FIELDS + (1 + 2 * self.call.stacked) * self.call.time
+
+    @property
+    def product_rows(self) -> int:
+        """Rows of `SharedMemory.products`, of each head of a stack."""
+        probes = 2 * self.call.time
+        return probes if self.one_token else max(CHUNK, probes)
 
     @property
     def reads_late(self) -> bool:
@@ -251,20 +261,22 @@ class Schedule:
             return memory(*dims, BAND, call.key_dim, dtype=dtype, transforms=(tiling, swizzle))
 
         low_decays = 0 if one_token else self.padded_entries
+        every = self.padded_entries + CHUNK
         reads = (probes, call.value_dim) if one_token else (call.value_dim, self.probe_columns + 2)
         return SharedMemory(
             barriers=plgpu.Barrier(num_barriers=self.warpgroups * self.buffers),
             later=memory(2 * self.later_size * self.stages, pitch, dtype=jnp.bfloat16) if self.stages else None,
-            decays_low=memory(low_decays + 2 * THREADS // WARP) if self.sums_exactly else None,
+            decays_low=memory(call.stacked, low_decays + 2 * THREADS // WARP) if self.sums_exactly else None,
             positions=memory(self.padded_entries, dtype=jnp.int32) if self.stages else None,
-            products=memory(probes if one_token else max(CHUNK, probes), self.entry_columns + CHUNK),
+            products=memory(call.stacked * self.product_rows, self.entry_columns + CHUNK),
             reads=memory(*reads),
             fold_reads=memory(*reads) if call.low is not None and one_token else None,
             vectors=memory(self.planes, 2 * CHUNK + self.probe_rows, pitch, dtype=jnp.bfloat16),
             state=states(self.buffers, dtype=call.state),
             low=states(dtype=call.low) if call.low == jnp.int8 else None,
             low_scales=memory(call.value_dim) if call.low == jnp.int8 and one_token else None,
-            decays=memory(self.padded_entries + CHUNK),
+            strengths=None if call.delta else memory(call.stacked, every),
+            decays=memory(call.stacked, every),
             words=memory(THREADS) if self.reads_late else None,
         )
 

@@ -88,7 +88,9 @@ def _kernel(call: Call, interpret: bool):
         def load_entry(at):
             key = load(keys.at[at, key_head], along_keys).astype(jnp.float32)
             update = load(updates.at[at, head, values], along_values).astype(jnp.float32)
-            return gates[at, head], key, update
+            if not call.delta:
+                update = gates[at, call.gate(head, 0, 1)] * update
+            return gates[at, call.gate(head, 0)], key, update
 
         state = load(checkpoints.at[checkpoint, head, values], layout).astype(jnp.float32)
         if low:
@@ -129,7 +131,9 @@ def _kernel(call: Call, interpret: bool):
 
         @pl.when((appended >= 0) & (band == 0))
         def _():
-            store(gates.at[appended, head], new_gate)
+            store(gates.at[appended, call.gate(head, 0)], new_gate)
+            if not call.delta:
+                store(gates.at[appended, call.gate(head, 0, 1)], new_beta)
 
             @pl.when(lax.rem(head, call.heads_per_key) == 0)
             def _():
@@ -137,10 +141,13 @@ def _kernel(call: Call, interpret: bool):
 
         new_key, query = new_key.astype(jnp.float32), query.astype(jnp.float32)
         decay = jnp.exp(new_gate)
-        recalled = jnp.sum(state * spread(new_key, 1), axis=1) * decay
         out = jnp.sum(state * spread(query, 1), axis=1) * decay
-        stored = (new_beta * (value - recalled)).astype(call.entry)
-        out = out + stored.astype(jnp.float32) * jnp.sum(query * new_key)
+        if call.delta:
+            recalled = jnp.sum(state * spread(new_key, 1), axis=1) * decay
+            value = new_beta * (value - recalled)
+        stored = value.astype(call.entry)
+        update = stored.astype(jnp.float32) if call.delta else new_beta * stored.astype(jnp.float32)
+        out = out + update * jnp.sum(query * new_key)
         store(out_ref.at[row, 0, head, values], where(length > 0, out).astype(call.out))
 
         @pl.when(appended >= 0)

@@ -28,18 +28,22 @@ from jaxbuf.pallas.threads import PER_THREAD, THREADS, WARP, load, load_per_thre
 LEAST_GATE, HIGH, LOW = (np.float32(x) for x in (-128, 1.5 * 2**10, 1.5 * 2**-4))
 
 
-def sum_decays(lane: Lane, live: Array, gate: list[Array] | None) -> list[Array]:
+def sum_decays(lane: Lane, live: Array, gates: list[list[Array]] | None) -> list[list[Array]]:
     """Overwrites the gates of an item's entries with the decay since each entry, or with its exponential.
 
     Args:
       lane: Its `decays` hold the gates; second parts are written to its `decays_low`.
       live: The item's live entries.
-      gate: With one new token its gate, in parts: it is added to every decay, and exponentials are written. Else None.
+      gates: With one new token its gates, one for each head of a stack, in parts: they are added to every decay, and
+        exponentials are written. Else None.
 
     Returns:
-      The sum of all gates of entries, in parts.
+      For each head of a stack the sum of all gates of entries, in parts.
     """
-    return _sum_exactly(lane, live, gate) if lane.schedule.sums_exactly else [_sum_in_order(lane, live, gate)]
+    of_head = gates or [None] * lane.call.stacked
+    if not lane.schedule.sums_exactly:
+        return _sum_in_order(lane, live, of_head)
+    return [_sum_exactly(lane, live, i, gate) for i, gate in enumerate(of_head)]
 
 
 def parts(lane: Lane, gate: Array) -> list[Array]:
@@ -47,17 +51,27 @@ def parts(lane: Lane, gate: Array) -> list[Array]:
     return _split(gate, lane.interpret) if lane.schedule.sums_exactly else [gate]
 
 
-def load_decays(lane: Lane, entry: Array | int, n: int, layout) -> list[Array]:
-    """Loads the decays since n entries, in parts: not with one new token, for then exponentials are stored."""
+def load_decays(lane: Lane, entry: Array | int, n: int, layout, i: Array | int = 0) -> list[Array]:
+    """Loads the decays since n entries of head i of a stack, in parts: not with one new token, for then exponentials
+    are stored."""
     refs = [lane.decays, lane.decays_low] if lane.schedule.sums_exactly else [lane.decays]
-    return [load(ref.at[pl.ds(entry, n)], layout) for ref in refs]
+    return [load(ref.at[i, pl.ds(entry, n)], layout) for ref in refs]
 
 
-def load_factors(lane: Lane, entry: Array | int, n: int, layout) -> Array:
-    """The exponentials of the decays since n entries; with one new token up to it, unless the item folds."""
+def load_strengths(lane: Lane, entry: Array | int, n: int, layout, i: Array | int = 0) -> Array | None:
+    """What the updates of n entries are multiplied with besides; None with the delta rule, which has done it."""
+    return None if lane.strengths is None else load(lane.strengths.at[i, pl.ds(entry, n)], layout)
+
+
+def load_factors(lane: Lane, entry: Array | int, n: int, layout, i: Array | int = 0) -> Array:
+    """The exponentials of the decays since n entries of head i of a stack, times the entries' betas without the delta
+    rule; with one new token up to it, unless the item folds."""
     if lane.schedule.one_token:
-        return load(lane.decays.at[pl.ds(entry, n)], layout)
-    return factor(load_decays(lane, entry, n, layout))
+        found = load(lane.decays.at[i, pl.ds(entry, n)], layout)
+    else:
+        found = factor(load_decays(lane, entry, n, layout, i))
+    strengths = load_strengths(lane, entry, n, layout, i)
+    return found if strengths is None else found * strengths
 
 
 def factor(decay: Sequence) -> Array:
@@ -65,24 +79,27 @@ def factor(decay: Sequence) -> Array:
     return jnp.exp(functools.reduce(jnp.add, decay))
 
 
-def _sum_in_order(lane: Lane, live: Array, gate: list[Array] | None) -> Array:
+def _sum_in_order(lane: Lane, live: Array, gates: Sequence) -> list[list[Array]]:
     """`sum_decays` for at most THREADS entries: one for each thread, which adds the gates behind it from old to new."""
     index = count((THREADS,), 0, PER_THREAD)
 
     def add_gates(c, carry):
-        sum, total = carry
-        for i in range(CHUNK):
-            gate = lane.decays[c * CHUNK + i]
-            sum = sum + jnp.where(index < c * CHUNK + i, gate, ZERO)
-            total = total + gate
-        return sum, total
+        found = []
+        for head, (sum, total) in enumerate(carry):
+            for i in range(CHUNK):
+                gate = lane.decays[head, c * CHUNK + i]
+                sum = sum + jnp.where(index < c * CHUNK + i, gate, ZERO)
+                total = total + gate
+            found.append((sum, total))
+        return found
 
-    begun = add_gates(0, (zeros((THREADS,), PER_THREAD), ZERO))
-    sum, total = lax.fori_loop(1, pl.cdiv(live, CHUNK), add_gates, begun)
+    begun = add_gates(0, [(zeros((THREADS,), PER_THREAD), ZERO)] * len(gates))
+    sums = lax.fori_loop(1, pl.cdiv(live, CHUNK), add_gates, begun)
     synchronize(lane.interpret)  # All threads have read the gates.
-    store(lane.decays.at[pl.ds(0, THREADS)], _add_new_gate([sum], gate)[0])
+    for head, ((sum, _), gate) in enumerate(zip(sums, gates, strict=True)):
+        store(lane.decays.at[head, pl.ds(0, THREADS)], _add_new_gate([sum], gate)[0])
     synchronize(lane.interpret)
-    return jnp.asarray(total)
+    return [[jnp.asarray(total)] for _, total in sums]
 
 
 def _add_new_gate(decay: list[Array], gate: list[Array] | None) -> list[Array]:
@@ -90,30 +107,30 @@ def _add_new_gate(decay: list[Array], gate: list[Array] | None) -> list[Array]:
     return [factor([x + y for x, y in zip(decay, gate, strict=True)])] if gate else decay
 
 
-def _sum_exactly(lane: Lane, live: Array, gate: list[Array] | None) -> list[Array]:
-    """`sum_decays` for any number of entries, padded to a multiple of THREADS.
+def _sum_exactly(lane: Lane, live: Array, head: int, gate: list[Array] | None) -> list[Array]:
+    """`sum_decays` for any number of entries, padded to a multiple of THREADS, of one head of a stack.
 
     The last chunk is padded, too, and all of it must be within that multiple. It is: later chunks end at CHUNK more
     than a multiple of MAX_LATER_CHUNK.
     """
     counts = range(1, lane.schedule.padded_entries // THREADS + 1)
-    sums = [functools.partial(_sum_per_thread, lane, live, gate, n) for n in counts]
+    sums = [functools.partial(_sum_per_thread, lane, live, head, gate, n) for n in counts]
     return lax.switch(jnp.clip((live + CHUNK - 1) // THREADS, 0, len(sums) - 1), sums)
 
 
-def _sum_per_thread(lane: Lane, live: Array, gate: list[Array] | None, n: int) -> list[Array]:
+def _sum_per_thread(lane: Lane, live: Array, head: int, gate: list[Array] | None, n: int) -> list[Array]:
     """`_sum_exactly` with n entries in a row for each thread: it sums within threads, within warps, then over warps."""
-    decays_low, warps = lane.decays_low, THREADS // WARP
-    assert decays_low is not None
+    assert lane.decays_low is not None
+    decays, decays_low, warps = lane.decays.at[head], lane.decays_low.at[head], THREADS // WARP
     index = count((THREADS,), 0, PER_THREAD)
     # For each entry of a thread, the last one first: the sum of those behind it in the thread, in parts.
     later = [[zeros((THREADS,), PER_THREAD)] * 2]
     for i in reversed(range(n)):
-        own = jnp.where(index * n + i < live, load_per_thread(lane.decays, i, n, lane.interpret), ZERO)
+        own = jnp.where(index * n + i < live, load_per_thread(decays, i, n, lane.interpret), ZERO)
         later.append([x + y for x, y in zip(later[-1], _split(own, lane.interpret), strict=True)])
     totals = later.pop()
     found = sum_later(totals, lane.interpret)
-    starts = [decays_low.shape[0] - (2 - i) * warps for i in range(2)]
+    starts = [lane.decays_low.shape[-1] - (2 - i) * warps for i in range(2)]
     for start, sum in zip(starts, found, strict=True):
         publish_warps(sum, decays_low.at[pl.ds(start, warps)], lane.interpret)
     synchronize(lane.interpret)
@@ -125,7 +142,7 @@ def _sum_per_thread(lane: Lane, live: Array, gate: list[Array] | None, n: int) -
         whole.append(functools.reduce(jnp.add, of_warps))
     for i, sums in enumerate(reversed(later)):
         sums = _add_new_gate([x + y for x, y in zip(sums, others, strict=True)], gate)
-        for ref, sum in zip((lane.decays, decays_low), sums, strict=False):
+        for ref, sum in zip((decays, decays_low), sums, strict=False):
             store_per_thread(sum, ref, i, n, lane.interpret)
     synchronize(lane.interpret)
     return whole
