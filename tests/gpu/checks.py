@@ -31,6 +31,7 @@ from tests.attention import launches
 from tests.gpu.program import pool_sized_writes
 
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
+MAMBA = RecurrenceSpec(heads=32, key_heads=4, key_dim=128, value_dim=64, delta=False)
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
 BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}  # of a vector, relative to XLA's path; by entry dtype
 KEPT = {"split": 1e-4, "split8": 4e-4}  # of a state with both its halves
@@ -518,27 +519,15 @@ def check_family(name: str, **sizes: int) -> Figures:
 def tiny(implementation: str = "gpu") -> Figures:
     """A few steps of three small rows: folds, several tokens at once, short rings and long ones of either kind; and
     the kernels around them: what compute-sanitizer is run on."""
-    rng, slots = np.random.default_rng(0), np.arange(1, 4, dtype=np.int32)
+    rng = np.random.default_rng(0)
     sizes = (1, 1, ()), (3, 3, ()), (60, 3, (57, 40, 3)), (32, 9, (30, 17, 1)), (150, 1, (149, 90, 5))
     cases = [(*size, "float32") for size in sizes]
     cases += [(*size, state) for size in (*sizes[:3], sizes[4]) for state in ("split", "split8")]
-    for limit, max_pending, held, state in cases:
-        print(f"limit {limit}, at most {max_pending} tokens at once, {state} checkpoints", flush=True)
-        # The tools would look at every program of the GPU, and the compiler tries many.
-        with jax.default_device(jax.devices("cpu")[0]):
-            cache = poisoned(SMALL, slots=3, limit=limit, max_pending=max_pending, state_dtype=state)
-            if held:  # all in the ring
-                prompts, lengths = new_inputs(rng, SMALL, 3, max(held), jnp.bfloat16), jnp.array(held)
-                rows = {"slots": slots, "lengths": lengths, "keep": lengths, "implementation": "xla"}
-                _, cache = buffered.prefill(SMALL, cache, *prompts, **rows)
-        cache = jax.device_put(cache, jax.devices()[0])
-        for time, accepted in ((1, 1), (max_pending, 2), (1, 1), (max_pending, 3), (1, 1)):
-            inputs = new_inputs(rng, SMALL, 3, time, jnp.bfloat16)
-            lengths = jnp.array([time, max(1, time - 1), time])
-            out, cache = extend(SMALL, cache, inputs, slots, lengths, implementation=implementation)
-            cache = buffered.commit(cache, jnp.minimum(lengths, accepted), slots=slots)
-            jax.block_until_ready((out, cache))
-        assert int(cache.cursor.folded.max()) > 0, f"no row folded at limit {limit}"
+    for case in cases:
+        tiny_steps(rng, SMALL, *case, implementation)
+    for case in cases:
+        if case[0] in (3, 60) and case[3] != "split8":
+            tiny_steps(rng, dataclasses.replace(SMALL, value_dim=64, delta=False), *case, implementation)
     spec = dataclasses.replace(SMALL, key_heads=4)
     for operation in companions.OPERATIONS:
         print(operation, flush=True)
@@ -550,6 +539,27 @@ def tiny(implementation: str = "gpu") -> Figures:
         jax.block_until_ready(companions.call(spec, operation, implementation, layer, where))
     tiny_layers(rng, implementation)
     return {}
+
+
+def tiny_steps(rng, spec: RecurrenceSpec, limit: int, max_pending: int, held: tuple, state: str, implementation: str):
+    """Steps of three rows, of which `held` says how many entries each has, with folds among them."""
+    family, slots = "Gated DeltaNet" if spec.delta else "Mamba-2", np.arange(1, 4, dtype=np.int32)
+    print(f"{family}, limit {limit}, at most {max_pending} tokens at once, {state} checkpoints", flush=True)
+    # The tools would look at every program of the GPU, and the compiler tries many.
+    with jax.default_device(jax.devices("cpu")[0]):
+        cache = poisoned(spec, slots=3, limit=limit, max_pending=max_pending, state_dtype=state)
+        if held:  # all in the ring
+            prompts, lengths = new_inputs(rng, spec, 3, max(held), jnp.bfloat16), jnp.array(held)
+            rows = {"slots": slots, "lengths": lengths, "keep": lengths, "implementation": "xla"}
+            _, cache = buffered.prefill(spec, cache, *prompts, **rows)
+    cache = jax.device_put(cache, jax.devices()[0])
+    for time, accepted in ((1, 1), (max_pending, 2), (1, 1), (max_pending, 3), (1, 1)):
+        inputs = new_inputs(rng, spec, 3, time, jnp.bfloat16)
+        lengths = jnp.array([time, max(1, time - 1), time])
+        out, cache = extend(spec, cache, inputs, slots, lengths, implementation=implementation)
+        cache = buffered.commit(cache, jnp.minimum(lengths, accepted), slots=slots)
+        jax.block_until_ready((out, cache))
+    assert int(cache.cursor.folded.max()) > 0, f"no row folded at limit {limit}"
 
 
 def tiny_layers(rng, implementation: str) -> None:
@@ -636,6 +646,23 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
         random_model(configuration(), jnp.dtype("bfloat16"))
     ),
     "the_tiny_program_runs": lambda rng: tiny(),
+    "a_mamba_2_step_is_xlas": lambda rng: {
+        f"{entry}, {name}": error for entry in BOUNDS for name, error in check_errors(rng, entry, spec=MAMBA).items()
+    },
+    "a_mamba_2_step_is_xlas_with_a_split_checkpoint": lambda rng: check_errors(rng, "bfloat16", "split", spec=MAMBA),
+    "a_mamba_2_step_is_xlas_with_a_split8_checkpoint": lambda rng: check_errors(rng, "bfloat16", "split8", spec=MAMBA),
+    "a_mamba_2_step_of_16_tokens_is_xlas": lambda rng: check_errors(
+        rng, "bfloat16", times=(9, 16), spec=MAMBA, max_pending=16, limit=16
+    ),
+    "a_mamba_2_step_is_xlas_with_rows_of_every_kind": lambda rng: check_long_rings(rng, MIXED, spec=MAMBA),
+    "a_mamba_2_step_is_xlas_where_tokens_only_come_one_by_one": lambda rng: check_long_rings(
+        rng, ALONE, max_pending=1, spec=MAMBA
+    ),
+    "a_recurrent_mamba_2_step_is_xlas": lambda rng: check_recurrent(rng, "bfloat16", spec=MAMBA),
+    "mamba_2_tokens_at_once_store_the_bits_of_one_by_one": lambda rng: check_at_once(rng, "bfloat16", spec=MAMBA),
+    "nan_reaches_no_mamba_2_row_that_it_does_not_belong_to": lambda rng: check_poison(rng, MAMBA),
+    "rejected_mamba_2_drafts_that_are_not_finite_change_no_bit": lambda rng: check_rejected(rng, spec=MAMBA),
+    "no_pool_sized_write_in_a_loop_of_mamba_2_steps": lambda rng: check_loop(MAMBA),
 }
 # A model of each family, and how many of its layers, so that each kind of them is there; of experts some.
 FEW_LAYERS: dict[str, tuple[str, dict[str, int]]] = {

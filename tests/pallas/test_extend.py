@@ -302,17 +302,20 @@ def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng):
     "spec, limit, reason",
     [
         (RecurrenceSpec(4, 2, key_dim=32, value_dim=64), 4, "key_dim and value_dim 64 or 128, got 32 and 64"),
-        (RecurrenceSpec(4, 2, key_dim=64, value_dim=64, decay="none"), 4, 'decay="head", got \'none\''),
+        (RecurrenceSpec(4, 2, key_dim=64, value_dim=64, decay="none"), 4, "decay=\"head\", got 'none'"),
         (NARROW, 2000, "a ring of at most 1024 entries, got 2008"),
     ],
 )
 def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, limit, reason):
     cache = buffered.init(spec, slots=1, limit=limit, max_pending=4)
+    *vectors, log_decay, beta = new_inputs(rng, spec, 1, 1, jnp.bfloat16)
     with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this extend: .*{reason}'):
         buffered.extend(
             spec,
             cache,
-            *new_inputs(rng, spec, 1, 1, jnp.bfloat16),
+            *vectors,
+            None if spec.decay == "none" else log_decay,
+            beta,
             slots=jnp.array([1]),
             implementation="gpu",
             target="H100",
