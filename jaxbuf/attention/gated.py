@@ -70,7 +70,8 @@ def attend_sequence(
         jnp.pad(x, ((0, 0), (0, -time % block), *((0, 0),) * (x.ndim - 2)))
         for x in (split_heads(q, k.shape[2]), k, v, weights)
     ]
-    return _attend((window, block), *padded, lengths)[:, :time].reshape(q.shape)
+    out: Array = _attend((window, block), *padded, lengths)  # pyright: ignore[reportAssignmentType]
+    return out[:, :time].reshape(q.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -42,13 +42,14 @@ LIKE_ANOTHER = (
     *("qwen3_moe", "qwen3_next", "kimi_linear"),
 )
 WITH_MTP = [name for name in FOUND if "mtp_logits" in tensor_names(FIXTURES / name / "expected.safetensors")]
-SLOW = (
-    "demo",
+# To decode; the others have more options.
+BY_HAND = (
     *STRETCHED,
     *(f"{family}_full" for family in LIKE_ANOTHER),
     *(name for name in RANDOM if name.endswith("_plain")),
-)  # to decode; the others have more options
-DECODED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FOUND]
+)
+MARKS = {"demo": pytest.mark.slow} | dict.fromkeys(BY_HAND, pytest.mark.exhaustive)
+DECODED = [pytest.param(name, marks=MARKS.get(name, ())) for name in FOUND]
 
 TOLERANCE = 2e-3
 TIE = 2 * TOLERANCE  # two scores closer than this may change places within the tolerance
@@ -194,7 +195,7 @@ def test_greedy_tokens(name, limit):
     assert all(gap < TIE for gap in gaps) and len(gaps) <= 1, f"gaps at the first differences: {gaps}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_at_most_one_greedy_row_in_24_differs():
     rows = sum(read(name)[1].greedy.shape[0] for name in RANDOM)
     assert rows == 8 * len(RANDOM)

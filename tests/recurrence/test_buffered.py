@@ -137,8 +137,12 @@ def test_a_slot_folds_exactly_when_the_new_tokens_would_exceed_its_limit(rng, li
 
 
 def families(*fast):
-    """All of them, the others than `fast` in the slow suite: each compiles its own programs."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    """All of them, the others than `fast` in the slow suite or by hand: each compiles its own programs."""
+    slow, by_hand = pytest.mark.slow, pytest.mark.exhaustive
+    return [
+        name if name in fast else pytest.param(name, marks=slow if name in ("Mamba-2", "KDA") else by_hand)
+        for name in FAMILIES
+    ]
 
 
 @pytest.mark.parametrize("family", families("Gated DeltaNet"))

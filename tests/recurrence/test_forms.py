@@ -89,9 +89,10 @@ def test_a_sequence_of_several_segments_carries_its_state(rng):
     assert definition.error(final, last) < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Mamba-2", "GLA", "KDA"])
-@pytest.mark.parametrize("chunk_size", [1, 5, 200])
+@pytest.mark.parametrize(
+    "chunk_size", [pytest.param(n, marks=pytest.mark.slow if n == 5 else pytest.mark.exhaustive) for n in (1, 5, 200)]
+)
 def test_any_chunk_size_gives_the_same_numbers(family, chunk_size, rng):
     spec = FAMILIES[family]
     arguments = inputs(rng, family, 4, 21)

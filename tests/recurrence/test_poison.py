@@ -69,7 +69,12 @@ def assert_alike(clean, sick):
     assert np.isfinite(states[0]).all() and states[0].tobytes() == states[1].tobytes()
 
 
-OTHERS = [pytest.param(name, True, marks=pytest.mark.slow) for name in FAMILIES if name != GDN]
+BY_HAND = pytest.mark.exhaustive
+OTHERS = [
+    pytest.param(name, True, marks=pytest.mark.slow if name in ("Mamba-2", "KDA") else BY_HAND)
+    for name in FAMILIES
+    if name != GDN
+]
 
 
 @pytest.mark.parametrize("family, tree", [(GDN, False), (GDN, True), *OTHERS])

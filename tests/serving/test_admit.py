@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2, prompt_log
 PAIRS = [
     ("qwen3_5", "none"),
     ("qwen3_5", "adaptive"),
-    pytest.param("mamba2", "a model", marks=pytest.mark.slow),
+    pytest.param("mamba2", "a model", marks=pytest.mark.exhaustive),
     pytest.param("llama", "a model", marks=pytest.mark.exhaustive),
     pytest.param("qwen3_5", "n-grams", marks=pytest.mark.exhaustive),
     pytest.param("qwen3_5", "mtp", marks=pytest.mark.exhaustive),
@@ -200,7 +200,7 @@ def lack(batch, **pools):
         ("qwen3_5", None, {"pages": 9, "states": 4, "blocks": 9}),
         pytest.param("qwen3_5", NGram(3), {"pages": 9}, marks=pytest.mark.exhaustive),
         pytest.param("llama", None, {"pages": 9}, marks=pytest.mark.exhaustive),
-        ("mamba2", NGram(3), {"states": 3, "blocks": 5}),
+        pytest.param("mamba2", NGram(3), {"states": 3, "blocks": 5}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_rows_that_lack_memory_end_with_that_reason_and_the_others_are_right(architecture, pools, drafter, rng):

@@ -35,14 +35,15 @@ LIKE_ANOTHER = (
     *("qwen2", "qwen3", "mamba2", "nemotron_h", "granitemoehybrid", "olmo_hybrid", "bailing_hybrid"),
     *("qwen3_moe", "qwen3_5_moe", "qwen3_next", "nemotron_h_moe", "granitemoehybrid_moe"),
 )
-# Kimi Linear's programs take long to compile.
-OF_KIMI = ("test_drafts_that_are_right_wrong_or_both_change_no_token", "test_trees_of_drafts_change_no_token")
+# Llama's memory is one of Falcon-H1's, too; Kimi Linear's programs take long to compile. These have some tests alone.
+OF_SOME = ("llama", "kimi_linear")
+SOME = ("test_drafts_that_are_right_wrong_or_both_change_no_token", "test_trees_of_drafts_change_no_token")
 
 
 def pytest_generate_tests(metafunc):
     """Which architectures a test is for, and for which of them by hand."""
     if "architecture" in metafunc.fixturenames:
-        by_hand = {*LIKE_ANOTHER} if metafunc.function.__name__ in OF_KIMI else {*LIKE_ANOTHER, "kimi_linear"}
+        by_hand = {*LIKE_ANOTHER} if metafunc.function.__name__ in SOME else {*LIKE_ANOTHER, *OF_SOME}
         params = [pytest.param(x, marks=pytest.mark.exhaustive) if x in by_hand else x for x in OTHERS]
         metafunc.parametrize("architecture", params, indirect=True, scope="module")
 

@@ -465,7 +465,8 @@ class Lane:
             store(self._words, words)
         else:
             gates[0][-1] = jnp.where(word >= 0, words, gates[0][-1])
-        for ref, every in ((self.decays, gates), (self.strengths, strengths)):
+        kept = [(self.decays, gates)] if self.strengths is None else [(self.decays, gates), (self.strengths, strengths)]
+        for ref, every in kept:
             for head, of_head in enumerate(every):
                 for i, x in enumerate(of_head):
                     store(ref.at[head, pl.ds(i * THREADS, THREADS)], x)
