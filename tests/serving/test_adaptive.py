@@ -141,7 +141,7 @@ def test_wrong_arguments_are_named(lm):
             Adaptive(MTP(4), cost=cost)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_program_copies_no_pool(lm, prompts, greedy):
     """Not in either of the two branches; what the memory of a whole model holds is written in place."""
     drafter = Adaptive(MTP(DRAFTS))
@@ -157,7 +157,7 @@ def test_the_program_copies_no_pool(lm, prompts, greedy):
 
 
 @pytest.mark.checks("drafters")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sampled_tokens_are_distributed_as_by_exact_enumeration(architecture, rng, monkeypatch):
     """With trees of the MTP layer, at a cost that lets rows differ in how many drafts they have."""
     drafter, model = Adaptive(MTP(4, branches=2), cost=0.3), tiny_models(architecture)[0]

@@ -126,7 +126,7 @@ def ours(lm, prompts, stops, *, penalty=1.0, early=True, **arguments):
 
 
 @pytest.mark.checks("beams", family="qwen3_5")
-@pytest.mark.parametrize("form", ["buffered", pytest.param("recurrent", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["buffered", pytest.param("recurrent", marks=pytest.mark.exhaustive)])
 def test_it_is_the_search_over_the_plain_forward(lm, case, form):
     """Of several prompts at once, some of which end before others; without early stopping nothing is missed by it."""
     prompts, stops, searches = case
@@ -356,7 +356,7 @@ def test_a_search_ends_when_no_beam_is_left():
     assert int(markov_search(jnp.asarray(tables), (4, -1), 1.0, False, 3).length) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_beam_is_greedy_decoding(tiny, rng, small_shapes, monkeypatch):
     monkeypatch.setattr(batch, "ROOM", 8)
     while True:

@@ -57,7 +57,7 @@ def test_short_texts_read_no_checkpoint_and_the_tokens_are_those_with_one(lm, pr
 
 
 @pytest.mark.checks("forms", family="qwen3_5")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_prompts_in_chunks_stay_without_a_checkpoint(lm, prompts, monkeypatch):
     whole = generate(lm, prompts, NEW, GREEDY, form="kv", limit=LIMIT)
     monkeypatch.setattr(batch, "LEAST_CHUNK", 4)
@@ -70,7 +70,7 @@ def test_prompts_in_chunks_stay_without_a_checkpoint(lm, prompts, monkeypatch):
 
 
 @pytest.mark.checks("forms", family="qwen3_5")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_samples_share_a_prompt_without_a_checkpoint(lm, prompts):
     settings = SamplingParams(n=3, temperature=0.0, ignore_eos=True)
     for result, alone in zip(

@@ -158,7 +158,7 @@ def test_a_draft_model_catches_up_after_it_had_no_memory(rng):
     assert free_pages(carry.speculation.state) == free_pages(carry.cache) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_drafts_that_memory_left_unread_say_nothing_of_the_drafter(rng):
     lm, new = model_named("llama", 3), 40
     prompts, expected = expect(lm, rng, (29, 29), new, PLAIN)

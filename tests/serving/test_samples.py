@@ -212,7 +212,7 @@ def test_the_loop_transfers_nothing_and_copies_no_pool(lm, carry):
     check_reused(text, carry)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_that_memory_does_not_suffice_for_go_on_when_others_have_ended(lm, prompts, monkeypatch):
     settings = [dataclasses.replace(setting, n=4) for setting in SETTINGS]
     expected = generate(lm, prompts, NEW, settings)

@@ -62,7 +62,7 @@ def drafter_named(name, lm, other):
 
 
 @pytest.mark.checks("drafters")
-@some_slow("mtp", "itself", exhaustive=("ngram", "model"))
+@some_slow("mtp", exhaustive=("itself", "ngram", "model"))
 def test_greedy_tokens_are_those_without_a_drafter(lm, other, prompts, greedy, name):
     """Random models: the MTP layer and the other model are nearly always wrong, the model itself is always right."""
     drafter = drafter_named(name, lm, other)
@@ -203,7 +203,7 @@ def test_logprobs_are_those_without_a_drafter(lm, prompts, greedy):
             np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=0, atol=1e-4)
 
 
-@some_slow("ngram", "mtp", exhaustive=("model",))
+@some_slow("mtp", exhaustive=("ngram", "model"))
 def test_a_rows_tokens_depend_neither_on_the_other_rows_nor_on_the_cut_into_calls(lm, other, prompts, greedy, name):
     """Sampled and greedy rows in one batch; then every other row has another prompt, and the calls are short."""
     drafter = drafter_named(name, lm, other)
@@ -335,7 +335,7 @@ def test_the_demo_models_greedy_tokens_are_the_same_with_every_drafter(hundred, 
 
 
 @pytest.mark.checks("drafters")
-@some_slow("ngram", "mtp", exhaustive=("model",))
+@some_slow("ngram", exhaustive=("mtp", "model"))
 def test_sampled_tokens_are_distributed_as_by_exact_enumeration(architecture, rng, monkeypatch, name):
     lm, other = tiny_models(architecture)
     p = p_value(lm, drafter_named(name, lm, other), rng, monkeypatch)

@@ -86,7 +86,7 @@ def test_sampled_tokens_with_drafts_are_distributed_as_by_exact_enumeration(rng,
     assert p_value(lm, "ngram", rng, monkeypatch) > RARE
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_program_copies_no_half_of_a_state(lm, prompts):
     carry = carry_shape(make_batch(lm, prompts, GREEDY, Decoding(12, form="buffered", state_dtype="split8")))
     (pool,) = (layer.pool for layer in carry.cache.layers if hasattr(layer, "pool"))

@@ -203,7 +203,7 @@ def test_greedy_tokens_are_those_without_a_drafter(lm, prompts, greedy, name):
 @pytest.mark.checks("trees")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name == "ngram" else pytest.mark.exhaustive) for name in TREES],
+    [pytest.param(name, marks=pytest.mark.exhaustive) for name in TREES],
 )
 def test_sampled_tokens_are_distributed_as_by_exact_enumeration(architecture, rng, monkeypatch, name):
     p = p_value(tiny_models(architecture)[0], TREES[name], rng, monkeypatch)
