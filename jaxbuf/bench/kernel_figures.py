@@ -35,14 +35,16 @@ LABELS += ("state_dtype", "state_v_first")
 type Row = dict[str, Any]
 
 
-def find(figures: Sequence[Row], part: str, **wanted) -> Row | None:
-    """The first row of a part with these values that was measured, of the staggered ones if it has phases."""
+def find_all(figures: Sequence[Row], part: str, **wanted) -> list[Row]:
+    """The rows of a part with these values that were measured, of the staggered ones if it has phases."""
     wanted = {"part": part} | wanted
-    for row in figures:
-        headline = "us" in row and row.get("phase", "staggered") == "staggered"
-        if headline and all(row.get(name) == value for name, value in wanted.items()):
-            return row
-    return None
+    measured = (row for row in figures if "us" in row and row.get("phase", "staggered") == "staggered")
+    return [row for row in measured if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def find(figures: Sequence[Row], part: str, **wanted) -> Row | None:
+    """The first of `find_all`."""
+    return next(iter(find_all(figures, part, **wanted)), None)
 
 
 def ratio(above: Row | None, below: Row | None, name: str = "us") -> float | None:
@@ -61,17 +63,9 @@ def judge(figures: Sequence[Row], family: str = "gdn") -> list[Row]:
 def _judge_mamba2(figures: Sequence[Row]) -> list[Row]:
     rows = []
     for name, part, bounds in MAMBA2_TARGETS:
-        of_part = (part, "limits") if part == "decode" else (part,)
+        parts = (part, "limits") if part == "decode" else (part,)
         for batch, bound in zip(BATCHES, bounds, strict=True):
-            found = [
-                row["us"]
-                for row in figures
-                if row["part"] in of_part
-                and row["batch"] == batch
-                and row["time"] == 1
-                and "us" in row
-                and row.get("phase") == "staggered"
-            ]
+            found = [row["us"] for each in parts for row in find_all(figures, each, batch=batch, time=1)]
             about = {"target": name, "batch": batch, "sense": "<=", "wanted": bound}
             rows.append(about | {"measured": min(found, default=None)})
     for batch in BATCHES:

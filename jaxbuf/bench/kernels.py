@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxbuf.bench import companions, report
+from jaxbuf.bench.drift import FAMILIES
 from jaxbuf.bench.kernel_figures import BATCHES, Row, crossover, describe, judge, plot, show
 from jaxbuf.bench.measure import bandwidths, bare_passes, device_time, timed, worst_errors
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, number, output, whole
@@ -39,9 +40,9 @@ PARTS = {
     "xla": "XLA's compilation of the jnp path, limit 16",
 }
 SIZES = ("heads", "key_heads", "dim", "value_dim")
-FAMILIES: dict[str, dict[str, Any]] = {  # the sizes of a layer, of Qwen3.5-4B and of Nemotron-H-8B, and the family
-    "gdn": {"heads": 32, "key_heads": 16, "dim": 128, "value_dim": 128, "delta": True},
-    "mamba2": {"heads": 128, "key_heads": 8, "dim": 128, "value_dim": 64, "delta": False},
+LAYERS: dict[str, dict[str, int]] = {  # by the recurrence, of Qwen3.5-4B and of Nemotron-H-8B
+    "gdn": {"heads": 32, "key_heads": 16, "dim": 128, "value_dim": 128},
+    "mamba2": {"heads": 128, "key_heads": 8, "dim": 128, "value_dim": 64},
 }
 OF_GDN = ("fla", "companions")  # parts of one family alone
 SMALL = (1, 2, 4, 8, 16, 64)
@@ -121,7 +122,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--implementation", choices=("gpu", "xla"), default="gpu", help="of what is not the xla part")
     parser.add_argument("--layers", type=whole(1), default=None, help="pools in turn; default: for over twice the L2")
     parser.add_argument(
-        "--family", choices=tuple(FAMILIES), default="gdn", help="of the recurrence: Gated DeltaNet or Mamba-2"
+        "--family", choices=tuple(LAYERS), default="gdn", help="of the recurrence: Gated DeltaNet or Mamba-2"
     )
     parser.add_argument("--heads", type=whole(1), default=None, help="value heads; default: 32, of Mamba-2 128")
     parser.add_argument("--key-heads", type=whole(1), default=None, help="default: 16, of Mamba-2 8 groups")
@@ -138,13 +139,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.batches = options.batches and tuple(report.whole_numbers(parser, "--batches", options.batches))
-    sizes = FAMILIES[options.family]
+    sizes = LAYERS[options.family]
     if options.family == "gdn" and options.value_dim is None:
         options.value_dim = options.dim
     for name in SIZES:
         if getattr(options, name) is None:
             setattr(options, name, sizes[name])
-    options.delta = sizes["delta"]
     if options.heads % options.key_heads:
         parser.error(f"--heads must be a multiple of --key-heads, got {options.heads} and {options.key_heads}")
     if unknown := set(options.only) - set(PARTS):
@@ -411,7 +411,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     options, console, notes = parse(arguments), Console(highlight=False), Console(stderr=True, highlight=False)
     began, cases = time.perf_counter(), plan(options)
-    spec = RecurrenceSpec(options.heads, options.key_heads, options.dim, options.value_dim, delta=options.delta)
+    sizes = options.heads, options.key_heads, options.dim, options.value_dim
+    spec = RecurrenceSpec(*sizes, *FAMILIES[options.family])
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     rng, figures, left_out = np.random.default_rng(seed), [], []
     settings = {name: getattr(options, name) for name in ("family", *SIZES, "quick", "implementation")}

@@ -455,56 +455,49 @@ def check_tokens(lm: LanguageModel, tokens: int = 64) -> Figures:
     return {"tokens": 2.0 * tokens * len(prompts)}
 
 
-def check_logprobs(lm: LanguageModel, tokens: int = 32) -> Figures:
-    """jaxbuf.generate with kernels differs from the same without by no more than the two forms do without kernels.
-
-    For a model in bfloat16, of which greedy tokens differ where two are as good as each other. Log-probabilities are
-    compared as long as all tokens before are the same; there may be twice the forms' own largest difference.
-    """
+def greedy(lm: LanguageModel, tokens: int, form: str = "auto") -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of some random prompts the greedy tokens and their log-probabilities."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5)]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
+    results = jaxbuf.generate(lm, prompts, tokens, sampling, form=form)
+    return [(np.array(result.tokens), np.array(result.logprobs)) for result in results]
 
-    def generated(lm, form):
-        results = jaxbuf.generate(lm, prompts, tokens, sampling, form=form)
-        return [(np.array(result.tokens), np.array(result.logprobs)) for result in results]
 
-    def compared(found, expected):
-        worst, same = 0.0, 0
-        for (taken, logprobs), (others, wanted) in zip(found, expected, strict=True):
-            until = int(np.argmin(np.append(taken == others, False)))
-            same += until
-            worst = max(worst, float(np.abs(logprobs - wanted)[: until + 1].max()))
-        return worst, float(same)
+def compared(found, expected) -> tuple[float, float]:
+    """The largest difference of log-probabilities as long as all tokens before are the same, and how many those are."""
+    worst, same = 0.0, 0
+    for (taken, logprobs), (others, wanted) in zip(found, expected, strict=True):
+        until = int(np.argmin(np.append(taken == others, False)))
+        same += until
+        worst = max(worst, float(np.abs(logprobs - wanted)[: until + 1].max()))
+    return worst, float(same)
 
-    found = generated(lm, "buffered")
-    expected, recurrent = (generated(without_kernels(lm), form) for form in ("buffered", "recurrent"))
+
+def check_logprobs(lm: LanguageModel, tokens: int = 32) -> Figures:
+    """jaxbuf.generate with kernels differs from the same without by no more than the two forms do without kernels.
+
+    For a model in bfloat16, of which greedy tokens differ where two are as good as each other. There may be twice the
+    forms' own largest difference.
+    """
+    found = greedy(lm, tokens, "buffered")
+    expected, recurrent = (greedy(without_kernels(lm), tokens, form) for form in ("buffered", "recurrent"))
     (worst, same), (allowed, others) = compared(found, expected), compared(recurrent, expected)
     assert worst <= 2 * allowed, f"log-probabilities differ by {worst}, those of the forms by {allowed}"
-    figures = {"log-probabilities": worst, "of the forms": allowed, "tokens": float(tokens * len(prompts))}
+    figures = {"log-probabilities": worst, "of the forms": allowed, "tokens": float(tokens * len(found))}
     return figures | {"tokens until they differ": same, "of the forms, until they differ": others}
 
 
 def check_rounding(lm: LanguageModel, tokens: int = 32) -> Figures:
-    """jaxbuf.generate with kernels is as close to float32 as without.
-
-    Log-probabilities of greedy tokens, as long as all tokens before are those of float32; the largest difference may be
-    twice that of XLA's path in the model's dtype.
-    """
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5)]
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
+    """jaxbuf.generate with kernels is as close to float32 as without: the largest difference may be twice that of XLA's
+    path in the model's dtype."""
     wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == lm.dtype else x, lm.model)
     exact = without_kernels(dataclasses.replace(lm, model=wide, dtype=jnp.dtype("float32")))
-    expected = jaxbuf.generate(exact, prompts, tokens, sampling)
-    figures: Figures = {"tokens": float(tokens * len(prompts))}
+    expected = greedy(exact, tokens)
+    figures: Figures = {"tokens": float(tokens * len(expected))}
     for name, model in (("with kernels", lm), ("without", without_kernels(lm))):
-        worst, same = 0.0, 0
-        for found, wanted in zip(jaxbuf.generate(model, prompts, tokens, sampling), expected, strict=True):
-            until = int(np.argmin(np.append(np.equal(found.tokens, wanted.tokens), False)))
-            gaps = np.abs(np.subtract(found.logprobs, wanted.logprobs))
-            worst, same = max(worst, float(gaps[: until + 1].max())), same + until
-        figures |= {f"log-probabilities {name}": worst, f"tokens until they differ {name}": float(same)}
+        worst, same = compared(greedy(model, tokens), expected)
+        figures |= {f"log-probabilities {name}": worst, f"tokens until they differ {name}": same}
     worst, allowed = (figures[f"log-probabilities {name}"] for name in ("with kernels", "without"))
     assert worst <= 2 * allowed, f"log-probabilities differ from float32's by {worst}, without kernels by {allowed}"
     return figures

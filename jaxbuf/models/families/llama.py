@@ -9,14 +9,13 @@ from jaxbuf.models.config import MLP, LayerConfig, ModelConfig, Norm
 from jaxbuf.models.families import Source
 from jaxbuf.models.loading.common_fields import (
     check_softmax,
-    eos_json,
     make,
     model_config,
     read_attention_heads,
     read_rope,
     read_sizes,
     read_usual,
-    rope_json,
+    softmax_json,
     untied_if_stored,
 )
 from jaxbuf.models.loading.fields import Fields
@@ -85,16 +84,7 @@ def read_config(fields: Fields) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    data = dataclasses.asdict(config.source)
-    eos, theta, _ = data.pop("eos_token_ids"), data.pop("rope_theta"), data.pop("scaling")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **data,
-        "hidden_act": "silu",
-        "rope_parameters": rope_json(theta, config.source.scaling),
-        "eos_token_id": eos_json(eos),
-    }
+    return softmax_json(config, "LlamaForCausalLM", hidden_act="silu")
 
 
 as_stored = untied_if_stored

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxbuf.models.config import LayerConfig, ModelConfig, Norm, SquaredReluMLP
-from jaxbuf.models.experts import Experts, Router
+from jaxbuf.models.experts import Experts
 from jaxbuf.models.families import Source
 from jaxbuf.models.loading.common_fields import (
     check_multiple,
@@ -17,7 +17,7 @@ from jaxbuf.models.loading.common_fields import (
     untied_if_stored,
     write_limits,
 )
-from jaxbuf.models.loading.expert_fields import MOST_EXPERTS, check_groups
+from jaxbuf.models.loading.expert_fields import MOST_EXPERTS, check_groups, grouped_router
 from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
 from jaxbuf.models.loading.tensor_names import (
     are_stacked,
@@ -151,18 +151,8 @@ class Config:
     @property
     def experts(self) -> Experts:
         """What those layers have."""
-        router = Router(
-            self.n_routed_experts,
-            self.num_experts_per_tok,
-            scores="sigmoid",
-            renormalised=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-            bias=True,
-            groups=self.n_group,
-            chosen_groups=self.topk_group,
-        )
         return Experts(
-            router,
+            grouped_router(self, "n_routed_experts"),
             self.moe_intermediate_size,
             gated=False,
             latent=self.moe_latent_size,

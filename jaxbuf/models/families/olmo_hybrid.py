@@ -14,14 +14,13 @@ from jaxbuf.models.loading.common_fields import (
     SOFTMAX_ARRAYS,
     check_multiple,
     check_turned,
-    eos_json,
     find_rope,
     make,
     model_config,
     read_attention_heads,
     read_rope,
     read_usual,
-    rope_json,
+    softmax_json,
     untied_if_stored,
 )
 from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
@@ -185,19 +184,9 @@ def _has_positions(fields: Fields) -> bool:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    source = config.source
-    data = dataclasses.asdict(source)
-    eos, theta, _ = data.pop("eos_token_ids"), data.pop("rope_theta"), data.pop("scaling")
-    return {
-        "architectures": ["OlmoHybridForCausalLM"],
-        "model_type": "olmo_hybrid",
-        **data,
-        "layer_types": list(source.layer_types),
-        "num_hidden_layers": len(source.layer_types),
-        "hidden_act": "silu",
-        "rope_parameters": rope_json(theta, source.scaling),
-        "eos_token_id": eos_json(eos),
-    }
+    layers = list(config.source.layer_types)
+    kinds: dict[str, Any] = {"layer_types": layers, "num_hidden_layers": len(layers)}
+    return softmax_json(config, "OlmoHybridForCausalLM", **kinds, hidden_act="silu")
 
 
 as_stored = untied_if_stored

@@ -140,6 +140,26 @@ def eos_json(ids: tuple[int, ...]) -> int | list[int] | None:
     return ids[0] if len(ids) == 1 else list(ids) or None
 
 
+def softmax_json(config: ModelConfig, architecture: str, **more: Any) -> dict[str, Any]:
+    """config.json of a family whose fields are called as there, but for `rope_theta`, `scaling` and `eos_token_ids`.
+
+    Args:
+      config: The model's.
+      architecture: What transformers calls the class.
+      more: Further fields, and those that are written in another way.
+    """
+    data = dataclasses.asdict(config.source)
+    eos, theta, _ = data.pop("eos_token_ids"), data.pop("rope_theta"), data.pop("scaling")
+    return {
+        "architectures": [architecture],
+        "model_type": config.family,
+        **data,
+        **more,
+        "rope_parameters": rope_json(theta, config.source.scaling),
+        "eos_token_id": eos_json(eos),
+    }
+
+
 def read_limits(fields: Fields, name: str = "time_step_limit") -> tuple[float, float]:
     """What the time steps of a Mamba-2 mixer are clamped to, from the field of this name; without it 0 and infinity."""
     if not fields.has(name):

@@ -74,3 +74,22 @@ def check_groups(source: Any, experts: str) -> None:
             f"num_experts_per_tok ({source.num_experts_per_tok}) must be at most topk_group ({chosen}) times the "
             f"{number // groups} experts of a group"
         )
+
+
+def grouped_router(source: Any, experts: str) -> Router:
+    """The router of sigmoid scores with a bias, over experts in groups, whose number has this name.
+
+    Args:
+      source: As in `check_groups`, with norm_topk_prob and routed_scaling_factor.
+      experts: The name.
+    """
+    return Router(
+        getattr(source, experts),
+        source.num_experts_per_tok,
+        scores="sigmoid",
+        renormalised=source.norm_topk_prob,
+        scale=source.routed_scaling_factor,
+        bias=True,
+        groups=source.n_group,
+        chosen_groups=source.topk_group,
+    )

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxbuf.models.config import MLP, LayerConfig, Mixer, ModelConfig, Norm
-from jaxbuf.models.experts import Experts, Router
+from jaxbuf.models.experts import Experts
 from jaxbuf.models.families import Rows, Source
 from jaxbuf.models.loading.common_fields import eos_json, model_config
-from jaxbuf.models.loading.expert_fields import MOST_EXPERTS, check_groups
+from jaxbuf.models.loading.expert_fields import MOST_EXPERTS, check_groups, grouped_router
 from jaxbuf.models.loading.fields import MOST_LAYERS, SIZE, Fields, check_arrays
 from jaxbuf.models.loading.tensor_names import AROUND, experts_tensors, mlp_tensors, placed
 from jaxbuf.recurrence.spec import RecurrenceSpec
@@ -108,18 +108,8 @@ class LatentHybrid:
     @property
     def experts(self) -> Experts:
         """What the sparse layers have."""
-        router = Router(
-            self.num_local_experts,
-            self.num_experts_per_tok,
-            scores="sigmoid",
-            renormalised=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-            bias=True,
-            groups=self.n_group,
-            chosen_groups=self.topk_group,
-        )
         shared = MLP(self.n_shared_experts * self.moe_intermediate_size)
-        return Experts(router, self.moe_intermediate_size, shared=shared)
+        return Experts(grouped_router(self, "num_local_experts"), self.moe_intermediate_size, shared=shared)
 
     def build(self, family: str, mixers: Mapping[str, Mixer]) -> ModelConfig:
         """What the decoder is built from.

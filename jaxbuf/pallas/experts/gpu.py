@@ -5,8 +5,8 @@ is of up to so many rows of a group; an expert without rows has none, so that it
 block for every tile of the weight's rows. A warpgroup of the block brings pieces of the visit's rows and of the tile to
 a ring in shared memory; one or two others multiply them on the tensor cores.
 
-Which rows a visit has is computed before, by XLA (`plan_visits`). There are blocks for as many visits as there can be;
-those of visits without rows end at once.
+Where rows lie and which of them a visit has is computed before, by XLA (`arrange_rows`, `plan_visits`). There are
+blocks for as many visits as there can be; those of visits without rows end at once.
 
 jax.experimental.pallas.ops.gpu.ragged_dot_mgpu, a kernel for few and large groups, gives each group a tile even if it
 is empty, which then reads the weight of an expert that no token chose, and it searches all groups in every block.
