@@ -6,28 +6,14 @@ They need no pytest: `scripts/check_gpu` runs them where there is none. Each ret
 import dataclasses
 import functools
 from collections.abc import Callable
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxbuf
-from jaxbuf.attention.paged_launch import append_and_attend
-from jaxbuf.bench import companions
-from jaxbuf.bench.random_model import configuration, random_model
-from jaxbuf.models.experts import mixture
-from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.models.layers import Norm
-from jaxbuf.models.projections import gated_project, project
-from jaxbuf.models.residual import add_and_norm
-from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.recurrence import RecurrenceSpec, buffered, prepare
 from jaxbuf.recurrence.convolution import init_ring
 from jaxbuf.recurrence.state_format import decode
-from jaxbuf.serving import SamplingParams, generate_tokens, init_carry
-from jaxbuf.serving.batch import Decoding, make_batch
-from tests.attention import launches
 from tests.gpu.program import pool_sized_writes
 
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
@@ -397,193 +383,14 @@ def check_loop(spec: RecurrenceSpec = QWEN, implementation: str = "gpu", state_d
 
     cache = jax.eval_shape(lambda: buffered.init(spec, slots=ROWS, limit=LIMIT, max_pending=1, state_dtype=state_dtype))
     inputs = jax.eval_shape(lambda: new_inputs(np.random.default_rng(0), spec, ROWS, 1, jnp.bfloat16))
-    found = pool_sized_writes(loop.lower(cache, inputs).compile().as_text(), _pools(cache.pool))
+    found = pool_sized_writes(loop.lower(cache, inputs).compile().as_text(), large_arrays(cache.pool))
     assert not found, "\n".join(found)
     return {"instructions": 0.0}
 
 
-def _pools(pool: buffered.Pool):
+def large_arrays(pool: buffered.Pool):
     """Without the gates, which may be written whole."""
     return dataclasses.replace(pool, gates=())
-
-
-def two_layers(dtype: str = "float32") -> LanguageModel:
-    """A recurrent layer of 128 by 128 heads and a softmax layer, with all parameters random."""
-    sizes = {"layers": 2, "hidden": 64, "ffn": 96, "vocabulary": 259, "heads": 4, "key_heads": 2, "dim": 128}
-    config = configuration(**sizes, attention_heads=4, kv_heads=2, attention_dim=16)
-    lm = random_model(config, jnp.dtype(dtype))
-    leaves, tree = jax.tree.flatten(lm.model)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    noisy = [x + (0.15 * jax.random.normal(key, x.shape)).astype(x.dtype) for key, x in zip(keys, leaves, strict=True)]
-    return dataclasses.replace(lm, model=jax.tree.unflatten(tree, noisy))
-
-
-def demo() -> LanguageModel:
-    return jaxbuf.load("demo", dtype="float32")
-
-
-def check_program(lm: LanguageModel) -> Figures:
-    """The whole decoding program writes nothing as large as a recurrent layer's pools or a softmax layer's pages."""
-    batch = make_batch(lm, [[1] * 30] * ROWS, SamplingParams(temperature=0.5), Decoding(200, form="buffered"))
-    carry = jax.eval_shape(lambda: init_carry(lm.config, batch.sizes))
-    program = jax.jit(generate_tokens.__wrapped__, donate_argnums=1)
-    hlo = program.lower(lm.model, carry, np.int32(9)).compile().as_text()
-    pools = [_pools(layer.pool) if hasattr(layer, "pool") else layer for layer in carry.cache.layers]
-    found = pool_sized_writes(hlo, pools)
-    assert not found, "\n".join(found)
-    return {"instructions": 0.0}
-
-
-def without_kernels(lm: LanguageModel) -> LanguageModel:
-    """The same model, compiled by XLA alone."""
-    return dataclasses.replace(lm, compiled_for=lm.target.without_kernels())
-
-
-def check_tokens(lm: LanguageModel, tokens: int = 64) -> Figures:
-    """Greedy tokens of jaxbuf.generate are those without kernels, in float32 and both forms."""
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5)]
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-
-    def generated(lm):
-        forms = ("recurrent", "buffered")
-        runs = [jaxbuf.generate(lm, prompts, tokens, sampling, form=form) for form in forms]
-        return {form: [result.tokens for result in run] for form, run in zip(forms, runs, strict=True)}
-
-    found, expected = generated(lm), generated(without_kernels(lm))
-    assert found == expected, "the tokens differ"
-    return {"tokens": 2.0 * tokens * len(prompts)}
-
-
-def greedy(lm: LanguageModel, tokens: int, form: str = "auto") -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of some random prompts the greedy tokens and their log-probabilities."""
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5)]
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
-    results = jaxbuf.generate(lm, prompts, tokens, sampling, form=form)
-    return [(np.array(result.tokens), np.array(result.logprobs)) for result in results]
-
-
-def compared(found, expected) -> tuple[float, float]:
-    """The largest difference of log-probabilities as long as all tokens before are the same, and how many those are."""
-    worst, same = 0.0, 0
-    for (taken, logprobs), (others, wanted) in zip(found, expected, strict=True):
-        until = int(np.argmin(np.append(taken == others, False)))
-        same += until
-        worst = max(worst, float(np.abs(logprobs - wanted)[: until + 1].max()))
-    return worst, float(same)
-
-
-def check_logprobs(lm: LanguageModel, tokens: int = 32) -> Figures:
-    """jaxbuf.generate with kernels differs from the same without by no more than the two forms do without kernels.
-
-    For a model in bfloat16, of which greedy tokens differ where two are as good as each other. There may be twice the
-    forms' own largest difference.
-    """
-    found = greedy(lm, tokens, "buffered")
-    expected, recurrent = (greedy(without_kernels(lm), tokens, form) for form in ("buffered", "recurrent"))
-    (worst, same), (allowed, others) = compared(found, expected), compared(recurrent, expected)
-    assert worst <= 2 * allowed, f"log-probabilities differ by {worst}, those of the forms by {allowed}"
-    figures = {"log-probabilities": worst, "of the forms": allowed, "tokens": float(tokens * len(found))}
-    return figures | {"tokens until they differ": same, "of the forms, until they differ": others}
-
-
-def check_rounding(lm: LanguageModel, tokens: int = 32) -> Figures:
-    """jaxbuf.generate with kernels is as close to float32 as without: the largest difference may be twice that of XLA's
-    path in the model's dtype."""
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == lm.dtype else x, lm.model)
-    exact = without_kernels(dataclasses.replace(lm, model=wide, dtype=jnp.dtype("float32")))
-    expected = greedy(exact, tokens)
-    figures: Figures = {"tokens": float(tokens * len(expected))}
-    for name, model in (("with kernels", lm), ("without", without_kernels(lm))):
-        worst, same = compared(greedy(model, tokens), expected)
-        figures |= {f"log-probabilities {name}": worst, f"tokens until they differ {name}": same}
-    worst, allowed = (figures[f"log-probabilities {name}"] for name in ("with kernels", "without"))
-    assert worst <= 2 * allowed, f"log-probabilities differ from float32's by {worst}, without kernels by {allowed}"
-    return figures
-
-
-def check_family(name: str, **sizes: int) -> Figures:
-    """A random model in bfloat16, of a known one's first layers."""
-    return check_rounding(random_model(configuration(name, vocabulary=4096, **sizes), jnp.dtype("bfloat16")))
-
-
-@mock.patch.object(gpu_schedule, "PROCESSORS", 1)  # a warpgroup serves several heads
-def tiny(implementation: str = "gpu") -> Figures:
-    """A few steps of three small rows: folds, several tokens at once, short rings and long ones of either kind; and
-    the kernels around them: what compute-sanitizer is run on."""
-    rng = np.random.default_rng(0)
-    sizes = (1, 1, ()), (3, 3, ()), (60, 3, (57, 40, 3)), (32, 9, (30, 17, 1)), (150, 1, (149, 90, 5))
-    cases = [(*size, "float32") for size in sizes]
-    cases += [(*size, state) for size in (*sizes[:3], sizes[4]) for state in ("split", "split8")]
-    for case in cases:
-        tiny_steps(rng, SMALL, *case, implementation)
-    for case in cases:
-        if case[0] in (3, 60) and case[3] != "split8":
-            tiny_steps(rng, dataclasses.replace(SMALL, value_dim=64, delta=False), *case, implementation)
-    spec = dataclasses.replace(SMALL, key_heads=4)
-    for operation in companions.OPERATIONS:
-        print(operation, flush=True)
-        case = companions.Case(operation, batch=3, time=3, implementation=implementation)
-        with jax.default_device(jax.devices("cpu")[0]):
-            layer = companions.make_layer(spec, case, "bfloat16", jax.random.key(0))
-        layer = jax.device_put(layer, jax.devices()[0])
-        where = companions.odd_integers(case, rng)
-        jax.block_until_ready(companions.call(spec, operation, implementation, layer, where))
-    tiny_layers(rng, implementation)
-    return {}
-
-
-def tiny_steps(rng, spec: RecurrenceSpec, limit: int, max_pending: int, held: tuple, state: str, implementation: str):
-    """Steps of three rows, of which `held` says how many entries each has, with folds among them."""
-    family, slots = "Gated DeltaNet" if spec.delta else "Mamba-2", np.arange(1, 4, dtype=np.int32)
-    print(f"{family}, limit {limit}, at most {max_pending} tokens at once, {state} checkpoints", flush=True)
-    # The tools would look at every program of the GPU, and the compiler tries many.
-    with jax.default_device(jax.devices("cpu")[0]):
-        cache = poisoned(spec, slots=3, limit=limit, max_pending=max_pending, state_dtype=state)
-        if held:  # all in the ring
-            prompts, lengths = new_inputs(rng, spec, 3, max(held), jnp.bfloat16), jnp.array(held)
-            rows = {"slots": slots, "lengths": lengths, "keep": lengths, "implementation": "xla"}
-            _, cache = buffered.prefill(spec, cache, *prompts, **rows)
-    cache = jax.device_put(cache, jax.devices()[0])
-    for time, accepted in ((1, 1), (max_pending, 2), (1, 1), (max_pending, 3), (1, 1)):
-        inputs = new_inputs(rng, spec, 3, time, jnp.bfloat16)
-        lengths = jnp.array([time, max(1, time - 1), time])
-        out, cache = extend(spec, cache, inputs, slots, lengths, implementation=implementation)
-        cache = buffered.commit(cache, jnp.minimum(lengths, accepted), slots=slots)
-        jax.block_until_ready((out, cache))
-    assert int(cache.cursor.folded.max()) > 0, f"no row folded at limit {limit}"
-
-
-def tiny_layers(rng, implementation: str) -> None:
-    """Attention, projections, the residual sum with its norm, and experts, of few tokens."""
-    for head_dim, time, trees in ((64, 1, False), (128, 5, True), (256, 16, True)):
-        print(f"attention of heads of {head_dim}, {time} tokens at once", flush=True)
-        with jax.default_device(jax.devices("cpu")[0]):
-            sizes = launches.Sizes((9, 70, 33), time, 4, 2, head_dim, trees=trees)
-            launch = launches.make_launch(rng, sizes)
-        arrays, integers = jax.device_put((launch.arrays, launch.integers), jax.devices()[0])
-        jax.block_until_ready(append_and_attend(*arrays, **integers, implementation=implementation))
-    hidden = 256
-
-    def draw(*shape):
-        return jax.device_put(np.asarray(hidden**-0.5 * rng.standard_normal(shape), jnp.bfloat16))
-
-    experts = functools.partial(mixture, implementation=implementation)
-    several = [draw(n, hidden) for n in (256, 64, 40)]
-    for tokens in (1, 5, 70):
-        print(f"projections, residual and experts of {tokens} tokens", flush=True)
-        x = draw(tokens, 1, hidden)
-        picked = np.stack([rng.permutation(8)[:2] for _ in range(tokens)]).astype(np.int32)
-        share = np.full(picked.shape, 0.5, np.float32)
-        outs = (
-            project(x, several, float32=(False, False, True), implementation=implementation),
-            gated_project(x, draw(256, hidden), draw(256, hidden), implementation=implementation),
-            add_and_norm(x, x, draw(hidden), Norm(1e-6, 1.0), implementation=implementation),
-            experts(x[:, 0], draw(8, 128, hidden), draw(8, hidden, 64), picked, share, gated=True),
-            experts(x[:, 0], draw(8, 64, hidden), draw(8, hidden, 64), picked, share, gated=False),
-        )
-        jax.block_until_ready(outs)
 
 
 CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
@@ -631,14 +438,6 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "no_pool_sized_write_in_a_loop_of_steps": lambda rng: check_loop(),
     "no_pool_sized_write_in_a_loop_of_steps_with_split_checkpoints": lambda rng: check_loop(state_dtype="split"),
     "no_pool_sized_write_in_a_loop_of_steps_with_split8_checkpoints": lambda rng: check_loop(state_dtype="split8"),
-    "no_pool_sized_write_in_the_program_of_two_layers": lambda rng: check_program(two_layers()),
-    "no_pool_sized_write_in_the_program_of_the_demo_model": lambda rng: check_program(demo()),
-    "greedy_tokens_of_two_layers_are_those_without_kernels": lambda rng: check_tokens(two_layers()),
-    "greedy_tokens_of_the_demo_model_are_those_without_kernels": lambda rng: check_tokens(demo()),
-    "a_random_qwen3_5_4b_generates_as_without_kernels": lambda rng: check_logprobs(
-        random_model(configuration(), jnp.dtype("bfloat16"))
-    ),
-    "the_tiny_program_runs": lambda rng: tiny(),
     "a_mamba_2_step_is_xlas": lambda rng: {
         f"{entry}, {name}": error for entry in BOUNDS for name, error in check_errors(rng, entry, spec=MAMBA).items()
     },
@@ -657,38 +456,3 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "rejected_mamba_2_drafts_that_are_not_finite_change_no_bit": lambda rng: check_rejected(rng, spec=MAMBA),
     "no_pool_sized_write_in_a_loop_of_mamba_2_steps": lambda rng: check_loop(MAMBA),
 }
-# A model of each family, and how many of its layers, so that each kind of them is there; of experts some.
-FEW_LAYERS: dict[str, tuple[str, dict[str, int]]] = {
-    "bailing_hybrid": ("Ling-3.0-Flash", {"layers": 5, "experts": 64}),
-    "falcon_h1": ("Falcon-H1-0.5B", {"layers": 3}),
-    "granitemoehybrid": ("Granite-4.0-H-Tiny", {"layers": 4}),
-    "kimi_linear": ("Kimi-Linear-48B-A3B", {"layers": 4, "experts": 64}),
-    "llama": ("Llama-3.1-8B", {"layers": 3}),
-    "mamba2": ("Mamba-2-2.7B", {"layers": 4}),
-    "nemotron_h": ("Nemotron-3-Nano-30B-A3B", {"layers": 4}),
-    "olmo_hybrid": ("Olmo-Hybrid-7B", {"layers": 4}),
-    "qwen2": ("Qwen2.5-7B", {"layers": 3}),
-    "qwen3": ("Qwen3-8B", {"layers": 3}),
-    "qwen3_5_moe": ("Qwen3.5-35B-A3B", {"layers": 4, "experts": 64}),
-    "qwen3_moe": ("Qwen3-30B-A3B", {"layers": 3, "experts": 64}),
-    "qwen3_next": ("Qwen3-Next-80B-A3B", {"layers": 4, "experts": 64}),
-}
-OF_FEW_LAYERS = {
-    f"a_random_{family}_of_few_layers_generates_as_without_kernels": (family, *given)
-    for family, given in FEW_LAYERS.items()
-}
-CHECKS |= {
-    check: lambda rng, name=name, sizes=sizes: check_family(name, **sizes)
-    for check, (_, name, sizes) in OF_FEW_LAYERS.items()
-}
-# Those of whole models, by the family: jaxbuf/models/checked.json notes them.
-OF_FAMILY: dict[str, str] = dict.fromkeys(
-    (
-        "no_pool_sized_write_in_the_program_of_two_layers",
-        "no_pool_sized_write_in_the_program_of_the_demo_model",
-        "greedy_tokens_of_two_layers_are_those_without_kernels",
-        "greedy_tokens_of_the_demo_model_are_those_without_kernels",
-        "a_random_qwen3_5_4b_generates_as_without_kernels",
-    ),
-    "qwen3_5",
-) | {check: family for check, (family, _, _) in OF_FEW_LAYERS.items()}

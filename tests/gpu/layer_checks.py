@@ -1,6 +1,6 @@
 """What must hold of the kernels around the recurrence: of softmax attention, projections and the residual stream.
 
-As in `checks.py`, which has those of the recurrence and of whole models.
+As in `checks.py`, which has those of the recurrence.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The checks of `checks.py` on a Hopper GPU; elsewhere, that they run, and that they see what they look for.
+"""The checks of this folder on a Hopper GPU; elsewhere, that they run, and that they see what they look for.
 
 On a machine with a GPU: `JAX_PLATFORMS=cuda,cpu python3 -m pytest tests/gpu`, or `scripts/check_gpu` without pytest.
 """
@@ -21,12 +21,12 @@ from jaxbuf.pallas.dispatch import unserved
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import GenerationResult
 from jaxbuf.target import resolve_target
-from tests.gpu import checks, layer_checks, mesh_checks
+from tests.gpu import checks, layer_checks, mesh_checks, model_checks, tiny
 from tests.gpu.program import pool_sized_writes
 
 NO_HOPPER = unserved("extend", "gpu", resolve_target(None)) is not None
-ON_ONE = checks.CHECKS | layer_checks.CHECKS
-OF_FAMILY = checks.OF_FAMILY | mesh_checks.OF_FAMILY
+ON_ONE = checks.CHECKS | model_checks.CHECKS | layer_checks.CHECKS | tiny.CHECKS
+OF_FAMILY = model_checks.OF_FAMILY | mesh_checks.OF_FAMILY
 
 
 def marked(names):
@@ -122,14 +122,14 @@ def test_the_other_checks_hold_of_xlas_path(rng):
     checks.check_long_rings(rng, (checks.LONG[0], checks.MIXED[1]), spec=TINY, implementation="xla", most=9)
     checks.check_long_rings(rng, checks.ALONE[1:], max_pending=1, spec=TINY, implementation="xla", most=9)
     checks.check_poison(rng, spec=TINY, implementation="xla")
-    checks.check_program(checks.two_layers())
+    model_checks.check_program(model_checks.two_layers())
 
 
 @pytest.mark.exhaustive
 def test_the_checks_of_generation_and_the_tiny_program_hold_of_xlas_path():
-    checks.check_tokens(checks.two_layers(), tokens=8)
-    checks.check_logprobs(checks.two_layers("bfloat16"), tokens=8)
-    checks.tiny(implementation="xla")
+    model_checks.check_tokens(model_checks.two_layers(), tokens=8)
+    model_checks.check_logprobs(model_checks.two_layers("bfloat16"), tokens=8)
+    tiny.tiny(implementation="xla")
 
 
 def result(tokens: list[int], tops: list[dict[int, float]]) -> GenerationResult:
@@ -177,7 +177,7 @@ def test_a_loop_that_selects_a_whole_pool_is_found():
         return jax.tree.map(lambda x: jnp.where(x > 1, x, x + 1), pool)
 
     hlo = jax.jit(lambda pool: jax.lax.fori_loop(0, 5, step, pool), donate_argnums=0).lower(cache.pool).compile()
-    found = pool_sized_writes(hlo.as_text(), checks._pools(cache.pool))
+    found = pool_sized_writes(hlo.as_text(), checks.large_arrays(cache.pool))
     assert any("f32[9,2,8,8]" in line for line in found)
 
 

@@ -1,0 +1,104 @@
+"""The tiny program: every kernel on inputs so small that compute-sanitizer can look at all that it does."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.attention.paged_launch import append_and_attend
+from jaxbuf.bench import companions
+from jaxbuf.models.experts import mixture
+from jaxbuf.models.layers import Norm
+from jaxbuf.models.projections import gated_project, project
+from jaxbuf.models.residual import add_and_norm
+from jaxbuf.pallas.extend import gpu_schedule
+from jaxbuf.recurrence import RecurrenceSpec, buffered
+from tests.attention import launches
+from tests.gpu.checks import SMALL, Figures, extend, new_inputs, poisoned
+
+
+@mock.patch.object(gpu_schedule, "PROCESSORS", 1)  # a warpgroup serves several heads
+def tiny(implementation: str = "gpu") -> Figures:
+    """A few steps of three small rows: folds, several tokens at once, short rings and long ones of either kind; and
+    the kernels around them: what compute-sanitizer is run on."""
+    rng = np.random.default_rng(0)
+    sizes = (1, 1, ()), (3, 3, ()), (60, 3, (57, 40, 3)), (32, 9, (30, 17, 1)), (150, 1, (149, 90, 5))
+    cases = [(*size, "float32") for size in sizes]
+    cases += [(*size, state) for size in (*sizes[:3], sizes[4]) for state in ("split", "split8")]
+    for case in cases:
+        tiny_steps(rng, SMALL, *case, implementation)
+    for case in cases:
+        if case[0] in (3, 60) and case[3] != "split8":
+            tiny_steps(rng, dataclasses.replace(SMALL, value_dim=64, delta=False), *case, implementation)
+    spec = dataclasses.replace(SMALL, key_heads=4)
+    for operation in companions.OPERATIONS:
+        print(operation, flush=True)
+        case = companions.Case(operation, batch=3, time=3, implementation=implementation)
+        with jax.default_device(jax.devices("cpu")[0]):
+            layer = companions.make_layer(spec, case, "bfloat16", jax.random.key(0))
+        layer = jax.device_put(layer, jax.devices()[0])
+        where = companions.odd_integers(case, rng)
+        jax.block_until_ready(companions.call(spec, operation, implementation, layer, where))
+    tiny_layers(rng, implementation)
+    return {}
+
+
+def tiny_steps(rng, spec: RecurrenceSpec, limit: int, max_pending: int, held: tuple, state: str, implementation: str):
+    """Steps of three rows, of which `held` says how many entries each has, with folds among them."""
+    family, slots = "Gated DeltaNet" if spec.delta else "Mamba-2", np.arange(1, 4, dtype=np.int32)
+    print(f"{family}, limit {limit}, at most {max_pending} tokens at once, {state} checkpoints", flush=True)
+    # The tools would look at every program of the GPU, and the compiler tries many.
+    with jax.default_device(jax.devices("cpu")[0]):
+        cache = poisoned(spec, slots=3, limit=limit, max_pending=max_pending, state_dtype=state)
+        if held:  # all in the ring
+            prompts, lengths = new_inputs(rng, spec, 3, max(held), jnp.bfloat16), jnp.array(held)
+            rows = {"slots": slots, "lengths": lengths, "keep": lengths, "implementation": "xla"}
+            _, cache = buffered.prefill(spec, cache, *prompts, **rows)
+    cache = jax.device_put(cache, jax.devices()[0])
+    for time, accepted in ((1, 1), (max_pending, 2), (1, 1), (max_pending, 3), (1, 1)):
+        inputs = new_inputs(rng, spec, 3, time, jnp.bfloat16)
+        lengths = jnp.array([time, max(1, time - 1), time])
+        out, cache = extend(spec, cache, inputs, slots, lengths, implementation=implementation)
+        cache = buffered.commit(cache, jnp.minimum(lengths, accepted), slots=slots)
+        jax.block_until_ready((out, cache))
+    assert int(cache.cursor.folded.max()) > 0, f"no row folded at limit {limit}"
+
+
+def tiny_layers(rng, implementation: str) -> None:
+    """Attention, projections, the residual sum with its norm, and experts, of few tokens."""
+    for head_dim, time, trees in ((64, 1, False), (128, 5, True), (256, 16, True)):
+        print(f"attention of heads of {head_dim}, {time} tokens at once", flush=True)
+        with jax.default_device(jax.devices("cpu")[0]):
+            sizes = launches.Sizes((9, 70, 33), time, 4, 2, head_dim, trees=trees)
+            launch = launches.make_launch(rng, sizes)
+        arrays, integers = jax.device_put((launch.arrays, launch.integers), jax.devices()[0])
+        jax.block_until_ready(append_and_attend(*arrays, **integers, implementation=implementation))
+    hidden = 256
+
+    def draw(*shape):
+        return jax.device_put(np.asarray(hidden**-0.5 * rng.standard_normal(shape), jnp.bfloat16))
+
+    experts = functools.partial(mixture, implementation=implementation)
+    several = [draw(n, hidden) for n in (256, 64, 40)]
+    for tokens in (1, 5, 70):
+        print(f"projections, residual and experts of {tokens} tokens", flush=True)
+        x = draw(tokens, 1, hidden)
+        picked = np.stack([rng.permutation(8)[:2] for _ in range(tokens)]).astype(np.int32)
+        share = np.full(picked.shape, 0.5, np.float32)
+        outs = (
+            project(x, several, float32=(False, False, True), implementation=implementation),
+            gated_project(x, draw(256, hidden), draw(256, hidden), implementation=implementation),
+            add_and_norm(x, x, draw(hidden), Norm(1e-6, 1.0), implementation=implementation),
+            experts(x[:, 0], draw(8, 128, hidden), draw(8, hidden, 64), picked, share, gated=True),
+            experts(x[:, 0], draw(8, 64, hidden), draw(8, hidden, 64), picked, share, gated=False),
+        )
+        jax.block_until_ready(outs)
+
+
+CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
+    "the_tiny_program_runs": lambda rng: tiny(),
+}
