@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,18 +36,33 @@ PARTS = {
     "split": "split checkpoints: one token at limit 16, and 5 of which 3 are accepted at limit 32",
     "kv": "KV-only slots of 16 to 256 entries, half and half with buffered ones in a launch",
     "limits": "one token a step, limits 4 to 32",
+    "tree": "8 tokens a step at limit 32, of which 4 are accepted: a chain, and a tree in which they are a path",
     "companions": "prepare and gated_norm beside XLA's compilation of them, at 1 and 5 tokens a step",
     "xla": "XLA's compilation of the jnp path, limit 16",
 }
 SIZES = ("heads", "key_heads", "dim", "value_dim")
-LAYERS: dict[str, dict[str, int]] = {  # by the recurrence, of Qwen3.5-4B and of Nemotron-H-8B
+KIMI = {"heads": 32, "key_heads": 32, "dim": 128, "value_dim": 128}
+LAYERS: dict[str, dict[str, int]] = {  # by the recurrence, of Qwen3.5-4B, of Nemotron-H-8B and of Kimi-Linear
     "gdn": {"heads": 32, "key_heads": 16, "dim": 128, "value_dim": 128},
     "mamba2": {"heads": 128, "key_heads": 8, "dim": 128, "value_dim": 64},
+    "kda": KIMI,
+    "gla": KIMI,
+    "deltanet": KIMI,
+    "retention": KIMI,
+    "linear": KIMI,
+}
+RECURRENCES: dict[str, tuple[Literal["none", "head", "channel"], bool]] = FAMILIES | {
+    "gla": ("channel", False),
+    "deltanet": ("none", True),
+    "retention": ("head", False),
+    "linear": ("none", False),
 }
 OF_GDN = ("fla", "companions")  # parts of one family alone
 SMALL = (1, 2, 4, 8, 16, 64)
 VERIFY = {5: (3,), 9: (9, 5), 2: (2,), 3: (2,)}  # tokens a step: how many of them are accepted
 JUDGED = (5, 9)  # tokens a step that there is a target for
+TREE = (-1, 0, 0, 1, 1, 2, 2, 3)  # the node before each one
+TREE_PATH = (0, 1, 3, 7)  # what is accepted of it
 LIMITS = (4, 8, 24, 32)
 KV_LENGTHS = (16, 64, 112, 144, 176, 200, 224, 256)
 LONG = 4096  # tokens in the checkpoint of a slot that has one; any number above 0 measures the same
@@ -68,6 +83,7 @@ class Case:
     state_dtype: str = "float32"
     implementation: str = "gpu"
     longest: int = 0
+    tree: bool = False
 
     @property
     def capacity(self) -> int:
@@ -122,10 +138,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--implementation", choices=("gpu", "xla"), default="gpu", help="of what is not the xla part")
     parser.add_argument("--layers", type=whole(1), default=None, help="pools in turn; default: for over twice the L2")
     parser.add_argument(
-        "--family", choices=tuple(LAYERS), default="gdn", help="of the recurrence: Gated DeltaNet or Mamba-2"
+        "--family",
+        choices=tuple(LAYERS),
+        default="gdn",
+        help="of the recurrence: Gated DeltaNet, Mamba-2, Kimi Delta Attention, gated linear attention, DeltaNet, "
+        "retention or linear attention",
     )
     parser.add_argument("--heads", type=whole(1), default=None, help="value heads; default: 32, of Mamba-2 128")
-    parser.add_argument("--key-heads", type=whole(1), default=None, help="default: 16, of Mamba-2 8 groups")
+    parser.add_argument(
+        "--key-heads", type=whole(1), default=None, help="default: 32, of Gated DeltaNet 16, of Mamba-2 8 groups"
+    )
     parser.add_argument("--dim", type=whole(1), default=None, help="of keys; default: 128")
     parser.add_argument("--value-dim", type=whole(1), default=None, help="default: --dim, of Mamba-2 64")
     parser.add_argument(
@@ -140,7 +162,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.batches = options.batches and tuple(report.whole_numbers(parser, "--batches", options.batches))
     sizes = LAYERS[options.family]
-    if options.family == "gdn" and options.value_dim is None:
+    if options.family != "mamba2" and options.value_dim is None:
         options.value_dim = options.dim
     for name in SIZES:
         if getattr(options, name) is None:
@@ -179,7 +201,11 @@ def plan(options: argparse.Namespace) -> list[AnyCase]:
     cases += [make("limits", middle, limit=limit) for limit in LIMITS]
     cases += companions.plan(options.implementation, [*((batch, 1) for batch in large), (middle, 5)])
     cases += [Case("xla", batch, implementation="xla") for batch in large]
-    left_out = () if options.family == "gdn" else OF_GDN
+    tree = functools.partial(make, "tree", middle, len(TREE), (len(TREE_PATH),), 32)
+    cases += [tree(), tree(tree=True)]
+    left_out = OF_GDN if options.family != "gdn" else ()
+    if RECURRENCES[options.family][0] == "channel":
+        left_out += ("split",)  # The kernel of such decays takes no split checkpoints.
     return [case for case in cases if case.part in (options.only or PARTS) and case.part not in left_out]
 
 
@@ -214,16 +240,17 @@ def schedule(case: Case, load: Load, steps: int) -> buffered.Step:
         held = {"limit": load.limit, "length": load.length, "folded": load.folded}
         first = {name: jnp.asarray(np.insert(values, 0, 0), jnp.int32) for name, values in held.items()}
         cursor = dataclasses.replace(cursor, **first)
-        return jax.device_get(_schedule(cursor, jnp.asarray(load.accepted, jnp.int32), case.time, steps))
+        return jax.device_get(_schedule(cursor, jnp.asarray(load.accepted, jnp.int32), case.time, case.tree, steps))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _schedule(cursor: buffered.Cursor, accepted: jax.Array, time: int, steps: int) -> buffered.Step:
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _schedule(cursor: buffered.Cursor, accepted: jax.Array, time: int, tree: bool, steps: int) -> buffered.Step:
     slots = jnp.arange(1, accepted.shape[0] + 1, dtype=jnp.int32)
+    parents, path = (jnp.tile(jnp.array(x, jnp.int32), (len(slots), 1)) if tree else None for x in (TREE, TREE_PATH))
 
     def one(cursor, _):
-        step, cursor = buffered.begin(cursor, slots, jnp.full_like(slots, time), time)
-        return buffered.commit_cursor(cursor, accepted, slots), step
+        step, cursor = buffered.begin(cursor, slots, jnp.full_like(slots, time), time, parents)
+        return buffered.commit_cursor(cursor, accepted, slots, path), step
 
     return jax.lax.scan(one, cursor, None, length=steps)[1]
 
@@ -290,14 +317,15 @@ def make_pools(spec: RecurrenceSpec, case: Case, layers: int, rng: np.random.Gen
 
 
 def make_tokens(spec: RecurrenceSpec, case: Case, rng: np.random.Generator) -> tuple[jax.Array, ...]:
-    """q, k (normalised), v in bfloat16; log_decay about -0.05 and beta in float32."""
+    """q, k (normalised), v in bfloat16; log_decay about -0.05, if there is one, and beta in float32."""
     shape = (case.batch, case.time)
     q, k = rng.standard_normal((2, *shape, spec.key_heads, spec.key_dim))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = rng.standard_normal((*shape, spec.heads, spec.value_dim))
-    log_decay, raw = -0.05 * rng.exponential(size=v.shape[:3]), rng.standard_normal(v.shape[:3])
+    of_head = {"none": None, "head": v.shape[:3], "channel": (*v.shape[:3], spec.key_dim)}[spec.decay]
+    log_decay = None if of_head is None else jnp.asarray(-0.05 * rng.exponential(size=of_head), jnp.float32)
     rounded = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
-    return *rounded, *(jnp.asarray(x, jnp.float32) for x in (log_decay, 1 / (1 + np.exp(-raw))))
+    return *rounded, log_decay, jnp.asarray(1 / (1 + np.exp(-rng.standard_normal(v.shape[:3]))), jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
@@ -364,7 +392,9 @@ def check(spec: RecurrenceSpec, batch: int, rng: np.random.Generator) -> dict[st
     errors = jax.jit(worst_errors)
     found = dict.fromkeys(BOUNDS, 0.0)
     cases = [Case("decode", batch), Case("verify", batch, 5, (3,), 32)]
-    cases += [Case("split", batch, state_dtype=name) for name in SPLIT]
+    cases += [Case("tree", batch, len(TREE), (len(TREE_PATH),), 32, tree=True)]
+    if spec.decay != "channel":
+        cases += [Case("split", batch, state_dtype=name) for name in SPLIT]
     for case in cases:
         (pool,), steps = make_pools(spec, case, 1, rng), schedule(case, loads(case)[0], case.steps(1))
         for i in range(steps.lengths.shape[0]):
@@ -412,7 +442,7 @@ def main(arguments: Sequence[str]) -> int:
     options, console, notes = parse(arguments), Console(highlight=False), Console(stderr=True, highlight=False)
     began, cases = time.perf_counter(), plan(options)
     sizes = options.heads, options.key_heads, options.dim, options.value_dim
-    spec = RecurrenceSpec(*sizes, *FAMILIES[options.family])
+    spec = RecurrenceSpec(*sizes, *RECURRENCES[options.family])
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     rng, figures, left_out = np.random.default_rng(seed), [], []
     settings = {name: getattr(options, name) for name in ("family", *SIZES, "quick", "implementation")}

@@ -71,14 +71,10 @@ def _extend_pool(
     log_decay: Array | None,
     beta: Array | None,
 ) -> tuple[Array, Pool]:
-    if asked is not None:
-        reason = _gpu_reason(spec, pool, step.before, q, v)
-        if step.ancestors is not None:
-            reason = "it needs each token to follow the one before, trees are not served yet"
-        if asked.takes(reason):
-            inputs = q, rounded(k, pool.keys.dtype), v, log_decay, beta
-            where = step.before, step.lengths, step.write, step.append
-            return _extend_on_gpu(spec, pool, *where, inputs, asked.interpret)
+    if asked is not None and asked.takes(_gpu_reason(spec, pool, step.before, q, v)):
+        inputs = q, rounded(k, pool.keys.dtype), v, log_decay, beta
+        where = step.before, step.lengths, step.write, step.append, step.ancestors
+        return _extend_on_gpu(spec, pool, *where, inputs, asked.interpret)
     return xla.extend_with_xla(spec, pool, step, q, k, v, log_decay, beta)
 
 
@@ -116,9 +112,10 @@ def _fold_pool(spec: RecurrenceSpec, asked: Asked | None, pool: Pool, before: He
         reason = _gpu_reason(spec, pool, before, q, v)
         if asked.takes(reason):
             gate = jnp.zeros(v.shape[:3], jnp.float32)
+            log_decay = jnp.zeros((*gate.shape, spec.key_dim), jnp.float32) if spec.decay == "channel" else gate
             append, lengths = jnp.full((rows, 1), NOWHERE), (write < NOWHERE).astype(jnp.int32)
-            inputs = q, q, v, gate, gate
-            return _extend_on_gpu(spec, pool, before, lengths, write, append, inputs, asked.interpret)[1]
+            inputs = q, q, v, log_decay, gate
+            return _extend_on_gpu(spec, pool, before, lengths, write, append, None, inputs, asked.interpret)[1]
     return xla.fold_with_xla(spec, pool, before, write)
 
 
@@ -138,11 +135,11 @@ def kernel_serves(spec: RecurrenceSpec, *, ring: int, state_dtype: object, entry
     form, entry = state_format(state_dtype), jnp.dtype(entry_dtype)
     sizes = {name: getattr(spec, name) for name in ("heads", "key_heads", "key_dim", "value_dim")}
     dtypes = {"state": form.high, "low": form.low, "entry": entry, "probe": entry, "out": entry}
-    call = Call(rows=1, time=1, ring=ring, max_pending=1, delta=spec.delta, **sizes, **dtypes)
-    return supports(call, decay=spec.decay) is None
+    call = Call(rows=1, time=1, ring=ring, max_pending=1, delta=spec.delta, decay=spec.decay, **sizes, **dtypes)
+    return supports(call) is None
 
 
-def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array):
+def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array, *, tree: bool = False):
     # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
     from jaxbuf.pallas.extend import Call
 
@@ -161,13 +158,15 @@ def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array
         probe=jnp.dtype(jnp.bfloat16 if q.dtype == pool.keys.dtype == jnp.bfloat16 else jnp.float32),
         out=v.dtype,
         delta=spec.delta,
+        decay=spec.decay,
+        tree=tree,
     )
 
 
 def _gpu_reason(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array) -> str | None:
     from jaxbuf.pallas.extend import supports
 
-    return supports(_gpu_call(spec, pool, before, q, v), decay=spec.decay)
+    return supports(_gpu_call(spec, pool, before, q, v))
 
 
 def _extend_on_gpu(
@@ -177,6 +176,7 @@ def _extend_on_gpu(
     lengths: Array,
     write: Array,
     append: Array,
+    ancestors: Array | None,
     inputs: tuple[Array, Array, Array, Array | None, Array | None],
     interpret: bool,
 ) -> tuple[Array, Pool]:
@@ -184,11 +184,12 @@ def _extend_on_gpu(
     from jaxbuf.pallas.extend import Integers, gpu
 
     q, k, v, log_decay, beta = inputs
-    assert log_decay is not None  # check_inputs: the kernel's family has one
-    call = _gpu_call(spec, pool, before, q, v)
+    ancestors = None if v.shape[1] == 1 else ancestors  # One token has no other on its path.
+    call = _gpu_call(spec, pool, before, q, v, tree=ancestors is not None)
+    log_decay = jnp.zeros(v.shape[:3], jnp.float32) if log_decay is None else log_decay
     beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
     spacing = gpu.row_spacing(call)
-    integers = Integers(*_integers(before, lengths, write, append, pool.keys.shape[1], spacing))
+    integers = Integers(*_integers(before, lengths, write, append, ancestors, pool.keys.shape[1], spacing))
     names = ["checkpoints", "keys", "updates", "gates", "low", "low_scales"]
     names = [name for name in names if getattr(pool, name) is not None]
     arrays = tuple(getattr(pool, name) for name in names)
@@ -198,8 +199,14 @@ def _extend_on_gpu(
 
 
 def _integers(
-    before: Held, lengths: Array, write: Array, append: Array, block_size: int, spacing: int
-) -> tuple[Array, ...]:
+    before: Held,
+    lengths: Array,
+    write: Array,
+    append: Array,
+    ancestors: Array | None,
+    block_size: int,
+    spacing: int,
+) -> tuple[Array | None, ...]:
     """The attributes of `pallas.extend.Integers`, in which each row has one line.
 
     Rows that fold get early lines: one line in `spacing`, or in fewer, so that all of them are in the first half. With
@@ -232,4 +239,9 @@ def _integers(
     later = jnp.where(rank < count * (stride - 1), between, count + rank)
     line = jnp.where(folds, rank * stride, later)
     first = jnp.argmax(line[None] == row, axis=1)
-    return jax.tree.map(lambda x: x[first], (jnp.stack(fields, axis=1), entries, jnp.where(writes, append, -1)))
+    paths = None
+    if ancestors is not None:
+        bits = 1 << jnp.arange(append.shape[1], dtype=jnp.int32)
+        paths = jnp.sum(jnp.where(ancestors, bits[None, None], 0), axis=2, dtype=jnp.int32)
+    found = jnp.stack(fields, axis=1), entries, jnp.where(writes, append, -1), paths
+    return jax.tree.map(lambda x: x[first], found)

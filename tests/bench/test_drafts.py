@@ -132,7 +132,7 @@ def test_batches_have_one_size_and_rows_that_differ_are_counted(lm, monkeypatch)
     assert mtp["rows_that_differ"] == 0 and ngram["rows_that_differ"] == 70 - 7
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_keeps_its_figures(lm, tmp_path, monkeypatch, capsys):
     text, path = tmp_path / "text.txt", tmp_path / "drafts.json"
     text.write_text("abcabcabcabc" * 9 + texts.DOCUMENT_BREAK + "\nno more of it")

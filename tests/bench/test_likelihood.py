@@ -41,7 +41,7 @@ def test_a_difference_is_relative_and_by_quarter():
     np.testing.assert_allclose([q["divergence_nats"] for q in quarters], [0.2, 0.2, 0.4, 0.3], atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_neither_bf16_entries_nor_split_checkpoints_cost_likelihood(demo, rng, tmp_path, monkeypatch, capsys):
     """On 2 rows of 512 tokens; the recurrent form's likelihood is that of the parallel forward."""
     text, path = tmp_path / "text.txt", tmp_path / "likelihood.json"

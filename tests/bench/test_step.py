@@ -142,7 +142,7 @@ def test_a_model_without_recurrent_layers_has_one_form_and_its_head_may_be_a_tab
     assert (ratio["drafts"], ratio["accepted"]) == (1, 2) and record["model"]["config"]["model_type"] == "llama"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_devices_have_half_of_what_one_moves(tmp_path):
     path = tmp_path / "step.json"
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"

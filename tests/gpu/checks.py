@@ -18,6 +18,9 @@ from tests.gpu.program import pool_sized_writes
 
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 MAMBA = RecurrenceSpec(heads=32, key_heads=4, key_dim=128, value_dim=64, delta=False)
+KDA = RecurrenceSpec(heads=8, key_heads=8, key_dim=128, value_dim=128, decay="channel")
+GLA = dataclasses.replace(KDA, key_heads=4, delta=False)
+DELTA_NET, LINEAR = (dataclasses.replace(spec, decay="none") for spec in (QWEN, MAMBA))
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
 BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}  # of a vector, relative to XLA's path; by entry dtype
 KEPT = {"split": 1e-4, "split8": 4e-4}  # of a state with both its halves
@@ -32,8 +35,10 @@ def new_inputs(rng, spec: RecurrenceSpec, rows: int, time: int, dtype) -> tuple[
     q, k = rng.standard_normal((2, rows, time, spec.key_heads, spec.key_dim))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = rng.standard_normal((rows, time, spec.heads, spec.value_dim))
-    log_decay, beta = -0.3 * np.abs(rng.standard_normal(v.shape[:3])), rng.uniform(0.1, 1.0, v.shape[:3])
-    return *(jnp.asarray(x, dtype) for x in (q, k, v)), *(jnp.asarray(x, jnp.float32) for x in (log_decay, beta))
+    of_head = {"none": None, "head": v.shape[:3], "channel": (*v.shape[:3], spec.key_dim)}[spec.decay]
+    log_decay = None if of_head is None else jnp.asarray(-0.3 * np.abs(rng.standard_normal(of_head)), jnp.float32)
+    beta = jnp.asarray(rng.uniform(0.1, 1.0, v.shape[:3]), jnp.float32)
+    return *(jnp.asarray(x, dtype) for x in (q, k, v)), log_decay, beta
 
 
 def poisoned(
@@ -50,9 +55,9 @@ def spoiled(x):
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
-def extend(spec, cache, inputs, slots, lengths, *, implementation, interpret=False):
+def extend(spec, cache, inputs, slots, lengths, parents=None, *, implementation, interpret=False):
     how = {"implementation": implementation, "interpret": interpret}
-    return buffered.extend(spec, cache, *inputs, slots=slots, lengths=lengths, **how)
+    return buffered.extend(spec, cache, *inputs, slots=slots, lengths=lengths, parents=parents, **how)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("implementation", "interpret"))
@@ -88,16 +93,23 @@ def errors(
     time: int = 5,
     spec: RecurrenceSpec = QWEN,
     implementation: str = "gpu",
+    tree: bool = False,
     **sizes,
 ) -> Figures:
-    """The worst errors over ragged steps with rejections and folds; every step starts from XLA's memory."""
+    """The worst errors over ragged steps with rejections and folds; every step starts from XLA's memory.
+
+    With `tree` the tokens are those of random trees, of which a part of the path to the last one is accepted.
+    """
     found = {"out": 0.0, "entries": 0.0, "checkpoints": 0.0}
     cache = poisoned(spec, entry_dtype=jnp.dtype(entry), state_dtype=state, **sizes)
     slots, folds = jnp.asarray(rng.permutation(ROWS) + 1, jnp.int32), 0
     for _ in range(24):
         inputs = new_inputs(rng, spec, ROWS, time, jnp.dtype("float32" if entry == "float32" else "bfloat16"))
         lengths = rng.integers(0, time + 1, ROWS)
-        rows = slots, jnp.asarray(lengths, jnp.int32)
+        rows = (slots, jnp.asarray(lengths, jnp.int32))
+        if tree:
+            parents = np.array([[rng.integers(-1, max(t, 0)) if t else -1 for t in range(time)] for _ in range(ROWS)])
+            rows += (jnp.asarray(parents, jnp.int32),)
         expected, reference = extend(spec, cache, inputs, *rows, implementation="xla")
         out, after = extend(spec, cache, inputs, *rows, implementation=implementation)
         found["out"] = max(found["out"], worst(out, expected))
@@ -107,10 +119,20 @@ def errors(
         states = [decode(x.pool.checkpoints, x.pool.low, x.pool.low_scales) for x in (after, reference)]
         found["checkpoints"] = max(found["checkpoints"], worst(*states))
         folds += int(np.sum(np.asarray(reference.cursor.folded > cache.cursor.folded)))
+        path = None
+        if tree:
+            paths = [_path_to(row, length - 1) for row, length in zip(parents, lengths, strict=True)]
+            lengths = np.array([len(nodes) for nodes in paths])
+            path = jnp.asarray([nodes + [0] * (time - len(nodes)) for nodes in paths], jnp.int32)
         accepted = jnp.asarray(rng.integers((lengths + 1) // 2, lengths + 1), jnp.int32)
-        cache = buffered.commit(reference, accepted, slots=slots)
+        cache = buffered.commit(reference, accepted, slots=slots, path=path)
     assert folds > 0, "no row folded"
     return found
+
+
+def _path_to(parents: np.ndarray, node: int) -> list[int]:
+    """The nodes of a tree from its root to one; none to -1."""
+    return [] if node < 0 else [*_path_to(parents, int(parents[node])), int(node)]
 
 
 def check_errors(rng, entry: str, state: str = "float32", times: tuple[int, ...] = (1, 5), **settings) -> Figures:
@@ -455,4 +477,41 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "nan_reaches_no_mamba_2_row_that_it_does_not_belong_to": lambda rng: check_poison(rng, MAMBA),
     "rejected_mamba_2_drafts_that_are_not_finite_change_no_bit": lambda rng: check_rejected(rng, spec=MAMBA),
     "no_pool_sized_write_in_a_loop_of_mamba_2_steps": lambda rng: check_loop(MAMBA),
+    "a_kda_step_is_xlas": lambda rng: {
+        f"{entry}, {name}": error for entry in BOUNDS for name, error in check_errors(rng, entry, spec=KDA).items()
+    },
+    "a_kda_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_errors(rng, "bfloat16", "bfloat16", spec=KDA),
+    "a_kda_step_of_16_tokens_is_xlas": lambda rng: check_errors(
+        rng, "bfloat16", times=(9, 16), spec=KDA, max_pending=16, limit=16
+    ),
+    "a_kda_step_is_xlas_with_rows_of_every_kind": lambda rng: check_long_rings(rng, MIXED, spec=KDA),
+    "a_kda_step_is_xlas_where_tokens_only_come_one_by_one": lambda rng: check_long_rings(
+        rng, ALONE, max_pending=1, spec=KDA
+    ),
+    "a_recurrent_kda_step_is_xlas": lambda rng: (
+        check_recurrent(rng, "bfloat16", spec=KDA) | check_recurrent(rng, "bfloat16", "split", spec=KDA)
+    ),
+    "kda_tokens_at_once_store_the_bits_of_one_by_one": lambda rng: (
+        check_at_once(rng, "bfloat16", spec=KDA) | check_at_once(rng, "bfloat16", 80, spec=KDA)
+    ),
+    "nan_reaches_no_kda_row_that_it_does_not_belong_to": lambda rng: check_poison(rng, KDA),
+    "rejected_kda_drafts_that_are_not_finite_change_no_bit": lambda rng: check_rejected(rng, spec=KDA),
+    "no_pool_sized_write_in_a_loop_of_kda_steps": lambda rng: check_loop(KDA),
+    "a_gla_step_is_xlas": lambda rng: check_errors(rng, "float32", spec=GLA) | check_errors(rng, "bfloat16", spec=GLA),
+    "a_recurrent_gla_step_is_xlas": lambda rng: check_recurrent(rng, "float32", spec=GLA),
+    "a_step_without_a_decay_is_xlas": lambda rng: (
+        check_errors(rng, "float32", spec=DELTA_NET) | check_errors(rng, "bfloat16", "split", spec=LINEAR)
+    ),
+    "a_recurrent_step_without_a_decay_is_xlas": lambda rng: (
+        check_recurrent(rng, "float32", spec=DELTA_NET) | check_recurrent(rng, "float32", spec=LINEAR)
+    ),
+    "a_step_of_a_tree_is_xlas": lambda rng: {
+        f"{name}, {entry}, {state}": error
+        for entry, state in (("float32", "float32"), ("bfloat16", "split"))
+        for name, error in check_errors(rng, entry, state, (5, 8), tree=True).items()
+    },
+    "a_mamba_2_step_of_a_tree_is_xlas": lambda rng: check_errors(
+        rng, "float32", times=(5, 16), spec=MAMBA, tree=True, max_pending=16, limit=16
+    ),
+    "a_kda_step_of_a_tree_is_xlas": lambda rng: check_errors(rng, "float32", times=(5, 8), spec=KDA, tree=True),
 }

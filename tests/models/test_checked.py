@@ -114,7 +114,7 @@ def test_a_mark_of_what_does_not_exist_is_an_error(mark, message):
         recording.checks_of(item(mark))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_several_processes_note_in_one_file(tmp_path):
     file = tmp_path / "checked.json"
     command = [sys.executable, "-m", "pytest", "-q", "-n2", "--record-in", str(file), "-p", "no:cacheprovider"]

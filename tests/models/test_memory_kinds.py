@@ -285,7 +285,7 @@ def test_tokens_are_not_taken_back_where_it_is_not_known_where_they_lie():
         decoder.rollback(cache, np.int32([1]))
 
 
-@pytest.mark.parametrize("name", [pytest.param("softmax", marks=pytest.mark.slow), "recurrence"])
+@pytest.mark.parametrize("name", [pytest.param("softmax", marks=pytest.mark.exhaustive), "recurrence"])
 def test_tokens_are_not_taken_back_where_another_slot_reads_them(name, rng):
     """A full page or block that a fork shares can't be written again, until its other owner is gone."""
     config, slots = CASES[name]().config, np.int32([1, 2])

@@ -45,6 +45,7 @@ WITH_MTP = [name for name in FOUND if "mtp_logits" in tensor_names(FIXTURES / na
 # To decode; the others have more options.
 BY_HAND = (
     *STRETCHED,
+    *("tied", "vision_language"),
     *(f"{family}_full" for family in LIKE_ANOTHER),
     *(name for name in RANDOM if name.endswith("_plain")),
 )

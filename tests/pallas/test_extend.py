@@ -11,12 +11,17 @@ import pytest
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from tests.gpu import checks
+from tests.recurrence.twin import path_to, random_parents
 
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
 NARROW = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64)
 # Without the delta rule: heads in stacks of two, and heads that can't be.
 STACKED = RecurrenceSpec(heads=4, key_heads=2, key_dim=64, value_dim=64, delta=False)
 ODD = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64, delta=False)
+DELTA_NET, LINEAR = (dataclasses.replace(spec, decay="none") for spec in (NARROW, STACKED))
+KDA = RecurrenceSpec(heads=2, key_heads=2, key_dim=128, value_dim=128, decay="channel")
+GLA = RecurrenceSpec(heads=2, key_heads=1, key_dim=128, value_dim=128, decay="channel", delta=False)
+KIMI = dataclasses.replace(KDA, heads=32, key_heads=32)
 MAMBA = RecurrenceSpec(heads=128, key_heads=8, key_dim=128, value_dim=64, delta=False)
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 SLOTS = 2
@@ -30,9 +35,10 @@ def new_inputs(rng, spec, rows, time, dtype):
 
     q, k = unit(rows, time, spec.key_heads, spec.key_dim), unit(rows, time, spec.key_heads, spec.key_dim)
     v = jnp.asarray(rng.standard_normal((rows, time, spec.heads, spec.value_dim)), dtype)
-    log_decay = jnp.asarray(-0.3 * np.abs(rng.standard_normal((rows, time, spec.heads))), jnp.float32)
+    channels = (spec.key_dim,) if spec.decay == "channel" else ()
+    log_decay = jnp.asarray(-0.3 * np.abs(rng.standard_normal((rows, time, spec.heads, *channels))), jnp.float32)
     beta = jnp.asarray(rng.uniform(0.1, 1.0, (rows, time, spec.heads)), jnp.float32)
-    return q, k, v, log_decay, beta
+    return q, k, v, None if spec.decay == "none" else log_decay, beta
 
 
 def poisoned(cache):
@@ -84,13 +90,38 @@ def test_the_gpu_kernel_lowers_for_narrow_heads_with_a_later_chunk_of_any_length
     assert "mosaic_gpu" in lowered(NARROW, 1, limit=40, max_pending=8)  # 40 entries: 24 behind the first chunk
 
 
-def lowered(spec, time: int, rows: int = 128, **sizes) -> str:
+@pytest.mark.parametrize("spec, time", [(QWEN, 8), (MAMBA, 16)])
+def test_the_gpu_kernel_lowers_for_trees(spec, time):
+    assert "mosaic_gpu" in lowered(spec, time, limit=32, max_pending=16, parents=jnp.full((128, time), -1))
+
+
+@pytest.mark.parametrize(
+    "time, limit, max_pending, state",
+    [
+        (1, 1, 1, "split"),
+        (1, 16, 8, "float32"),
+        pytest.param(5, 32, 8, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(1, 256, 8, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_the_gpu_kernel_lowers_for_a_decay_a_channel(time, limit, max_pending, state):
+    assert "mosaic_gpu" in lowered(KIMI, time, limit=limit, max_pending=max_pending, state_dtype=state)
+
+
+@pytest.mark.parametrize("limit, max_pending", [(1, 1), (16, 8)])
+def test_the_gpu_kernel_lowers_without_a_decay(limit, max_pending):
+    spec = dataclasses.replace(QWEN, decay="none")
+    assert "mosaic_gpu" in lowered(spec, 1, limit=limit, max_pending=max_pending)
+
+
+def lowered(spec, time: int, rows: int = 128, parents=None, **sizes) -> str:
     """A step's program for CUDA."""
     cache = jax.eval_shape(lambda: buffered.init(spec, slots=rows, **sizes))
     inputs = jax.eval_shape(lambda: new_inputs(np.random.default_rng(0), spec, rows, time, jnp.bfloat16))
 
     def step(cache, *inputs):
-        return buffered.extend(spec, cache, *inputs, slots=jnp.arange(1, rows + 1, dtype=jnp.int32), target="H100")
+        slots = jnp.arange(1, rows + 1, dtype=jnp.int32)
+        return buffered.extend(spec, cache, *inputs, slots=slots, parents=parents, target="H100")
 
     return jax.jit(step, donate_argnums=0).trace(cache, *inputs).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -105,16 +136,22 @@ def state_bound(state, bound):
     [
         (NARROW, "split", "bfloat16", 4, 1e-2),
         pytest.param(NARROW, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
-        pytest.param(SMALL, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.slow),
+        pytest.param(SMALL, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(NARROW, "float32", "float32", 18, 1e-4, marks=pytest.mark.slow),
         pytest.param(NARROW, "split", "float32", 18, 2e-3, marks=pytest.mark.exhaustive),
         pytest.param(NARROW, "split8", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
-        pytest.param(SMALL, "split8", "float32", 18, 2e-3, marks=pytest.mark.slow),
+        pytest.param(SMALL, "split8", "float32", 18, 2e-3, marks=pytest.mark.exhaustive),
         (STACKED, "float32", "bfloat16", 4, 1e-2),
         pytest.param(STACKED, "split", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(STACKED, "split8", "bfloat16", 18, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(STACKED, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
         pytest.param(ODD, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
+        pytest.param(DELTA_NET, "float32", "float32", 4, 1e-4, marks=pytest.mark.exhaustive),
+        pytest.param(LINEAR, "split", "bfloat16", 18, 1e-2, marks=pytest.mark.exhaustive),
+        pytest.param(KDA, "float32", "float32", 18, 1e-4, marks=pytest.mark.slow),
+        pytest.param(KDA, "bfloat16", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
+        pytest.param(GLA, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.slow),
+        pytest.param(GLA, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeypatch, spec, state, entry, limit, bound):
@@ -153,6 +190,10 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
         (SMALL, "float32", "float32", 1, 1e-5),
         (NARROW, "bfloat16", "bfloat16", 5, 1e-2),
         (ODD, "float32", "float32", 2, 1e-5),
+        (dataclasses.replace(ODD, decay="none"), "float32", "float32", 2, 1e-5),
+        (DELTA_NET, "float32", "float32", 1, 1e-5),
+        (KDA, "float32", "float32", 2, 1e-5),
+        pytest.param(GLA, "split", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
         pytest.param(NARROW, "split", "float32", 2, 2e-3, marks=pytest.mark.slow),
         pytest.param(SMALL, "split8", "float32", 2, 2e-3, marks=pytest.mark.slow),
     ],
@@ -185,7 +226,7 @@ def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, boun
 @pytest.mark.parametrize(
     "limit, held, time, pending",  # rings of 56, 72, 120 and 152
     [
-        pytest.param(40, 30, 3, 16, marks=pytest.mark.slow),
+        pytest.param(40, 30, 3, 16, marks=pytest.mark.exhaustive),
         pytest.param(56, 54, 1, 16, marks=pytest.mark.exhaustive),
         pytest.param(100, 97, 1, 16, marks=pytest.mark.exhaustive),
         pytest.param(150, 141, 1, 1, marks=pytest.mark.slow),
@@ -257,7 +298,7 @@ def test_a_forced_fold_by_the_kernel_is_that_of_the_xla_path(rng):
     assert np.isnan(cache.pool.checkpoints[0]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_gpu_kernel_follows_forks_and_the_order_that_a_tree_left(rng):
     cache = buffered.init(NARROW, slots=3, limit=16, max_pending=3, states=3, blocks=12, entry_dtype=jnp.float32)
     inputs = new_inputs(rng, NARROW, 1, 3, jnp.float32)
@@ -270,30 +311,54 @@ def test_the_gpu_kernel_follows_forks_and_the_order_that_a_tree_left(rng):
     out, cache = extend_on_gpu(NARROW, cache, inputs, slots=jnp.array([1, 2]))
     assert error(out, expected) < 1e-4
     assert error(cache.pool.updates, reference.pool.updates) < 1e-4
-    with pytest.raises(ValueError, match=r'implementation="gpu" can not serve this extend: .*trees'):
-        buffered.extend(
-            NARROW,
-            cache,
-            *inputs,
-            slots=jnp.array([1, 2]),
-            parents=parents.repeat(2, 0),
-            implementation="gpu",
-            target="H100",
-        )
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(NARROW, marks=pytest.mark.slow),
+        pytest.param(LINEAR, marks=pytest.mark.exhaustive),
+        pytest.param(STACKED, marks=pytest.mark.exhaustive),
+        pytest.param(KDA, marks=pytest.mark.exhaustive),
+        pytest.param(DELTA_NET, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_trees_are_those_of_the_xla_path(rng, monkeypatch, spec):
+    """Of random trees, whose committed paths fold; what is not on a path may be NaN."""
+    monkeypatch.setattr(gpu_schedule, "PROCESSORS", 2)
+    time, rows = 4, {"slots": jnp.array([1, 2])}
+    cache = poisoned(buffered.init(spec, slots=SLOTS, limit=5, max_pending=time, entry_dtype=jnp.float32))
+    for _ in range(3):
+        parents, lengths = random_parents(rng, SLOTS, time), np.array([time, rng.integers(1, time + 1)])
+        paths = [path_to(parents[row], length - 1) for row, length in enumerate(lengths)]
+        on_path = np.array([np.isin(np.arange(time), path) for path in paths])
+        inputs = new_inputs(rng, spec, 2, time, jnp.float32)
+        inputs = [x if x is None else checks.spoil(rng, x, ~on_path) for x in inputs]
+        rows |= {"lengths": jnp.asarray(lengths, jnp.int32), "parents": jnp.asarray(parents)}
+        expected, reference = buffered.extend(spec, cache, *inputs, **rows, implementation="xla")
+        out, cache = extend_on_gpu(spec, cache, inputs, **rows)
+        last = np.arange(SLOTS), lengths - 1
+        assert np.isfinite(expected[last]).all() and error(out[last], expected[last]) < 1e-4
+        accepted = {"accepted": jnp.array([len(path) for path in paths]), "slots": rows["slots"]}
+        accepted["path"] = jnp.array([path + [0] * (time - len(path)) for path in paths])
+        cache, reference = (buffered.commit(x, **accepted) for x in (cache, reference))
+        assert error(buffered.read(spec, cache, rows["slots"]), buffered.read(spec, reference, rows["slots"])) < 1e-4
+    assert int(cache.cursor.folded.max()) > 0
 
 
 @pytest.mark.slow
-def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng):
-    start = buffered.init(SMALL, slots=SLOTS, limit=16, max_pending=4)
+@pytest.mark.parametrize("spec", [SMALL, pytest.param(KDA, marks=pytest.mark.exhaustive)])
+def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng, spec):
+    start = buffered.init(spec, slots=SLOTS, limit=16, max_pending=4)
     rows = {"slots": jnp.array([1, 2])}
-    _, start = extend_on_gpu(SMALL, start, new_inputs(rng, SMALL, 2, 3, jnp.bfloat16), **rows)
+    _, start = extend_on_gpu(spec, start, new_inputs(rng, spec, 2, 3, jnp.bfloat16), **rows)
     start = buffered.commit(start, jnp.array([3, 2]), **rows)
-    inputs = new_inputs(rng, SMALL, 2, 3, jnp.bfloat16)
-    _, at_once = extend_on_gpu(SMALL, start, inputs, **rows)
+    inputs = new_inputs(rng, spec, 2, 3, jnp.bfloat16)
+    _, at_once = extend_on_gpu(spec, start, inputs, **rows)
     at_once = buffered.commit(at_once, jnp.array([3, 3]), **rows)
     one_by_one = start
     for t in range(3):
-        _, one_by_one = extend_on_gpu(SMALL, one_by_one, [x[:, t : t + 1] for x in inputs], **rows)
+        _, one_by_one = extend_on_gpu(spec, one_by_one, [x[:, t : t + 1] for x in inputs], **rows)
         one_by_one = buffered.commit(one_by_one, jnp.array([1, 1]), **rows)
     chex.assert_trees_all_equal(at_once.pool, one_by_one.pool)
 
@@ -302,7 +367,7 @@ def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng):
     "spec, limit, reason",
     [
         (RecurrenceSpec(4, 2, key_dim=32, value_dim=64), 4, "key_dim and value_dim 64 or 128, got 32 and 64"),
-        (RecurrenceSpec(4, 2, key_dim=64, value_dim=64, decay="none"), 4, "decay=\"head\", got 'none'"),
+        (RecurrenceSpec(4, 2, key_dim=64, value_dim=64, decay="channel"), 4, 'decay="none" or "head", got \'channel\''),
         (NARROW, 2000, "a ring of at most 1024 entries, got 2008"),
     ],
 )
@@ -314,7 +379,7 @@ def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, l
             spec,
             cache,
             *vectors,
-            None if spec.decay == "none" else log_decay,
+            log_decay,
             beta,
             slots=jnp.array([1]),
             implementation="gpu",

@@ -78,7 +78,7 @@ def test_prompts_in_chunks_are_as_prompts_read_at_once(architecture, name, rng, 
         np.testing.assert_allclose(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_samples_of_prompts_in_chunks_share_what_they_read(rng, monkeypatch):
     lm, sampling = model_named("qwen3_5", 3), dataclasses.replace(GREEDY, temperature=0.8, seed=5, n=3)
     prompts = draw_prompts(rng, (CHUNK + 3, 2 * CHUNK, 3))
@@ -277,7 +277,7 @@ def long_prompt(rng, monkeypatch, chunk):
     return make_batch(lm, draw_prompts(rng, [LONG - 7]), GREEDY, Decoding(16))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_long_prompt_needs_no_activations_of_its_length(rng, monkeypatch):
     """At most 1.3 times the carry, the parameters, and what reading a prompt of one chunk needs."""
 

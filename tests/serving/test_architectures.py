@@ -29,22 +29,21 @@ from tests.serving.test_trees import plant
 SAMPLES = 4
 
 
-# Their memories are Llama's, or Mamba-2's and Llama's in layers of their own, or Qwen3.5's, or Kimi Linear's; Mamba-2's
-# is one of Falcon-H1's.
-LIKE_ANOTHER = (
-    *("qwen2", "qwen3", "mamba2", "nemotron_h", "granitemoehybrid", "olmo_hybrid", "bailing_hybrid"),
-    *("qwen3_moe", "qwen3_5_moe", "qwen3_next", "nemotron_h_moe", "granitemoehybrid_moe"),
-)
-# Llama's memory is one of Falcon-H1's, too; Kimi Linear's programs take long to compile. These have some tests alone.
-OF_SOME = ("llama", "kimi_linear")
-SOME = ("test_drafts_that_are_right_wrong_or_both_change_no_token", "test_trees_of_drafts_change_no_token")
+# For which a test runs under `scripts/test --all`, which has to end soon; for the others by hand. Falcon-H1's memory
+# has those of Mamba-2 and of Llama.
+OF_EACH = {
+    "test_drafts_that_are_right_wrong_or_both_change_no_token": ("falcon_h1", "kimi_linear", "llama"),
+    "test_trees_of_drafts_change_no_token": ("llama",),
+    "test_samples_are_the_requests_with_the_seeds_that_follow": ("falcon_h1",),
+    "test_no_score_depends_on_what_is_kept": ("falcon_h1",),
+}
 
 
 def pytest_generate_tests(metafunc):
     """Which architectures a test is for, and for which of them by hand."""
     if "architecture" in metafunc.fixturenames:
-        by_hand = {*LIKE_ANOTHER} if metafunc.function.__name__ in SOME else {*LIKE_ANOTHER, *OF_SOME}
-        params = [pytest.param(x, marks=pytest.mark.exhaustive) if x in by_hand else x for x in OTHERS]
+        always = OF_EACH.get(metafunc.function.__name__, ())
+        params = [x if x in always else pytest.param(x, marks=pytest.mark.exhaustive) for x in OTHERS]
         metafunc.parametrize("architecture", params, indirect=True, scope="module")
 
 

@@ -252,7 +252,7 @@ def small_shapes(monkeypatch):
 
 @pytest.mark.parametrize(
     "form",
-    [pytest.param("buffered", marks=pytest.mark.slow), pytest.param("recurrent", marks=pytest.mark.exhaustive)],
+    [pytest.param("buffered", marks=pytest.mark.exhaustive), pytest.param("recurrent", marks=pytest.mark.exhaustive)],
 )
 def test_with_as_many_beams_as_texts_it_finds_the_best_of_all(tiny, rng, small_shapes, form):
     """Until the last step no text falls out, so what comes back are the best of all texts there are."""

@@ -39,7 +39,7 @@ def expected_reads(prompt, kv):
 
 
 @pytest.mark.checks("forms", family="qwen3_5")
-@pytest.mark.parametrize("drafter", [None, pytest.param("ngram", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", [None, pytest.param("ngram", marks=pytest.mark.exhaustive)])
 def test_short_texts_read_no_checkpoint_and_the_tokens_are_those_with_one(lm, prompts, drafter):
     runs = {
         form: generate(lm, prompts, NEW, GREEDY, form=form, limit=LIMIT, drafter=drafter) for form in ("buffered", "kv")
@@ -83,7 +83,7 @@ def test_samples_share_a_prompt_without_a_checkpoint(lm, prompts):
             assert sample.stats.checkpoint_reads == alone.stats.checkpoint_reads
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_take_the_blocks_of_their_rings_from_one_pool_where_few_need_long_ones(lm, rng, monkeypatch):
     kv, decoding = 64, Decoding(NEW, form="kv", limit=LIMIT)
     monkeypatch.setattr(forms, "kv_entries", lambda *_, **__: kv)

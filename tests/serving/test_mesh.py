@@ -30,7 +30,7 @@ MORE += [("llama", {"expert": 2}, "plain"), ("qwen3_5", {"data": 2, "tensor": 2}
 @pytest.mark.checks("mesh")
 @pytest.mark.parametrize(
     ("architecture", "axes", "names"),
-    [pytest.param("qwen3_5", {"tensor": 4}, "mtp,chunks", marks=pytest.mark.slow)]
+    [pytest.param("qwen3_5", {"tensor": 4}, "mtp,chunks", marks=pytest.mark.exhaustive)]
     + [pytest.param("mamba2", {"tensor": 4}, "plain,score", marks=pytest.mark.exhaustive)]
     + [pytest.param("qwen3_next", {"tensor": 4}, "mtp", marks=pytest.mark.exhaustive)]
     + [pytest.param("qwen3_next", {"expert": 2, "tensor": 2}, "logits,plain", marks=pytest.mark.slow)]

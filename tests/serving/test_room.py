@@ -38,6 +38,7 @@ def expect(lm, rng, lengths, new, setting=GREEDY):
             return prompts, expected
 
 
+@pytest.mark.exhaustive
 def test_samples_of_a_prompt_that_there_is_no_memory_for_end_with_it(rng):
     """Neither the row that would read the prompt begins nor those that would continue it."""
     lm, twice = model_named("llama", 3), dataclasses.replace(GREEDY, n=2)

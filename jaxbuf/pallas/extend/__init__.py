@@ -1,8 +1,9 @@
 """The kernels of `extend`, and what they can serve.
 
 `Call` describes a call of `extend`, `Integers` says where each row's memory lies, and `supports` says whether the GPU
-kernel serves a call. There are two GPU kernels. `gpu.extend` takes all that `supports` allows, and hands launches of
-one token on short rings to the recurrent step in `gpu_step`.
+kernel serves a call. There are three GPU kernels. `gpu.extend` takes all that `supports` allows, and hands launches of
+one token on short rings to the recurrent step in `gpu_step`, and other launches of families whose decay is one number
+a key channel to `gpu_channel`.
 
 The words that the GPU kernels use, beside those of `jaxbuf.recurrence`:
 
@@ -29,24 +30,22 @@ The words that the GPU kernels use, beside those of `jaxbuf.recurrence`:
 
 import jax.numpy as jnp
 
-from jaxbuf.pallas.extend import gpu
+from jaxbuf.pallas.extend import gpu, gpu_channel
 from jaxbuf.pallas.extend.call import Call, Integers
 
 __all__ = ["Call", "Integers", "gpu", "supports"]
 
 
-def supports(call: Call, *, decay: str) -> str | None:
-    """Whether the GPU kernel serves a call.
-
-    Args:
-      call: The call.
-      decay: As in `RecurrenceSpec`.
+def supports(call: Call) -> str | None:
+    """Whether a GPU kernel serves a call.
 
     Returns:
       None if it does; else what it needs, and what came instead.
     """
+    sizes = f"key_dim and value_dim {gpu_channel.DIM} for a decay a channel, got {call.key_dim} and {call.value_dim}"
     needs = (
-        (decay == "head", f'decay="head", got {decay!r}'),
+        (call.decay != "channel" or call.key_dim == call.value_dim == gpu_channel.DIM, sizes),
+        (call.decay != "channel" or call.low is None, "a checkpoint that is not split for a decay a channel"),
         (
             call.key_dim in gpu.VECTORS and call.value_dim in gpu.VECTORS,
             f"key_dim and value_dim 64 or 128, got {call.key_dim} and {call.value_dim}",

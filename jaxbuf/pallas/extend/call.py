@@ -22,11 +22,14 @@ class Integers(NamedTuple):
         else 0. FOLD_TO: the checkpoint that a fold writes, or -1 if the row does not fold. FOLDING: how many rows fold.
       entries: int32 [rows, ring], the flat position of each live entry, in logical order; 0 behind them.
       append: int32 [rows, T], the flat position of each new entry; -1 where none is written.
+      paths: int32 [rows, T], of a tree: bit j of number i says whether token j is on token i's path, i itself included.
+        None: each token follows the one before.
     """
 
     fields: Array
     entries: Array
     append: Array
+    paths: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Call:
       max_pending: The most tokens of any launch. The ring keeps this many places free for pending tokens.
       state: The checkpoints' dtype, or that of their high halves if they are split.
       low: The dtype of their low halves; None if they are not split.
-      delta: As in `RecurrenceSpec`.
+      decay, delta: As in `RecurrenceSpec`.
+      tree: Whether the new tokens are those of a tree. One token is none.
       stacked: How many heads, one on the other, count as one here: `heads` is the number of such stacks, and
         `value_dim` that of one. Only the decays and write strengths of a stack's heads are their own.
       entry: The dtype of the entries' keys and updates.
@@ -62,7 +66,9 @@ class Call:
     probe: np.dtype
     out: np.dtype
     low: np.dtype | None = None
+    decay: str = "head"
     delta: bool = True
+    tree: bool = False
     stacked: int = 1
 
     @property
@@ -77,13 +83,22 @@ class Call:
 
     @property
     def gates(self) -> int:
-        """Numbers of an entry besides key and update: of each head its log_decay and, without delta, its beta."""
-        return self.heads * self.stacked * (1 if self.delta else 2)
+        """Numbers of an entry besides key and update: of each head its log_decay, as far as entries have one, and,
+        without the delta rule, its beta."""
+        return self.heads * self.stacked * (self.decay_width + (not self.delta))
 
-    def gate(self, head, i: int, kind: int = 0):
-        """Which of them is the log_decay (kind 0) or the beta (kind 1) of head i of a stack."""
-        number = head * self.stacked + i
-        return number if self.delta else 2 * number + kind
+    @property
+    def decay_width(self) -> int:
+        """As in `RecurrenceSpec`."""
+        return {"none": 0, "head": 1, "channel": self.key_dim}[self.decay]
+
+    def log_decay(self, head, i: int):
+        """Which of them is the log_decay of head i of a stack, if the decay is one a head."""
+        return (head * self.stacked + i) * (1 if self.delta else 2)
+
+    def beta(self, head, i: int):
+        """Which of them is its beta: without the delta rule, and if the decay is not one a channel."""
+        return (head * self.stacked + i) * (1 + self.decay_width) + self.decay_width
 
     @property
     def max_live(self) -> int:

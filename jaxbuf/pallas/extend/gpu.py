@@ -40,13 +40,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import FOLDING, ROW_FIELDS, Call, Integers
+from jaxbuf.pallas.extend.gpu_channel import extend_channels, padded_entries
 from jaxbuf.pallas.extend.gpu_entries import add_all, weight
 from jaxbuf.pallas.extend.gpu_fold import fold
 from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, Lane, Upcoming, read_item
 from jaxbuf.pallas.extend.gpu_products import STATE, STATE_LEFT, VECTORS, ZERO, cut, join, multiply_state, where, zeros
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, SPACING, Schedule, arrange
 from jaxbuf.pallas.extend.gpu_step import extend_step, serves
-from jaxbuf.pallas.extend.gpu_sums import factor, parts, sum_decays
+from jaxbuf.pallas.extend.gpu_sums import factor, on_path, parts, sum_decays, sum_path
 from jaxbuf.pallas.instructions import count_up, publish, round_now, synchronize
 from jaxbuf.pallas.threads import COMPILER, THREADS, load, store, store_rows
 
@@ -63,7 +64,7 @@ def extend(
     *,
     interpret: bool = False,
 ) -> tuple[Array, tuple[Array, ...]]:
-    """`jaxbuf.recurrence.pool.extend_pool` for decay="head"; `supports` says for which sizes.
+    """`jaxbuf.recurrence.pool.extend_pool` for every decay; `supports` says for which sizes.
 
     Args:
       call: The call's sizes and dtypes.
@@ -72,48 +73,65 @@ def extend(
         and `Pool.low_scales` if its numbers are int8. They are written in place.
       q, k: [rows, T, key_heads, key_dim] in call.probe; k is rounded to the entries' dtype.
       v: [rows, T, heads, value_dim].
-      log_decay, beta: f32 [rows, T, heads].
+      log_decay: f32 [rows, T, heads], 0 where entries have none; [rows, T, heads, key_dim] if it is one a channel.
+      beta: f32 [rows, T, heads].
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
       out [rows, T, heads, value_dim] in call.out, and the arrays.
     """
     checkpoints, entries, low = arrays[0], arrays[1:4], arrays[4:]
-    flat = [x.reshape(-1, *x.shape[2:4]) for x in entries]
-    flat[2] = flat[2].reshape(-1, call.gates)
-    if serves(call):
+    keys, updates, gates = entries
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (keys, updates)]
+    # No kernel takes an array without numbers, which the gates of a DeltaNet are.
+    of_entry = gates.shape[2:] if call.decay == "channel" else (call.gates,)
+    flat.append(gates.reshape(-1, *of_entry) if call.gates else jnp.zeros((1, 1)))
+    if serves(call) or call.decay == "channel":
         refs = [jax.new_ref(x) for x in (checkpoints, *flat, *low)]
-        out = extend_step(call, integers, refs, q, k, v, log_decay, beta, interpret=interpret)
+        extend_others = extend_step
+        if not serves(call):
+            extend_others = extend_channels
+            integers = integers._replace(entries=_padded(integers.entries, padded_entries(call)))
+        out = extend_others(call, integers, refs, q, k, v, log_decay, beta, interpret=interpret)
         return out, _frozen(refs, arrays)
     given, call = call, stack(call)
     heads = call.heads, call.value_dim
     v, flat[1] = v.reshape(*v.shape[:2], *heads), flat[1].reshape(-1, *heads)
     checkpoints, *low = (x.reshape(-1, *heads, *x.shape[3:]) for x in (checkpoints, *low))
     schedule = arrange(call)
-    positions = integers.entries[:, : schedule.padded_entries]
-    positions = jnp.pad(positions, ((0, 0), (0, schedule.padded_entries - positions.shape[1])))
-    counter = [jnp.zeros(1, jnp.int32)] if schedule.draws and not interpret else []
-    refs = [jax.new_ref(x) for x in (checkpoints, *flat, *low, *counter)]
-    padded = integers._replace(entries=positions)
-    out = _kernel(schedule, interpret)(*padded, q, k, v, log_decay, beta, *refs)
-    return out.reshape(*out.shape[:2], given.heads, given.value_dim), _frozen(refs[: len(arrays)], arrays)
+    positions = _padded(integers.entries, schedule.padded_entries)
+    refs = [jax.new_ref(x) for x in (checkpoints, *flat, *low)]
+    counter = [jax.new_ref(jnp.zeros(1, jnp.int32))] if schedule.draws and not interpret else []
+    paths = [] if integers.paths is None else [integers.paths]
+    tokens = q, k, v, log_decay, beta
+    out = _kernel(schedule, interpret)(
+        integers.fields, positions, integers.append, *tokens, *refs[:4], *paths, *refs[4:], *counter
+    )
+    return out.reshape(*out.shape[:2], given.heads, given.value_dim), _frozen(refs, arrays)
+
+
+def _padded(positions: Array, length: int) -> Array:
+    """The positions of entries, cut or padded with zeros."""
+    positions = positions[:, :length]
+    return jnp.pad(positions, ((0, 0), (0, length - positions.shape[1])))
 
 
 def stack(call: Call) -> Call:
     """The call with two heads of 64 values as one of 128, if they read the same key head and differ in decays alone."""
-    if call.delta or 2 * call.value_dim != THREADS or call.heads_per_key % 2:
+    if call.delta or call.decay == "channel" or 2 * call.value_dim != THREADS or call.heads_per_key % 2:
         return call
     return dataclasses.replace(call, heads=call.heads // 2, value_dim=THREADS, stacked=2)
 
 
 def _frozen(refs: list, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """What the references hold, in the arrays' shapes."""
-    return tuple(jax.freeze(ref).reshape(old.shape) for ref, old in zip(refs, arrays, strict=True))
+    """What the references hold, in the arrays' shapes; an array without numbers as it was."""
+    found = [jax.freeze(ref) for ref in refs]
+    return tuple(x.reshape(old.shape) if old.size else old for x, old in zip(found, arrays, strict=True))
 
 
 def row_spacing(call: Call) -> int:
     """One line of `Integers` in so many, or in fewer, should be a row's that folds; 1: all of these come first."""
-    return arrange(stack(call)).spacing
+    return SPACING if call.decay == "channel" else arrange(stack(call)).spacing
 
 
 class _Carry(NamedTuple):
@@ -144,8 +162,9 @@ def _kernel(schedule: Schedule, interpret: bool):
 
     def extend_heads(*refs):  # A profile shows this name.
         *refs, out, memory = refs
-        given = len(Arrays._fields) - (call.low is None) - (call.low != jnp.int8)
-        arrays, counter = Arrays(*refs[:given]), refs[given:]
+        missing = {"paths": not call.tree, "low": call.low is None, "low_scales": call.low != jnp.int8}
+        names = [name for name in Arrays._fields if not missing.get(name)]
+        arrays, counter = Arrays(**dict(zip(names, refs, strict=False))), refs[len(names) :]
         lane = Lane(schedule, interpret, arrays, memory)
         drawn_word = schedule.padded_entries  # the index in `lane.decays` of the number that the lane drew last
 
@@ -160,10 +179,16 @@ def _kernel(schedule: Schedule, interpret: bool):
             return lax.rem(lane.number + rounds * (schedule.lanes // SPACING), schedule.lanes)
 
         def read_tokens():
-            """The new tokens' log decays and betas, for each head of a stack, and their positions."""
-            kinds = [jnp.float32] * (2 * call.stacked) + [jnp.int32]
+            """The new tokens' log decays and betas, for each head of a stack, their positions, and in a tree their
+            paths, else None."""
+            kinds = [jnp.float32] * (2 * call.stacked) + [jnp.int32] * (1 + call.tree)
             found = [lane.read_words(ROW_FIELDS + i * call.time, call.time, kind) for i, kind in enumerate(kinds)]
-            return found[: call.stacked], found[call.stacked : -1], found[-1]
+            gates, betas, rest = (
+                found[: call.stacked],
+                found[call.stacked : 2 * call.stacked],
+                found[2 * call.stacked :],
+            )
+            return gates, betas, rest[0], rest[1] if call.tree else None
 
         def locate_after_next(turn):
             if not draws:
@@ -179,7 +204,7 @@ def _kernel(schedule: Schedule, interpret: bool):
             number = count_up(*counter) if draws else None
 
             next_fields = lane.read_words(0, ROW_FIELDS, jnp.int32)
-            gates, betas, append = read_tokens()
+            gates, betas, append, paths = read_tokens()
             if not (schedule.one_token or schedule.reads_late):
                 after_next = locate_after_next(carry.turn)
             _append_keys(lane, item, append, gates, betas, carry.new_keys)
@@ -196,13 +221,13 @@ def _kernel(schedule: Schedule, interpret: bool):
             # If there are registers, inputs are asked for early: they then arrive while the item is served. But not
             # before the fold, which would wait for these loads.
             loaded = lane.load_inputs(following, next_fields) if schedule.one_token else None
-            added = add_all(lane, item, gates)
+            added = add_all(lane, item, gates, paths)
             if schedule.one_token:
                 after_next = locate_after_next(carry.turn)
             if loaded is None:
                 loaded = lane.load_inputs(following, next_fields)
             if schedule.reads_late and not schedule.one_token:
-                _, betas, append = read_tokens()
+                _, betas, append, paths = read_tokens()
             if schedule.stages:
                 lane.keep(following)
                 synchronize(interpret)  # All threads are done with the entries.
@@ -216,7 +241,7 @@ def _kernel(schedule: Schedule, interpret: bool):
                 pl.when(following.exists)(functools.partial(lane.fetch, i, following.head, next_fields))
 
             lane.each_band(read_band)
-            _substitute(lane, item, out, added, totals, gates, betas, append, carry.values)
+            _substitute(lane, item, out, added, totals, gates, betas, append, paths, carry.values)
             if number is not None:
                 publish(number, lane.decays.at[0, drawn_word])
             synchronize(interpret)  # All threads have read what the next item overwrites.
@@ -266,16 +291,18 @@ def _append_keys(
     betas: list[list[Array]],
     new_keys: list[Array],
 ) -> None:
-    """Writes the new tokens' gates to the ring, without the delta rule their betas, too, and, if the item's head is the
-    first of its key head's, their keys."""
+    """Writes the new tokens' log decays to the ring, if entries have some, without the delta rule their betas, too;
+    and, if the item's head is the first of its key head's, their keys."""
     call = lane.call
     for t, to in enumerate(append):
 
         @pl.when(to >= 0)
         def _(t=t, to=to):
-            for kind, of_kind in enumerate([gates] if call.delta else [gates, betas]):
-                for i, of_head in enumerate(of_kind):
-                    store(lane.arrays.gates.at[to, call.gate(item.head, i, kind)], of_head[t])
+            for i in range(call.stacked):
+                if call.decay_width:
+                    store(lane.arrays.gates.at[to, call.log_decay(item.head, i)], gates[i][t])
+                if not call.delta:
+                    store(lane.arrays.gates.at[to, call.beta(item.head, i)], betas[i][t])
 
             @pl.when(lax.rem(item.head, call.heads_per_key) == 0)
             def _():
@@ -338,7 +365,7 @@ def _read_state(lane: Lane, item: Item, i: Array, probes: list[list[Array]] | No
     synchronize(lane.interpret)
 
 
-def _substitute(lane: Lane, item: Item, out, added, totals, gates, betas, append, values) -> None:
+def _substitute(lane: Lane, item: Item, out, added, totals, gates, betas, append, paths, values) -> None:
     """Substitutes forward over the T tokens: writes their outputs, and their updates to the ring.
 
     Without the delta rule an update is the value, and what is added for it the value times beta.
@@ -350,7 +377,8 @@ def _substitute(lane: Lane, item: Item, out, added, totals, gates, betas, append
       added: From `add_all`.
       totals: For each head of a stack the sum of the entries' gates, in parts; 0 if the item folds.
       gates, betas: Likewise the new tokens' gates, each in parts, and their betas.
-      append, values: The new tokens' flat positions in the ring (-1: none), and values [value_dim].
+      append, paths, values: The new tokens' flat positions in the ring (-1: none), in a tree their paths, and their
+        values [value_dim].
     """
     call, schedule = lane.call, lane.schedule
     time, vector = call.time, VECTORS[call.value_dim]
@@ -365,10 +393,8 @@ def _substitute(lane: Lane, item: Item, out, added, totals, gates, betas, append
             found = jnp.where(jnp.broadcast_to(item.folds, found.shape), folded, found)
         return where(item.has_state, found)
 
-    decays = []
-    for t in range(time):
-        totals = [[x + y for x, y in zip(a, b[t], strict=True)] for a, b in zip(totals, gates, strict=True)]
-        decays.append(lane.by_row([factor(total) for total in totals]))
+    since_state = [sum_path(total, of_head, paths) for total, of_head in zip(totals, gates, strict=True)]
+    decays = [lane.by_row([factor(since[t]) for since in since_state]) for t in range(time)]
     recalls, outs = added[:time], added[time:]
     for t, to in enumerate(append):
         beta, stored = lane.by_row([of_head[t] for of_head in betas]), values[t]
@@ -384,8 +410,8 @@ def _substitute(lane: Lane, item: Item, out, added, totals, gates, betas, append
         for i in range(t, time):
             column = schedule.entry_columns + t
             if i > t and call.delta:
-                recalls[i] = recalls[i] + weight(lane, i, column) * update
-            outs[i] = outs[i] + weight(lane, time + i, column) * update
+                recalls[i] = on_path(paths, i, t, recalls[i] + weight(lane, i, column) * update, recalls[i])
+            outs[i] = on_path(paths, i, t, outs[i] + weight(lane, time + i, column) * update, outs[i])
         result = outs[t] + decays[t] * read(time + t)
         store(out.at[item.row, t, item.head], where(t < item.length, result).astype(call.out))
 

@@ -36,12 +36,12 @@ from jaxbuf.pallas.extend.gpu_products import (
     zeros,
 )
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, MAX_LATER_CHUNK, SKIPPED_TOGETHER
-from jaxbuf.pallas.extend.gpu_sums import factor, load_decays, load_factors, load_strengths
+from jaxbuf.pallas.extend.gpu_sums import factor, load_decays, load_factors, load_strengths, sum_path
 from jaxbuf.pallas.instructions import end_copies, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import load, store, store_rows
 
 
-def add_all(lane: Lane, item: Item, gates: list[list[list[Array]]]) -> list[Array | None]:
+def add_all(lane: Lane, item: Item, gates: list[list[list[Array]]], paths: list[Array] | None) -> list[Array | None]:
     """Sums the entries' part of what each probe reads, and multiplies the probes with the new keys.
 
     Args:
@@ -49,6 +49,7 @@ def add_all(lane: Lane, item: Item, gates: list[list[list[Array]]]) -> list[Arra
         new keys.
       item: The item that is served.
       gates: For each head of a stack the new tokens' gates, each in parts.
+      paths: In a tree the new tokens' paths.
 
     Returns:
       2 T vectors [value_dim], one for each probe: the new keys' recalls, which are None without the delta rule, then
@@ -61,7 +62,7 @@ def add_all(lane: Lane, item: Item, gates: list[list[list[Array]]]) -> list[Arra
     left = [_load_left(lane, 0, strip) for strip in schedule.key_strips] if schedule.one_token and loops else None
     if schedule.adds_on_tensor_cores:
         return _without_recalls(call, _add_all_on_tensor_cores(lane, item, gates, left))
-    add = functools.partial(_add_chunk, lane, item, gates, left)
+    add = functools.partial(_add_chunk, lane, item, gates, paths, left)
 
     def add_loaded(c, carry):
         added, loaded = carry
@@ -109,7 +110,14 @@ def _load_left(lane: Lane, first_probe: int, strip) -> list[Array]:
     return [load(plane.at[pl.ds(CHUNK + first_probe, CHUNK), strip], LEFT) for plane in lane.planes]
 
 
-def _weigh(lane: Lane, gates: list[list[list[Array]]], left: list | None, entry: Array | int, chunk: ChunkMemory):
+def _weigh(
+    lane: Lane,
+    gates: list[list[list[Array]]],
+    paths: list[Array] | None,
+    left: list | None,
+    entry: Array | int,
+    chunk: ChunkMemory,
+):
     """Multiplies the probes with a chunk's keys, and each product with the entry's decay up to the probe's token.
 
     The rows behind the keys of the first chunk are the probes, of which the first are the new keys: they are multiplied
@@ -118,6 +126,7 @@ def _weigh(lane: Lane, gates: list[list[list[Array]]], left: list | None, entry:
     Args:
       lane: The lane.
       gates: For each head of a stack the new tokens' gates, each in parts.
+      paths: In a tree the new tokens' paths. The weights of a new token that is not on a probe's are not used.
       left: The left sides, if they have been loaded.
       entry: The chunk's first entry.
       chunk: Where the chunk lies.
@@ -140,11 +149,12 @@ def _weigh(lane: Lane, gates: list[list[list[Array]]], left: list | None, entry:
             continue
         since = [jnp.where(token < 0, x, ZERO) for x in load_decays(lane, entry, n, PRODUCT.reduce(0), head)]
         strengths = load_strengths(lane, entry, n, PRODUCT.reduce(0), head)
-        decays.append([])
-        for t, gate in enumerate(of_head):
-            since = [x + jnp.where(token < t, y, ZERO) for x, y in zip(since, gate, strict=True)]
-            decay = factor(since)
-            decays[-1].append(decay if strengths is None else decay * jnp.where(token < 0, strengths, np.float32(1)))
+        # A new token's own gate is not behind it.
+        behind = [[jnp.where(token < t, x, ZERO) for x in gate] for t, gate in enumerate(of_head)]
+        found = [factor(x) for x in sum_path(since, behind, paths)]
+        if strengths is not None:
+            found = [x * jnp.where(token < 0, strengths, np.float32(1)) for x in found]
+        decays.append(found)
     for first_probe in schedule.probe_starts:
         sums = []
         for i, strip in enumerate(strips):
@@ -170,6 +180,7 @@ def _add_chunk(
     lane: Lane,
     item: Item,
     gates: list[list[list[Array]]],
+    paths: list[Array] | None,
     left: list | None,
     entry: Array | int,
     chunk: ChunkMemory,
@@ -181,7 +192,7 @@ def _add_chunk(
     first = chunk is lane.first_chunk
     length = CHUNK if first else schedule.later_size
     columns = pl.ds(schedule.entry_columns - CHUNK if first else 0, 2 * CHUNK)
-    for first_probe, every in _weigh(lane, gates, left, entry, chunk):
+    for first_probe, every in _weigh(lane, gates, paths, left, entry, chunk):
         for head, weights in enumerate(every):
             top = head * schedule.product_rows
             if schedule.one_token:
@@ -253,7 +264,7 @@ def _write_weights(
     halves of the new key's and of the query's weights, rows 8 and 9 the low halves.
     """
     interpret = lane.interpret
-    for _, (weights,) in _weigh(lane, gates, left, entry, chunk):
+    for _, (weights,) in _weigh(lane, gates, None, left, entry, chunk):
         if chunk is lane.first_chunk:
             columns = pl.ds(lane.schedule.entry_columns - CHUNK, 2 * CHUNK)
             store_rows(weights, PRODUCT, 0, lane.products.at[:, columns], interpret)

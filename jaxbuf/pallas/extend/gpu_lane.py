@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LIVE, ROW, ROW_FIELDS
-from jaxbuf.pallas.extend.gpu_products import STATE_RIGHT, VECTORS, ZERO, count, cut
+from jaxbuf.pallas.extend.gpu_products import STATE_RIGHT, VECTORS, ZERO, count, cut, zeros
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, Schedule, SharedMemory
 from jaxbuf.pallas.instructions import end_copies, prefetch, settle, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import (
@@ -45,7 +45,8 @@ class Arrays(NamedTuple):
       checkpoints: [states, heads, value_dim, key_dim] in Call.state.
       keys: [positions, key_heads, key_dim] in Call.entry.
       updates: [positions, heads, value_dim] in Call.entry.
-      gates: f32 [positions, Call.gates].
+      gates: f32 [positions, Call.gates]; f32 [1, 1], which is not used, if Call.gates is 0.
+      paths: As in `Integers`, of a tree. Else None.
       low: [states, heads, value_dim, key_dim] in Call.low; None if checkpoints are not split.
       low_scales: f32 [states, heads, value_dim], the scales of an int8 `low`; None without one.
     """
@@ -62,6 +63,7 @@ class Arrays(NamedTuple):
     keys: jax.Ref
     updates: jax.Ref
     gates: jax.Ref
+    paths: jax.Ref | None = None
     low: jax.Ref | None = None
     low_scales: jax.Ref | None = None
 
@@ -100,7 +102,8 @@ class Loaded(NamedTuple):
       probes: The new keys, then the queries: [key_dim] each.
       values: The new values: [value_dim] each.
       tokens: [THREADS] each, in layout `PER_THREAD`: the new tokens' log decays and betas (float32), of each head of a
-        stack, and the flat positions of their entries (int32), each in the thread that passes it on.
+        stack, the flat positions of their entries (int32) and, in a tree, their paths (int32), each in the thread that
+        passes it on.
     """
 
     entries: list[tuple[Array, Array]]
@@ -275,7 +278,7 @@ class Lane:
         """Reads words that `admit` passed on.
 
         They are the first ROW_FIELDS fields of the next item's row; then, of this item, the new tokens' log decays of
-        each head of a stack, their betas likewise, and the flat positions of their entries.
+        each head of a stack, their betas likewise, the flat positions of their entries and, in a tree, their paths.
         """
         start += THREADS - self.schedule.passed_words
         return [lax.bitcast_convert_type(self._words[start + i], dtype) for i in range(length)]
@@ -405,24 +408,22 @@ class Lane:
         values = [load(arrays.v.at[row, t, head], value_vector) for t in time]
         stack = range(call.stacked)
         tokens = [x.at[row, :, head * call.stacked + i] for x in (arrays.log_decay, arrays.beta) for i in stack]
-        tokens.append(arrays.append.at[upcoming.line])
+        tokens += [ref.at[upcoming.line] for ref in (arrays.append, arrays.paths) if ref is not None]
         starts = [ROW_FIELDS + i * call.time for i in range(len(tokens))]
         tokens = [self._load_words(ref, start, call.time) for ref, start in zip(tokens, starts, strict=True)]
-        gates, *strengths = (
-            [
-                [
-                    gather_numbers(arrays.gates.at[:, call.gate(head, i, kind)], at, self.interpret)
-                    for at in upcoming.all_positions
-                ]
-                for i in stack
-            ]
-            for kind in range(1 if call.delta else 2)
-        )
+
+        def gather(column):
+            """A number of each entry."""
+            return [gather_numbers(arrays.gates.at[:, column], at, self.interpret) for at in upcoming.all_positions]
+
+        no_decays = [zeros((THREADS,), PER_THREAD)] * len(upcoming.all_positions)
+        gates = [gather(call.log_decay(head, i)) if call.decay_width else [*no_decays] for i in stack]
+        strengths = [] if call.delta else [gather(call.beta(head, i)) for i in stack]
         scales = []
         if arrays.low_scales is not None:  # A low half counts in a fold alone.
             checkpoint = jnp.where(fields[FOLD_TO] >= 0, fields[CHECKPOINT], 0)
             scales.append(load(arrays.low_scales.at[checkpoint, head], value_vector))
-        return Loaded(entries, scales, gates, strengths[0] if strengths else [], probes, values, tokens)
+        return Loaded(entries, scales, gates, strengths, probes, values, tokens)
 
     def _write(self, start: int, x: Array) -> None:
         """Writes a vector, or CHUNK of them, to `planes` from row `start` on."""

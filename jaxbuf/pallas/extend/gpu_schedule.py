@@ -212,8 +212,8 @@ class Schedule:
     @property
     def passed_words(self) -> int:
         """Numbers that reach the next item through shared memory: the fields of a row, and for each token its place and
-        each head's gate and beta."""
-        return ROW_FIELDS + (1 + 2 * self.call.stacked) * self.call.time
+        each head's gate and beta, and in a tree its path."""
+        return ROW_FIELDS + (1 + self.call.tree + 2 * self.call.stacked) * self.call.time
 
     @property
     def product_rows(self) -> int:

@@ -55,7 +55,7 @@ def extend_step(
     Returns:
       The outputs.
     """
-    return _kernel(call, interpret)(*integers, q, k, v, log_decay, beta, *refs)
+    return _kernel(call, interpret)(*integers[:3], q, k, v, log_decay, beta, *refs)
 
 
 @functools.cache
@@ -67,6 +67,7 @@ def _layout(dtype):
 
 def _kernel(call: Call, interpret: bool):
     heads, key_dim, bands = call.heads, call.key_dim, call.value_dim // BAND
+    channel = call.decay == "channel"
     layout = _layout(call.state)
     along_keys, along_values = layout.reduce(0), layout.reduce(1)
 
@@ -89,8 +90,13 @@ def _kernel(call: Call, interpret: bool):
             key = load(keys.at[at, key_head], along_keys).astype(jnp.float32)
             update = load(updates.at[at, head, values], along_values).astype(jnp.float32)
             if not call.delta:
-                update = gates[at, call.gate(head, 0, 1)] * update
-            return gates[at, call.gate(head, 0)], key, update
+                update = (gates[at, head, key_dim] if channel else gates[at, call.beta(head, 0)]) * update
+            gate = ZERO
+            if channel:
+                gate = load(gates.at[at, head, pl.ds(0, key_dim)], along_keys)
+            elif call.decay == "head":
+                gate = gates[at, call.log_decay(head, 0)]
+            return gate, key, update
 
         state = load(checkpoints.at[checkpoint, head, values], layout).astype(jnp.float32)
         if low:
@@ -104,14 +110,16 @@ def _kernel(call: Call, interpret: bool):
         gate, key, update = load_entry(first)
         new_key, query = (load(ref.at[row, 0, key_head], along_keys) for ref in (k_ref, q_ref))
         value = load(v_ref.at[row, 0, head, values], along_values).astype(jnp.float32)
-        new_gate, new_beta = decay_ref[row, 0, head], beta_ref[row, 0, head]
+        new_gate = load(decay_ref.at[row, 0, head], along_keys) if channel else decay_ref[row, 0, head]
+        new_beta = beta_ref[row, 0, head]
 
         def add(state, gate, key, update):
-            return state * jnp.exp(gate) + spread(update, 0) * spread(key, 1)
+            decay = spread(jnp.exp(gate), 1) if channel else jnp.exp(gate)
+            return state * decay + spread(update, 0) * spread(key, 1)
 
         state = where(has_checkpoint > 0, state)
         some = live > 0
-        state = add(state, jnp.where(some, gate, ZERO), where(some, key), where(some, update))
+        state = add(state, where(some, jnp.asarray(gate)), where(some, key), where(some, update))
         state = lax.fori_loop(1, live, lambda i, state: add(state, *load_entry(entries[line, i])), state)
         kept = {None: [], jnp.dtype(jnp.int8): [jnp.float32]}.get(call.low, [call.low])
         stored, *rest = split(state, [call.state, *kept], interpret)
@@ -131,9 +139,13 @@ def _kernel(call: Call, interpret: bool):
 
         @pl.when((appended >= 0) & (band == 0))
         def _():
-            store(gates.at[appended, call.gate(head, 0)], new_gate)
+            if channel:
+                store(gates.at[appended, head, pl.ds(0, key_dim)], new_gate)
+            elif call.decay == "head":
+                store(gates.at[appended, call.log_decay(head, 0)], new_gate)
             if not call.delta:
-                store(gates.at[appended, call.gate(head, 0, 1)], new_beta)
+                place = (appended, head, key_dim) if channel else (appended, call.beta(head, 0))
+                store(gates.at[place], new_beta)
 
             @pl.when(lax.rem(head, call.heads_per_key) == 0)
             def _():
@@ -141,9 +153,15 @@ def _kernel(call: Call, interpret: bool):
 
         new_key, query = new_key.astype(jnp.float32), query.astype(jnp.float32)
         decay = jnp.exp(new_gate)
-        out = jnp.sum(state * spread(query, 1), axis=1) * decay
+
+        def read(probe):
+            if channel:
+                return jnp.sum(state * spread(probe * decay, 1), axis=1)
+            return jnp.sum(state * spread(probe, 1), axis=1) * decay
+
+        out = read(query)
         if call.delta:
-            recalled = jnp.sum(state * spread(new_key, 1), axis=1) * decay
+            recalled = read(new_key)
             value = new_beta * (value - recalled)
         stored = value.astype(call.entry)
         update = stored.astype(jnp.float32) if call.delta else new_beta * stored.astype(jnp.float32)

@@ -79,6 +79,36 @@ def factor(decay: Sequence) -> Array:
     return jnp.exp(functools.reduce(jnp.add, decay))
 
 
+def sum_path(start: list[Array], gates: Sequence, paths: Sequence | None) -> list[list[Array]]:
+    """For each new token: a decay, in parts, with the gates of the tokens on its path added, the first one's first.
+
+    Args:
+      start: The decay, in parts.
+      gates: Each new token's gate, in parts.
+      paths: In a tree the tokens' paths; None: each token follows the one before.
+    """
+    if paths is None:
+        sums = [start]
+        for gate in gates:
+            sums.append([x + y for x, y in zip(sums[-1], gate, strict=True)])
+        return sums[1:]
+    found = []
+    for t in range(len(gates)):
+        sum = start
+        for j, gate in enumerate(gates[: t + 1]):
+            sum = [on_path(paths, t, j, x + y, x) for x, y in zip(sum, gate, strict=True)]
+        found.append(sum)
+    return found
+
+
+def on_path(paths: Sequence | None, t: int, j: int, there: Array, elsewhere: Array) -> Array:
+    """`there` if token j is on token t's path, or if there is no tree; else `elsewhere`."""
+    if paths is None or j == t:
+        return there
+    flag = (paths[t] & (1 << j)) != 0
+    return jnp.where(jnp.broadcast_to(flag, there.shape) if there.ndim else flag, there, elsewhere)
+
+
 def _sum_in_order(lane: Lane, live: Array, gates: Sequence) -> list[list[Array]]:
     """`sum_decays` for at most THREADS entries: one for each thread, which adds the gates behind it from old to new."""
     index = count((THREADS,), 0, PER_THREAD)
