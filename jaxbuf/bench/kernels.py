@@ -51,7 +51,8 @@ LAYERS: dict[str, dict[str, int]] = {  # by the recurrence, of Qwen3.5-4B, of Ne
     "retention": KIMI,
     "linear": KIMI,
 }
-RECURRENCES: dict[str, tuple[Literal["none", "head", "channel"], bool]] = FAMILIES | {
+RECURRENCES: dict[str, tuple[Literal["none", "head", "channel"], bool]] = {
+    **FAMILIES,
     "gla": ("channel", False),
     "deltanet": ("none", True),
     "retention": ("head", False),
@@ -316,7 +317,7 @@ def make_pools(spec: RecurrenceSpec, case: Case, layers: int, rng: np.random.Gen
     return tuple(make(jax.random.key(int(seed))) for seed in rng.integers(2**31, size=layers))
 
 
-def make_tokens(spec: RecurrenceSpec, case: Case, rng: np.random.Generator) -> tuple[jax.Array, ...]:
+def make_tokens(spec: RecurrenceSpec, case: Case, rng: np.random.Generator) -> tuple[Any, ...]:
     """q, k (normalised), v in bfloat16; log_decay about -0.05, if there is one, and beta in float32."""
     shape = (case.batch, case.time)
     q, k = rng.standard_normal((2, *shape, spec.key_heads, spec.key_dim))

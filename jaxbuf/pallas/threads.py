@@ -24,6 +24,8 @@ COMPILER = plgpu.CompilerParams(
 THREADS = 128  # threads of a warpgroup
 WARP = 32  # threads of a warp
 PER_THREAD = plgpu.Layout.TCGEN05_TMEM_NATIVE(4).reduce(1)  # The layout of THREADS numbers, one in each thread.
+# The layout of vectors [n, m] of which a warp has one, and a thread single numbers.
+NUMBERS = plgpu.Layout.TILED(plgpu.Tiling(((4, WARP), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 def load(ref, layout):
@@ -103,9 +105,10 @@ def copy_vectors(ref, positions: Array, layout, target, interpret: bool) -> None
     """Starts to copy vectors from global memory to shared memory; `wait_for_copies` waits until they have arrived.
 
     Args:
-      ref: [m, length] in global memory, 2-byte numbers.
+      ref: [m, length] in global memory.
       positions: int32 [n], in layout.reduce(1): which vectors. Zeros are written for those whose position is 0.
-      layout: From `vectors_layout`; a thread copies the numbers that it would hold in this layout.
+      layout: From `vectors_layout`, or `NUMBERS` of four-byte numbers if vectors do not begin at a multiple of sixteen
+        bytes; a thread copies the numbers that it would hold in this layout.
       target: [n, length] in shared memory.
       interpret: Whether this runs in Pallas' interpreter.
     """
@@ -118,13 +121,17 @@ def copy_vectors(ref, positions: Array, layout, target, interpret: bool) -> None
     def copy(_, ref, positions, target):
         i32, tiled = ir.IntegerType.get_signless(32), layout.to_mgpu()
         sources, targets = _Rows(ref), _Rows(target)
-        for (row, column), at in zip(tiled.thread_idxs(dims), positions.registers.flat, strict=True):
-            at = as_index(at)
+        size = tiled.vector_length * mgpu.utils.bitwidth(ir.MemRefType(ref.type).element_type) // 8
+        kept = "cg" if size == 16 else "ca"  # Sixteen bytes need not stay in the L1 cache, fewer must.
+        places = [*tiled.thread_idxs(dims)]
+        pieces = len(places) // positions.registers.size  # of a vector, that a thread copies
+        for i, (row, column) in enumerate(places):
+            at = as_index(positions.registers.flat[i // pieces])
             exists = arith.cmpi(arith.CmpIPredicate.ne, at, _number(0))
-            # Of the 16 bytes that are written, those that are not read become zeros.
-            length = arith.select(exists, arith.constant(i32, 16), arith.constant(i32, 0))
+            # Of the bytes that are written, those that are not read become zeros.
+            length = arith.select(exists, arith.constant(i32, size), arith.constant(i32, 0))
             operands = [targets.point(row, column), sources.point(at, column), length]
-            text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+            text = f"cp.async.{kept}.shared.global [$0], [$1], {size}, $2;"
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r,~{memory}", has_side_effects=True)
 
     inline_mlir(copy, (plgpu.RefType(), layout.reduce(1), plgpu.RefType()), None)(ref, positions, target)

@@ -189,7 +189,7 @@ def _extend_on_gpu(
     log_decay = jnp.zeros(v.shape[:3], jnp.float32) if log_decay is None else log_decay
     beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
     spacing = gpu.row_spacing(call)
-    integers = Integers(*_integers(before, lengths, write, append, ancestors, pool.keys.shape[1], spacing))
+    integers = Integers(*_integers(before, lengths, write, append, pool.keys.shape[1], spacing, ancestors))
     names = ["checkpoints", "keys", "updates", "gates", "low", "low_scales"]
     names = [name for name in names if getattr(pool, name) is not None]
     arrays = tuple(getattr(pool, name) for name in names)
@@ -203,10 +203,10 @@ def _integers(
     lengths: Array,
     write: Array,
     append: Array,
-    ancestors: Array | None,
     block_size: int,
     spacing: int,
-) -> tuple[Array | None, ...]:
+    ancestors: Array | None,
+) -> tuple[Array, ...]:
     """The attributes of `pallas.extend.Integers`, in which each row has one line.
 
     Rows that fold get early lines: one line in `spacing`, or in fewer, so that all of them are in the first half. With
@@ -239,9 +239,8 @@ def _integers(
     later = jnp.where(rank < count * (stride - 1), between, count + rank)
     line = jnp.where(folds, rank * stride, later)
     first = jnp.argmax(line[None] == row, axis=1)
-    paths = None
+    found = [jnp.stack(fields, axis=1), entries, jnp.where(writes, append, -1)]
     if ancestors is not None:
         bits = 1 << jnp.arange(append.shape[1], dtype=jnp.int32)
-        paths = jnp.sum(jnp.where(ancestors, bits[None, None], 0), axis=2, dtype=jnp.int32)
-    found = jnp.stack(fields, axis=1), entries, jnp.where(writes, append, -1), paths
-    return jax.tree.map(lambda x: x[first], found)
+        found.append(jnp.sum(jnp.where(ancestors, bits[None, None], 0), axis=2, dtype=jnp.int32))
+    return tuple(x[first] for x in found)

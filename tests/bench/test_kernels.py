@@ -126,7 +126,7 @@ def test_a_small_run_on_a_cpu_keeps_its_figures_and_a_plot(tmp_path, capsys):
         assert row["us"] == row["wall_us"] > 0 and row["device_us"] is None and row["steps"] == 16
         np.testing.assert_allclose(row["floor_us"], 1e6 * row["bytes"] / record["read_bytes_per_s"])
         np.testing.assert_allclose(row["achieved"], row["floor_us"] / row["us"])
-    assert record["left_out"] == [] and len(record["targets"]) == 20
+    assert record["left_out"] == [] and len(record["targets"]) == 21
     assert path.with_suffix(".png").is_file() and "staggered" in capsys.readouterr().out
 
 

@@ -98,7 +98,7 @@ def test_the_gpu_kernel_lowers_for_trees(spec, time):
 @pytest.mark.parametrize(
     "time, limit, max_pending, state",
     [
-        (1, 1, 1, "split"),
+        (1, 1, 1, "float32"),
         (1, 16, 8, "float32"),
         pytest.param(5, 32, 8, "bfloat16", marks=pytest.mark.slow),
         pytest.param(1, 256, 8, "float32", marks=pytest.mark.slow),
@@ -367,7 +367,11 @@ def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng, spec):
     "spec, limit, reason",
     [
         (RecurrenceSpec(4, 2, key_dim=32, value_dim=64), 4, "key_dim and value_dim 64 or 128, got 32 and 64"),
-        (RecurrenceSpec(4, 2, key_dim=64, value_dim=64, decay="channel"), 4, 'decay="none" or "head", got \'channel\''),
+        (
+            RecurrenceSpec(4, 2, key_dim=64, value_dim=64, decay="channel"),
+            4,
+            "128 for a decay a channel, got 64 and 64",
+        ),
         (NARROW, 2000, "a ring of at most 1024 entries, got 2008"),
     ],
 )

@@ -17,6 +17,10 @@ times the exponential of the decay since the checkpoint. A lane serves an item i
 5. The state is multiplied with the decayed probes on the tensor cores.
 6. A thread for each row of the state substitutes forward over the new tokens.
 
+A launch of one token on short rings takes steps 1, 3 and 4 in one pass, from the newest entry to the oldest, and leaves
+out places that hold no entry, `PART` at a time. An item's entries are copied to shared memory while the item before is
+served.
+
 Floor: (checkpoint · (1 + folds per step) + live entries + appends + inputs and outputs) / read bandwidth. An entry has
 as many gates as a key has numbers, in float32: half of the bytes of an entry.
 
@@ -27,7 +31,7 @@ bits.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +50,7 @@ from jaxbuf.pallas.extend.gpu_products import (
     STATE_LEFT,
     STATE_RIGHT,
     TALL,
+    ZERO,
     count,
     cut,
     multiply_state,
@@ -55,12 +60,24 @@ from jaxbuf.pallas.extend.gpu_products import (
 )
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, MAX_DEALT_ROUNDS, MAX_WARPGROUPS, MEMORY, SWIZZLE
 from jaxbuf.pallas.extend.gpu_sums import LEAST_GATE, on_path
-from jaxbuf.pallas.instructions import count_up, publish, synchronize
-from jaxbuf.pallas.threads import COMPILER, PER_THREAD, THREADS, gather_numbers, load, store, store_rows, vectors_layout
+from jaxbuf.pallas.instructions import count_up, end_copies, publish, synchronize, wait_for_copies
+from jaxbuf.pallas.threads import (
+    COMPILER,
+    NUMBERS,
+    PER_THREAD,
+    THREADS,
+    copy_vectors,
+    gather_numbers,
+    load,
+    store,
+    store_rows,
+    vectors_layout,
+)
 
 DIM = THREADS  # of keys and values: a thread for each channel, and for each row of the state
 GROUP = 8  # probes that are multiplied with the state at once
-PITCH = DIM + 4  # numbers of a row of shared memory
+PART = 4  # entries that are left out if none of them is alive: a warp has one of their keys
+SHORT = 24  # entries, at most, of a short ring
 ROWS = vectors_layout(DIM, jnp.float32)  # of a chunk's keys: a warp has all of a key, four numbers a thread
 BANDS = DIM // BAND
 KEPT_POSITIONS = 4 * CHUNK  # positions of a row's entries, at most, that are among an item's words
@@ -80,12 +97,14 @@ class SharedMemory(NamedTuple):
 
     Attributes:
       barriers: One for each band of each warpgroup. It opens when that band of a checkpoint has arrived.
-      numbers: f32 [probe_rows, PITCH]: a chunk's decayed keys; then the decayed probes; then what each of these reads
-        from the state.
-      words: f32 [THREADS]: what all threads have to know of an item, int32 each: its row's fields, the positions of its
-        first entries, those of its new entries, and in a tree the new tokens' paths. The last is the number of the item
-        after the next.
-      weights: f32 [2 T, CHUNK]: of each probe its product with each decayed key.
+      numbers: f32 [probe_rows, DIM]: a chunk's decayed keys, and with one token the new key behind them; then the
+        decayed probes; then what each of these reads from the state. The last row is the decay of all entries.
+      words: f32 [2, THREADS]: what all threads have to know of this item and of the next one, int32 each: the row's
+        fields, the positions of the first entries, those of the new entries, and in a tree the new tokens' paths. The
+        last is the number of the item after the next.
+      weights: f32 [2 T, places]: of each probe its product with each decayed key.
+      gates: f32 [places, DIM], keys and updates: [places, DIM + 8] in Call.entry: the entries of an item of one
+        token on a short ring, which are copied past the registers. Else None.
       state: [BANDS, BAND, DIM]: the item's checkpoint.
     """
 
@@ -93,6 +112,9 @@ class SharedMemory(NamedTuple):
     numbers: Any
     words: Any
     weights: Any
+    gates: Any
+    keys: Any
+    updates: Any
     state: Any
 
 
@@ -125,12 +147,39 @@ class Arrays(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry: its gates, key and update [DIM], zeros if it does not exist. Without the delta rule its beta, too."""
+    """A place of a chunk: the gates, the key and the update [DIM] of its entry, without the delta rule its beta; and
+    whether there is one. If not, the others are anything."""
 
     gate: Array
     key: Array
     update: Array
     strength: Array | None
+    alive: Array
+
+    def select(self) -> "Entry":
+        """With zeros if there is no entry. Not before they are used: it waits until they have arrived."""
+        gate, key, update = (where(self.alive, x) for x in (self.gate, self.key, self.update))
+        strength = None if self.strength is None else where(self.alive, self.strength)
+        return Entry(gate, key, update, strength, self.alive)
+
+
+class Short(NamedTuple):
+    """What an item of one token on a short ring needs in registers.
+
+    Attributes:
+      gate, key, query, value: [DIM] of the new token, one number a thread.
+      probes: The key and the query as a warp multiplies them with an entry's key.
+      beta: Of the new token.
+      strengths: Without the delta rule the betas of the entries.
+    """
+
+    gate: Array
+    key: Array
+    query: Array
+    value: Array
+    probes: list[Array]
+    beta: Array
+    strengths: list[Array]
 
 
 def extend_channels(
@@ -168,20 +217,35 @@ def padded_entries(call: Call) -> int:
     return pl.cdiv(max(1, call.max_live), CHUNK) * CHUNK
 
 
+def _is_short(call: Call) -> bool:
+    """Whether a row has one token and a short ring."""
+    return call.time == 1 and call.max_live <= SHORT
+
+
+def _places(call: Call) -> int:
+    """Places of a short ring's entries: whole multiples of those that the threads copy at once."""
+    return pl.cdiv(max(1, call.max_live), 8) * 8
+
+
 def _shared_memory(call: Call, warpgroups: int) -> SharedMemory:
     columns = SWIZZLE // call.state.itemsize
     tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
-    probe_rows = max(CHUNK, pl.cdiv(2 * call.time, GROUP) * GROUP)
+    short, held = _is_short(call), _places(call)
+    places = held + PART if short else CHUNK
+    probe_rows = places if short else max(CHUNK, pl.cdiv(2 * call.time, GROUP) * GROUP) + 1
 
     def memory(*dims, dtype=jnp.float32, transforms=()):
         return plgpu.SMEM((warpgroups, *dims), dtype, transforms=transforms)
 
     return SharedMemory(
         barriers=plgpu.Barrier(num_barriers=warpgroups * BANDS),
-        numbers=memory(probe_rows, PITCH),
-        words=memory(THREADS),
-        weights=memory(2 * call.time, CHUNK),
+        numbers=memory(probe_rows, DIM),
+        words=memory(2, THREADS),
+        weights=memory(2 * call.time, places),
+        gates=memory(held, DIM) if short else None,
+        keys=memory(held, DIM + 8, dtype=call.entry) if short else None,
+        updates=memory(held, DIM + 8, dtype=call.entry) if short else None,
         state=memory(BANDS, BAND, DIM, dtype=call.state, transforms=(tiling, swizzle)),
     )
 
@@ -190,7 +254,7 @@ def _warpgroups(call: Call) -> int:
     """The warpgroups of a block: as many as there is work and shared memory for."""
 
     def size(warpgroups: int) -> int:
-        arrays = _shared_memory(call, warpgroups)[1:]
+        arrays = [x for x in _shared_memory(call, warpgroups)[1:] if x is not None]
         sizes = (int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in arrays)
         return sum(pl.cdiv(x, gpu_schedule.ALIGNMENT) * gpu_schedule.ALIGNMENT for x in sizes) + gpu_schedule.ALIGNMENT
 
@@ -215,11 +279,11 @@ def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):
 
         def serve(carry):
             """Serves an item; the lane draws the one after the next, or is dealt it."""
-            number, following = carry
+            number, following, buffer, loaded = carry
             drawn = count_up(*counter) if draws else None
-            lane.serve(number, following, drawn)
+            loaded = lane.serve(number, following, buffer, loaded, drawn)
             after = 2 * lanes + lane.drawn() if draws else following + lanes
-            return following, after
+            return following, after, 1 - buffer, loaded
 
         first = warpgroup * blocks + lax.axis_index("block")
 
@@ -227,7 +291,9 @@ def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):
         def _():
             lane.keep_words(lane.ask_for_words(first), None)
             lane.fetch(first)
-            lax.while_loop(lambda carry: carry[0] < call.items, serve, (first, first + lanes))
+            lane.copy_short(first)
+            start = first, first + lanes, jnp.int32(0), lane.load_short(first)
+            lax.while_loop(lambda carry: carry[0] < call.items, serve, start)
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
@@ -249,12 +315,16 @@ class _Lane:
 
     def __init__(self, call: Call, interpret: bool, arrays: Arrays, out, memory: SharedMemory, warpgroup: Array):
         self.call, self.interpret, self.arrays, self.out = call, interpret, arrays, out
-        self.numbers, self.words, self.weights, self.state = (ref.at[warpgroup] for ref in memory[1:])
+        own: list[Any] = [ref if ref is None else ref.at[warpgroup] for ref in memory[1:]]
+        self.numbers, self.words, self.weights, self.gates, self.keys, self.updates, self.state = own
         self._barriers, self._first_barrier = memory.barriers, warpgroup * BANDS
         self.kept = min(KEPT_POSITIONS, padded_entries(call))
         self.channels = pl.ds(0, DIM)
         # With several tokens, instructions for each of them and for a first chunk of its own would be too many.
         self.one_token = call.time == 1
+        self.short, self.places = _is_short(call), _places(call)
+        self.last_row = self.numbers.shape[0] - 1
+        self.buffer: Array | int = 0  # which of `words` are those of the item that is looked at
 
     def each_token(self, function: Callable[[Array | int], None]) -> None:
         """Calls a function with the number of each new token."""
@@ -296,14 +366,14 @@ class _Lane:
         for start, x in zip(starts, words[1:], strict=False):
             found = jnp.where(thread >= start, x, found)
         synchronize(self.interpret)
-        store(self.words, lax.bitcast_convert_type(found, jnp.float32))
+        store(self.words.at[self.buffer], lax.bitcast_convert_type(found, jnp.float32))
         if drawn is not None:
             synchronize(self.interpret)
-            publish(drawn, self.words.at[THREADS - 1])
+            publish(drawn, self.words.at[self.buffer, THREADS - 1])
         synchronize(self.interpret)
 
     def word(self, i: Array | int) -> Array:
-        return lax.bitcast_convert_type(self.words[i], jnp.int32)
+        return lax.bitcast_convert_type(self.words[self.buffer, i], jnp.int32)
 
     def drawn(self) -> Array:
         """The number that the lane drew last."""
@@ -328,34 +398,87 @@ class _Lane:
 
     # An item.
 
-    def serve(self, number: Array, following: Array, drawn: Array | None) -> None:
-        """Serves an item; starts to copy the state of the one that follows."""
-        call, arrays, time = self.call, self.arrays, range(self.call.time)
-        head, line = lax.rem(number, call.heads), number // call.heads
+    def read_item(self, number: Array) -> Item:
+        """The item with a number, whose words are kept."""
         row, length, live, checkpoint, has_checkpoint, fold_to = (
             self.word(i) for i in (ROW, LENGTH, LIVE, CHECKPOINT, HAS_CHECKPOINT, FOLD_TO)
         )
-        item = Item(line, head, row, length, live, checkpoint, has_checkpoint > 0, fold_to >= 0, fold_to)
+        line = jnp.minimum(number, self.call.items - 1) // self.call.heads
+        head = lax.rem(number, self.call.heads)
+        return Item(line, head, row, length, live, checkpoint, has_checkpoint > 0, fold_to >= 0, fold_to)
+
+    def copy_short(self, number: Array) -> None:
+        """Starts to copy the entries of an item, whose words are kept, to shared memory; zeros where there is none."""
+        if not self.short:
+            return
+        arrays, item, places = self.arrays, self.read_item(number), pl.ds(ROW_FIELDS, self.places)
+        for ref, head, target in (
+            (arrays.gates, item.head, self.gates),
+            (arrays.keys, item.head // self.call.heads_per_key, self.keys),
+            (arrays.updates, item.head, self.updates),
+        ):
+            aligned = ref.shape[-1] * ref.dtype.itemsize % 16 == 0
+            layout = vectors_layout(DIM, ref.dtype) if aligned else NUMBERS
+            at = load(self.words.at[self.buffer, places], layout.reduce(1))
+            at = lax.bitcast_convert_type(at, jnp.int32)
+            source, target = ref.at[:, head, self.channels], target.at[:, self.channels]
+            copy_vectors(source, at, layout, target, self.interpret)
+        end_copies(self.interpret)
+
+    def load_short(self, number: Array) -> Short | None:
+        """Asks for the rest of what such an item needs; None of other items, which ask when they are served."""
+        if not self.short:
+            return None
+        arrays, item, strengths = self.arrays, self.read_item(number), []
+        row, head, key_head = item.row, item.head, item.head // self.call.heads_per_key
+        if not self.call.delta:
+            places = [self.word(ROW_FIELDS + i) for i in range(self.places)]
+            strengths = [arrays.gates[at, head, DIM] for at in places]
+        return Short(
+            gate=load(arrays.log_decay.at[row, 0, head], PER_THREAD),
+            key=load(arrays.k.at[row, 0, key_head], PER_THREAD),
+            query=load(arrays.q.at[row, 0, key_head], PER_THREAD),
+            value=load(arrays.v.at[row, 0, head], PER_THREAD),
+            probes=[load(ref.at[row, 0, key_head], ROWS.reduce(0)) for ref in (arrays.k, arrays.q)],
+            beta=arrays.beta[row, 0, head],
+            strengths=strengths,
+        )
+
+    def serve(
+        self, number: Array, following: Array, buffer: Array, loaded: Short | None, drawn: Array | None
+    ) -> Short | None:
+        """Serves an item; starts to copy the state of the one that follows, and returns what that one needs."""
+        call, arrays, time = self.call, self.arrays, range(self.call.time)
+        self.buffer = buffer
+        item, next_words = self.read_item(number), self.ask_for_words(following)
         append = [self.append_to(t) for t in time]
         paths = [self.path(t) for t in time] if call.tree else None
-
-        first = self.load_chunk(item, 0) if self.one_token or call.max_live <= CHUNK else None
-        values = [load(arrays.v.at[row, t, head], PER_THREAD) for t in time]
-        next_words = self.ask_for_words(following)
-        betas = [arrays.beta[row, t, head] for t in time]
-
-        total = self.sum_gates(item, first)
-        pl.when(item.folds)(functools.partial(self.fold, item, first, total))
-        added = self.add_entries(item, first, total)
-        self.weigh_new(item)
-        self.decay_probes(item, [where(~item.folds, x) for x in total])
+        if loaded is not None:
+            values, betas = [loaded.value], [loaded.beta]
+            added = self.add_short(item, loaded)
+        else:
+            first = self.load_chunk(item, 0) if self.one_token or call.max_live <= CHUNK else None
+            values = [load(arrays.v.at[item.row, t, item.head], PER_THREAD) for t in time]
+            betas = [arrays.beta[item.row, t, item.head] for t in time]
+            total = self.sum_gates(item, first)
+            pl.when(item.folds)(functools.partial(self.fold, item, first, total))
+            added = self.add_entries(item, first, total)
+            self.weigh_new(item)
+            self.decay_probes(item, [where(~item.folds, x) for x in total])
         self.each_token(functools.partial(self.append_entry, item))
+        self.buffer = 1 - buffer
+        self.keep_words(next_words, drawn)
+        # They arrive while the state is multiplied. A load would not: the assembler has few counters for loads, so that
+        # a later load from shared memory would wait for it.
+        self.copy_short(following)
         self.read_state(item)
         # All threads are done with the state.
         pl.when(item.folds)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
-        self.keep_words(next_words, drawn)
+        synchronize(self.interpret)
         pl.when(following < call.items)(lambda: self.fetch(following))
+        loaded = self.load_short(following)
         self.substitute(item, added, values, betas, append, paths)
+        return loaded
 
     # Sums of gates.
 
@@ -426,20 +549,21 @@ class _Lane:
             for ref, head in ((arrays.gates, item.head), (arrays.keys, key_head), (arrays.updates, item.head))
         )
         betas = [None if call.delta else arrays.gates[at, item.head, DIM] for at in positions]
-        found = []
-        for i, entry in enumerate(zip(gates, keys, updates, betas, strict=True)):
-            alive = item.live > c * CHUNK + i
-            found.append(Entry(*(None if x is None else where(alive, x) for x in entry)))
-        return found
+        alive = [item.live > c * CHUNK + i for i in range(CHUNK)]
+        return [Entry(*entry) for entry in zip(gates, keys, updates, betas, alive, strict=True)]
 
     def each_chunk(self, item: Item, first: list[Entry] | None, add: Callable, carry):
         """Calls `add` with the number of each chunk, the chunk, and what it returned for the one before."""
         chunks, begun = pl.cdiv(item.live, CHUNK), 0
         if first is not None:
-            carry, begun = add(0, first, carry), 1
+            carry, begun = add(0, [entry.select() for entry in first], carry), 1
         if self.call.max_live <= CHUNK:
             return carry
-        return lax.fori_loop(begun, chunks, lambda c, carry: add(c, self.load_chunk(item, c), carry), carry)
+
+        def add_loaded(c, carry):
+            return add(c, [entry.select() for entry in self.load_chunk(item, c)], carry)
+
+        return lax.fori_loop(begun, chunks, add_loaded, carry)
 
     def sum_gates(self, item: Item, first: list[Entry] | None) -> Sum:
         """The sum of all entries' gates."""
@@ -476,7 +600,73 @@ class _Lane:
             if i or call.delta:  # Without the delta rule nothing is recalled.
                 probe = load(ref.at[item.row, t, key_head], ROWS.reduce(0)).astype(jnp.float32)
                 products = keys * spread(probe, keys.shape, 1, ROWS)
-                store(self.weights.at[i * call.time + t], jnp.sum(products, axis=1))
+                store(self.weights.at[i * call.time + t, pl.ds(0, CHUNK)], jnp.sum(products, axis=1))
+
+    def add_short(self, item: Item, loaded: Short) -> list[Array]:
+        """All of the steps before the state is multiplied, for one token on a short ring.
+
+        Returns:
+          As `add_entries`.
+        """
+        call, interpret = self.call, self.interpret
+        wait_for_copies(0, interpret)
+        ours, others = (
+            [x.astype(jnp.float32) for x in probes] for probes in ([loaded.key, loaded.query], loaded.probes)
+        )
+        since = self.cut_gate(loaded.gate)
+        synchronize(interpret)  # All threads are done with the item before.
+        store(self.numbers.at[self.places, self.channels], ours[0])
+        # A fold decays the entries up to the last of them.
+        sum = [where(~item.folds, x) for x in since]
+        starts = range(0, self.places, PART)
+        for start in reversed(starts):
+
+            def decay_part(sum, start=start):
+                for i in reversed(range(start, start + PART)):
+                    key = load(self.keys.at[i, self.channels], PER_THREAD).astype(jnp.float32)
+                    store(self.numbers.at[i, self.channels], key * self.factor(sum))
+                    sum = _plus(sum, self.cut_gate(load(self.gates.at[i, self.channels], PER_THREAD)))
+                return sum
+
+            # Folds add all places.
+            sum = lax.cond(item.folds | (item.live > start), decay_part, lambda sum: sum, sum)
+        synchronize(interpret)
+        pl.when(item.folds)(functools.partial(self.fold, item, None, sum, loaded.strengths))
+
+        def multiply(start):
+            keys = load(self.numbers.at[pl.ds(start, PART), self.channels], ROWS)
+            for i, probe in enumerate(others):
+                if i or call.delta:
+                    products = keys * spread(probe, keys.shape, 1, ROWS)
+                    store(self.weights.at[i, pl.ds(start, PART)], jnp.sum(products, axis=1))
+
+        alive = [~item.folds & (item.live > start) for start in starts]
+        for start, some in zip(starts, alive, strict=True):
+            pl.when(some)(functools.partial(multiply, start))
+        multiply(self.places)
+        synchronize(interpret)
+        # A folded state is that up to the last entry.
+        decay = self.factor(
+            [jnp.where(jnp.broadcast_to(item.folds, x.shape), y, x) for x, y in zip(sum, since, strict=True)]
+        )
+        for i, probe in enumerate(ours):
+            store(self.numbers.at[i, self.channels], probe * decay)
+
+        def add_part(added, start):
+            added = [*added]
+            for i in range(start, start + PART):
+                update = load(self.updates.at[i, self.channels], PER_THREAD).astype(jnp.float32)
+                if loaded.strengths:
+                    update = jnp.where(item.live > i, loaded.strengths[i], ZERO) * update
+                for j in (0, 1) if call.delta else (1,):
+                    added[j] = added[j] + self.weights[j, i] * update
+            return added
+
+        added = [zeros((DIM,), PER_THREAD)] * 2
+        for start, some in zip(starts, alive, strict=True):
+            added = lax.cond(some, functools.partial(add_part, start=start), lambda added: added, added)
+        synchronize(interpret)
+        return added
 
     def add_entries(self, item: Item, first: list[Entry] | None, total: Sum) -> list[Array]:
         """What the entries add to each probe's product with the state; zeros if the item folds."""
@@ -565,26 +755,26 @@ class _Lane:
 
     # The state.
 
-    def fold(self, item: Item, first: list[Entry] | None, total: Sum) -> None:
-        """Makes the state in shared memory, checkpoint · exp(total) + Σ update ⊗ decayed key; starts to copy it."""
+    def fold(self, item: Item, first: list[Entry] | None, total: Sum, strengths: Sequence[Array] = ()) -> None:
+        """Makes the state in shared memory, checkpoint · exp(total) + Σ update ⊗ decayed key; starts to copy it.
+
+        Args:
+          item: The item.
+          first: Its first chunk, or None.
+          total: The sum of all gates.
+          strengths: Of a short ring, whose keys have been decayed, the betas without the delta rule.
+        """
         # The checkpoint's decay, for the columns that each thread has of it.
+        store(self.numbers.at[self.last_row, self.channels], self.factor(total))
         synchronize(self.interpret)
-        store(self.numbers.at[0, self.channels], self.factor(total))
-        synchronize(self.interpret)
-        decays = [load(self.numbers.at[0, strip], TALL.reduce(0)) for strip in self.strips()]
+        decays = [load(self.numbers.at[self.last_row, strip], TALL.reduce(0)) for strip in self.strips()]
 
-        def add_chunk(c, chunk, left):
-            behind, begins = self.sum_behind(chunk, left), jnp.equal(c, 0)
-            positions = self.positions(item, c)
-            self.decay_keys(chunk, behind, None)
-
+        def add_chunk(load_updates, betas, begins):
             def add_to(band):
                 pl.when(item.has_checkpoint & begins)(lambda: plgpu.barrier_wait(self.barrier(band)))
-                updates = []
-                for i, (at, entry) in enumerate(zip(positions, chunk, strict=True)):
-                    update = load(self.arrays.updates.at[at, item.head, pl.ds(band * BAND, BAND)], TALL.reduce(1))
-                    update = where(item.live > c * CHUNK + i, update).astype(jnp.float32)
-                    updates.append(update if entry.strength is None else entry.strength * update)
+                updates = [x.astype(jnp.float32) for x in load_updates(pl.ds(band * BAND, BAND))]
+                if not self.call.delta:
+                    updates = [x * y for x, y in zip(betas, updates, strict=True)]
                 for strip, decay in zip(self.strips(), decays, strict=True):
                     part = self.state.at[band, :, strip]
                     new = load(part, TALL).astype(jnp.float32)
@@ -596,9 +786,27 @@ class _Lane:
                     store(part, new.astype(self.call.state))
 
             self.each_band(add_to)
+
+        def add_loaded(c, chunk, left):
+            positions, alive = self.positions(item, c), [entry.alive for entry in chunk]
+            behind = self.sum_behind(chunk, left)
+            self.decay_keys(chunk, behind, None)
+
+            def load_updates(rows):
+                refs = [self.arrays.updates.at[at, item.head, rows] for at in positions]
+                return [where(some, load(ref, TALL.reduce(1))) for some, ref in zip(alive, refs, strict=True)]
+
+            add_chunk(load_updates, [entry.strength for entry in chunk], jnp.equal(c, 0))
             return behind[-1]
 
-        self.each_chunk(item, first, add_chunk, total)
+        if self.short:
+            betas = [jnp.where(item.live > i, beta, ZERO) for i, beta in enumerate(strengths)]
+            places = range(self.places)
+            add_chunk(
+                lambda rows: [load(self.updates.at[i, rows], TALL.reduce(1)) for i in places], betas, jnp.bool_(True)
+            )
+        else:
+            self.each_chunk(item, first, add_loaded, total)
         plgpu.commit_smem()  # The copies below read what was stored.
         for band in range(BANDS):
             stored = self.arrays.checkpoints.at[item.fold_to, item.head, pl.ds(band * BAND, BAND)]
@@ -635,7 +843,7 @@ class _Lane:
             """What probe i reads from the state."""
             return where(item.has_state, load(self.numbers.at[i, self.channels], PER_THREAD))
 
-        recalls, outs = added[:time], added[time:]
+        recalls, outs, first = added[:time], added[time:], self.places if self.short else 0
         for t, to in enumerate(append):
             stored = values[t]
             if call.delta:
@@ -646,8 +854,8 @@ class _Lane:
                 update = betas[t] * update
             for i in range(t, time):
                 if i > t and call.delta:
-                    recalls[i] = on_path(paths, i, t, recalls[i] + self.weights[i, t] * update, recalls[i])
-                outs[i] = on_path(paths, i, t, outs[i] + self.weights[time + i, t] * update, outs[i])
+                    recalls[i] = on_path(paths, i, t, recalls[i] + self.weights[i, first + t] * update, recalls[i])
+                outs[i] = on_path(paths, i, t, outs[i] + self.weights[time + i, first + t] * update, outs[i])
             result = where(t < item.length, outs[t] + read(time + t))
             store(self.out.at[item.row, t, item.head], result.astype(call.out))
 
