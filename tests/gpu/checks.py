@@ -488,9 +488,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_kda_step_is_xlas_where_tokens_only_come_one_by_one": lambda rng: check_long_rings(
         rng, ALONE, max_pending=1, spec=KDA
     ),
-    "a_recurrent_kda_step_is_xlas": lambda rng: (
-        check_recurrent(rng, "bfloat16", spec=KDA) | check_recurrent(rng, "bfloat16", "split", spec=KDA)
-    ),
+    "a_recurrent_kda_step_is_xlas": lambda rng: check_recurrent(rng, "bfloat16", spec=KDA),
     "kda_tokens_at_once_store_the_bits_of_one_by_one": lambda rng: (
         check_at_once(rng, "bfloat16", spec=KDA) | check_at_once(rng, "bfloat16", 80, spec=KDA)
     ),

@@ -30,8 +30,9 @@ The words that the GPU kernels use, beside those of `jaxbuf.recurrence`:
 
 import jax.numpy as jnp
 
-from jaxbuf.pallas.extend import gpu, gpu_channel
+from jaxbuf.pallas.extend import gpu
 from jaxbuf.pallas.extend.call import Call, Integers
+from jaxbuf.pallas.extend.gpu_channel_lane import DIM
 
 __all__ = ["Call", "Integers", "gpu", "supports"]
 
@@ -42,9 +43,9 @@ def supports(call: Call) -> str | None:
     Returns:
       None if it does; else what it needs, and what came instead.
     """
-    sizes = f"key_dim and value_dim {gpu_channel.DIM} for a decay a channel, got {call.key_dim} and {call.value_dim}"
+    sizes = f"key_dim and value_dim {DIM} for a decay a channel, got {call.key_dim} and {call.value_dim}"
     needs = (
-        (call.decay != "channel" or call.key_dim == call.value_dim == gpu_channel.DIM, sizes),
+        (call.decay != "channel" or call.key_dim == call.value_dim == DIM, sizes),
         (call.decay != "channel" or call.low is None, "a checkpoint that is not split for a decay a channel"),
         (
             call.key_dim in gpu.VECTORS and call.value_dim in gpu.VECTORS,

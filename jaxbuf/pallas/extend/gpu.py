@@ -40,7 +40,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import FOLDING, ROW_FIELDS, Call, Integers
-from jaxbuf.pallas.extend.gpu_channel import extend_channels, padded_entries
+from jaxbuf.pallas.extend.gpu_channel import extend_channels
+from jaxbuf.pallas.extend.gpu_channel_lane import padded_entries
 from jaxbuf.pallas.extend.gpu_entries import add_all, weight
 from jaxbuf.pallas.extend.gpu_fold import fold
 from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, Lane, Upcoming, read_item

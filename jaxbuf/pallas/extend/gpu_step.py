@@ -29,8 +29,13 @@ MAX_RING = 8  # entries of a ring; they are added to the state one after the oth
 
 
 def serves(call: Call) -> bool:
-    """Whether this kernel takes a call: tokens always come one by one, and rings are short."""
-    return call.max_pending == 1 and call.ring <= MAX_RING
+    """Whether this kernel takes a call: tokens always come one by one, and rings are short.
+
+    It loads sixteen bytes at once. With a decay a channel and without the delta rule, an entry's gates do not begin at
+    a multiple of them.
+    """
+    aligned = call.decay != "channel" or call.delta
+    return call.max_pending == 1 and call.ring <= MAX_RING and aligned
 
 
 def extend_step(
@@ -90,7 +95,7 @@ def _kernel(call: Call, interpret: bool):
             key = load(keys.at[at, key_head], along_keys).astype(jnp.float32)
             update = load(updates.at[at, head, values], along_values).astype(jnp.float32)
             if not call.delta:
-                update = (gates[at, head, key_dim] if channel else gates[at, call.beta(head, 0)]) * update
+                update = gates[at, call.beta(head, 0)] * update
             gate = ZERO
             if channel:
                 gate = load(gates.at[at, head, pl.ds(0, key_dim)], along_keys)
@@ -144,8 +149,7 @@ def _kernel(call: Call, interpret: bool):
             elif call.decay == "head":
                 store(gates.at[appended, call.log_decay(head, 0)], new_gate)
             if not call.delta:
-                place = (appended, head, key_dim) if channel else (appended, call.beta(head, 0))
-                store(gates.at[place], new_beta)
+                store(gates.at[appended, call.beta(head, 0)], new_beta)
 
             @pl.when(lax.rem(head, call.heads_per_key) == 0)
             def _():

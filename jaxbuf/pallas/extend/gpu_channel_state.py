@@ -1,0 +1,109 @@
+"""The state of an item, in `extend` on a GPU with a decay a channel: folds, and products with the probes."""
+
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxbuf.axes import Array
+from jaxbuf.pallas.extend.gpu_channel_keys import decay_keys, sum_behind
+from jaxbuf.pallas.extend.gpu_channel_lane import BANDS, GROUP, Entry, Lane
+from jaxbuf.pallas.extend.gpu_channel_sums import Sum, factor
+from jaxbuf.pallas.extend.gpu_lane import Item
+from jaxbuf.pallas.extend.gpu_products import (
+    STATE,
+    STATE_LEFT,
+    STATE_RIGHT,
+    TALL,
+    ZERO,
+    cut,
+    multiply_state,
+    spread,
+    where,
+    zeros,
+)
+from jaxbuf.pallas.extend.gpu_schedule import BAND
+from jaxbuf.pallas.instructions import synchronize
+from jaxbuf.pallas.threads import load, store, store_rows
+
+
+def fold(lane: Lane, item: Item, first: list[Entry] | None, total: Sum, strengths: Sequence[Array] = ()) -> None:
+    """Makes the state in shared memory, checkpoint · exp(total) + Σ update ⊗ decayed key; starts to copy it.
+
+    Args:
+      item: The item.
+      first: Its first chunk, or None.
+      total: The sum of all gates.
+      strengths: Of a short ring, whose keys have been decayed, the betas without the delta rule.
+    """
+    # The checkpoint's decay, for the columns that each thread has of it.
+    store(lane.numbers.at[lane.last_row, lane.channels], factor(lane.interpret, total))
+    synchronize(lane.interpret)
+    decays = [load(lane.numbers.at[lane.last_row, strip], TALL.reduce(0)) for strip in lane.strips()]
+
+    def add_chunk(load_updates, betas, begins):
+        def add_to(band):
+            pl.when(item.has_checkpoint & begins)(lambda: plgpu.barrier_wait(lane.barrier(band)))
+            updates = [x.astype(jnp.float32) for x in load_updates(pl.ds(band * BAND, BAND))]
+            if not lane.call.delta:
+                updates = [x * y for x, y in zip(betas, updates, strict=True)]
+            for strip, decay in zip(lane.strips(), decays, strict=True):
+                part = lane.state.at[band, :, strip]
+                new = load(part, TALL).astype(jnp.float32)
+                decayed = where(item.has_checkpoint, new * spread(decay, new.shape, 1, TALL))
+                new = jnp.where(jnp.broadcast_to(begins, new.shape), decayed, new)
+                for i, update in enumerate(updates):
+                    key = load(lane.numbers.at[i, strip], TALL.reduce(0))
+                    new = new + spread(update, new.shape, 0, TALL) * spread(key, new.shape, 1, TALL)
+                store(part, new.astype(lane.call.state))
+
+        lane.each_band(add_to)
+
+    def add_loaded(c, chunk, left):
+        positions, alive = lane.positions(item, c), [entry.alive for entry in chunk]
+        behind = sum_behind(lane, chunk, left)
+        decay_keys(lane, chunk, behind, None)
+
+        def load_updates(rows):
+            refs = [lane.arrays.updates.at[at, item.head, rows] for at in positions]
+            return [where(some, load(ref, TALL.reduce(1))) for some, ref in zip(alive, refs, strict=True)]
+
+        add_chunk(load_updates, [entry.strength for entry in chunk], jnp.equal(c, 0))
+        return behind[-1]
+
+    if lane.short:
+        betas = [jnp.where(item.live > i, beta, ZERO) for i, beta in enumerate(strengths)]
+        places = range(lane.places)
+        add_chunk(lambda rows: [load(lane.updates.at[i, rows], TALL.reduce(1)) for i in places], betas, jnp.bool_(True))
+    else:
+        lane.each_chunk(item, first, add_loaded, total)
+    plgpu.commit_smem()  # The copies below read what was stored.
+    for band in range(BANDS):
+        stored = lane.arrays.checkpoints.at[item.fold_to, item.head, pl.ds(band * BAND, BAND)]
+        plgpu.copy_smem_to_gmem(lane.state.at[band], stored)
+
+
+def read_state(lane: Lane, item: Item) -> None:
+    """Overwrites the decayed probes with what each reads from the state."""
+    probes = 2 * lane.call.time
+    starts = range(0, probes, GROUP)
+    found = []
+    for band in range(BANDS):
+        pl.when(item.has_checkpoint & ~item.folds)(functools.partial(plgpu.barrier_wait, lane.barrier(band)))
+        # Two sums each, because products into one sum wait for each other.
+        sums = [[zeros((BAND, GROUP), STATE)] * 2 for _ in starts]
+        for strip in lane.strips():
+            left = cut(load(lane.state.at[band, :, strip], STATE_LEFT))
+            for i, start in enumerate(starts):
+                right = cut(load(lane.numbers.at[pl.ds(start, GROUP), strip], STATE_RIGHT))
+                for part in left:
+                    sums[i] = [sums[i][1], multiply_state(sums[i][0], part, right, lane.interpret)]
+        found.append([x + y for x, y in sums])
+    synchronize(lane.interpret)  # All threads have read the probes.
+    for band, products in enumerate(found):
+        for start, product in zip(starts, products, strict=True):
+            n = min(GROUP, probes - start)
+            target = lane.numbers.at[pl.ds(start, n), pl.ds(band * BAND, BAND)]
+            store_rows(product, STATE, 1, target, lane.interpret)
