@@ -57,13 +57,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "recurrence on the same inputs, rounded to bfloat16 beforehand. An error that grows is an error that "
         "accumulates: with an fp32 or a split checkpoint it must not, with a bfloat16 one and weak decay it does. "
         "Of the families gdn is Gated DeltaNet, mamba2 has its decay and no delta rule, kda a decay for each key "
-        "channel; the GPU kernel serves gdn alone. "
+        "channel. "
         f"The exit status is 1 if what must hold does not; fewer than {2 * WINDOW} steps are not judged. With "
         "--implementation both the GPU kernel decodes the same inputs as XLA's compilation of the jnp path, and with "
         f"bf16 entries its error must be at most {MORE} times XLA's, in the first and in the last {WINDOW} steps.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    told = f"of the recurrence, with commas: {', '.join(FAMILIES)}; default: all that the implementation serves"
+    told = f"of the recurrence, with commas: {', '.join(FAMILIES)}; default: all"
     parser.add_argument("--families", default=None, help=told)
     parser.add_argument("--steps", type=whole(1), default=4096, help="tokens decoded, one at a time")
     parser.add_argument("--limit", type=whole(1), default=16, help="entries from which the ring folds")
@@ -88,13 +88,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "it, so take few --steps",
     )
     options = parser.parse_args(arguments)
-    kernel = options.implementation in ("gpu", "both")
-    options.families = tuple((options.families or ("gdn" if kernel else ",".join(FAMILIES))).split(","))
+    options.families = tuple((options.families or ",".join(FAMILIES)).split(","))
     if unknown := [name for name in options.families if name not in FAMILIES]:
         parser.error(f"--families must name some of {', '.join(FAMILIES)}, got {unknown[0]!r}")
-    if kernel and options.families != ("gdn",):
-        found = ",".join(options.families)
-        parser.error(f"--families must be gdn with --implementation {options.implementation}, got {found}")
     if options.heads % options.key_heads:
         parser.error(f"--heads must be a multiple of --key-heads, got {options.heads} and {options.key_heads}")
     report.check_plots(parser, options.json)

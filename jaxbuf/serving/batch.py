@@ -370,7 +370,8 @@ def choose_kv_limit(
 
     "auto" does without where a kernel reads the entries that are there and no others: XLA's path reads the checkpoints
     of all rows and all places of their rings, whatever is in them, so that nothing is won. And it does without only
-    where most prompts are short: long rings cost those a little that have a checkpoint.
+    where most prompts are short: long rings cost those a little that have a checkpoint. Where the decay is one a key
+    channel they cost much: the kernel is fast on short rings alone.
 
     Args:
       lm: The model.
@@ -387,10 +388,9 @@ def choose_kv_limit(
     short = sum(tokens <= entries for tokens in prompts)
     if entries <= limit or not short:
         return None
-    if form == "auto" and (
-        2 * short < len(prompts) or not kernel_serves(spec, target=lm.target, ring=entries, **dtypes)
-    ):
-        return None
+    if form == "auto":
+        served = spec.decay != "channel" and kernel_serves(spec, target=lm.target, ring=entries, **dtypes)
+        return entries if served and 2 * short >= len(prompts) else None
     return entries
 
 

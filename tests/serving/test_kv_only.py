@@ -118,6 +118,8 @@ def test_auto_is_kv_only_where_a_kernel_reads_what_is_there_and_nowhere_else(lm)
     assert [chosen(hopper, "auto", prompts=prompts) for prompts in (few, half, none)] == [None, kv, None]
     assert [chosen(hopper, "kv", prompts=prompts) for prompts in (few, half, none)] == [kv, kv, None]
     assert chosen(WithSpec(lm, None), "kv") is None
+    channels = WithSpec(lm, dataclasses.replace(spec, decay="channel"), hopper.target)
+    assert chosen(channels, "auto", prompts=(1,)) is None and chosen(channels, "kv", prompts=(1,)) > 16
 
 
 @dataclasses.dataclass
