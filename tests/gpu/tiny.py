@@ -20,6 +20,8 @@ from jaxbuf.recurrence import RecurrenceSpec, buffered
 from tests.attention import launches
 from tests.gpu.checks import SMALL, Figures, extend, new_inputs, poisoned
 
+CHANNELS = dataclasses.replace(SMALL, key_heads=4, decay="channel")
+
 
 @mock.patch.object(gpu_schedule, "PROCESSORS", 1)  # a warpgroup serves several heads
 def tiny(implementation: str = "gpu") -> Figures:
@@ -34,6 +36,9 @@ def tiny(implementation: str = "gpu") -> Figures:
     for case in cases:
         if case[0] in (3, 60) and case[3] != "split8":
             tiny_steps(rng, dataclasses.replace(SMALL, value_dim=64, delta=False), *case, implementation)
+    for case in cases[:3]:
+        tiny_steps(rng, CHANNELS, *case, implementation)
+    tiny_steps(rng, dataclasses.replace(CHANNELS, delta=False), *cases[1], implementation)
     spec = dataclasses.replace(SMALL, key_heads=4)
     for operation in companions.OPERATIONS:
         print(operation, flush=True)
@@ -49,7 +54,8 @@ def tiny(implementation: str = "gpu") -> Figures:
 
 def tiny_steps(rng, spec: RecurrenceSpec, limit: int, max_pending: int, held: tuple, state: str, implementation: str):
     """Steps of three rows, of which `held` says how many entries each has, with folds among them."""
-    family, slots = "Gated DeltaNet" if spec.delta else "Mamba-2", np.arange(1, 4, dtype=np.int32)
+    names = {"head": ("Mamba-2", "Gated DeltaNet"), "channel": ("gated linear attention", "KDA")}
+    family, slots = names[spec.decay][spec.delta], np.arange(1, 4, dtype=np.int32)
     print(f"{family}, limit {limit}, at most {max_pending} tokens at once, {state} checkpoints", flush=True)
     # The tools would look at every program of the GPU, and the compiler tries many.
     with jax.default_device(jax.devices("cpu")[0]):
