@@ -139,15 +139,3 @@ def test_errors_name_the_node():
         buffered.commit_cursor(after, two, slots, jnp.array([[0], [0]]))
     with pytest.raises(ValueError, match=r"path must be int32 \[2, at most 6\], got int32 \(2, 7\)"):
         buffered.commit_cursor(after, two, slots, jnp.zeros((2, 7), jnp.int32))
-
-
-def test_no_kernel_serves_a_tree_yet():
-    spec = RecurrenceSpec(heads=4, key_heads=4, key_dim=128, value_dim=128)
-    q, gates = jnp.zeros((1, 2, 4, 128)), jnp.zeros((1, 2, 4))
-
-    def launch(parents):
-        cache, where = buffered.init(spec, slots=1), {"slots": jnp.array([1]), "parents": parents}
-        return buffered.extend(spec, cache, q, q, q, gates, **where, implementation="gpu", target="H100")
-
-    with pytest.raises(ValueError, match=r"can not serve this extend: .*trees are not served yet"):
-        jax.eval_shape(launch, jnp.full((1, 2), -1))
