@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.memory.tree import ancestors, path_first, permute
-from jaxbuf.recurrence import RecurrenceSpec, buffered
+from jaxbuf.recurrence import buffered
 from jaxbuf.recurrence.convolution import extend_ring, init_ring, init_ring_order
 from tests.recurrence import definition
 from tests.recurrence.families import inputs as inputs_of
