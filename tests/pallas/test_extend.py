@@ -11,6 +11,7 @@ import pytest
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from tests.gpu import checks
+from tests.gpu.checks import new_inputs
 from tests.recurrence.twin import path_to, random_parents
 
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
@@ -26,19 +27,6 @@ MAMBA = RecurrenceSpec(heads=128, key_heads=8, key_dim=128, value_dim=64, delta=
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 SLOTS = 2
 REJECTED = np.array([[False, False, True]])  # of three tokens
-
-
-def new_inputs(rng, spec, rows, time, dtype):
-    def unit(*shape):
-        x = rng.standard_normal(shape)
-        return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), dtype)
-
-    q, k = unit(rows, time, spec.key_heads, spec.key_dim), unit(rows, time, spec.key_heads, spec.key_dim)
-    v = jnp.asarray(rng.standard_normal((rows, time, spec.heads, spec.value_dim)), dtype)
-    channels = (spec.key_dim,) if spec.decay == "channel" else ()
-    log_decay = jnp.asarray(-0.3 * np.abs(rng.standard_normal((rows, time, spec.heads, *channels))), jnp.float32)
-    beta = jnp.asarray(rng.uniform(0.1, 1.0, (rows, time, spec.heads)), jnp.float32)
-    return q, k, v, None if spec.decay == "none" else log_decay, beta
 
 
 def poisoned(cache):

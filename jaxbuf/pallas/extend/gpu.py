@@ -44,7 +44,7 @@ from jaxbuf.pallas.extend.gpu_channel import extend_channels
 from jaxbuf.pallas.extend.gpu_channel_lane import padded_entries
 from jaxbuf.pallas.extend.gpu_entries import add_all, weight
 from jaxbuf.pallas.extend.gpu_fold import fold
-from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, Lane, Upcoming, read_item
+from jaxbuf.pallas.extend.gpu_lane import Item, Lane, Upcoming, name_arrays, read_item
 from jaxbuf.pallas.extend.gpu_products import STATE, STATE_LEFT, VECTORS, ZERO, cut, join, multiply_state, where, zeros
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, SPACING, Schedule, arrange
 from jaxbuf.pallas.extend.gpu_step import extend_step, serves
@@ -87,14 +87,13 @@ def extend(
     # No kernel takes an array without numbers, which the gates of a DeltaNet are.
     of_entry = gates.shape[2:] if call.decay == "channel" else (call.gates,)
     flat.append(gates.reshape(-1, *of_entry) if call.gates else jnp.zeros((1, 1)))
-    if serves(call) or call.decay == "channel":
+    by_step = serves(call)
+    if by_step or call.decay == "channel":
         refs = [jax.new_ref(x) for x in (checkpoints, *flat, *low)]
-        extend_others = extend_step
-        if not serves(call):
-            extend_others = extend_channels
+        if not by_step:
             integers = integers._replace(entries=_padded(integers.entries, padded_entries(call)))
-        out = extend_others(call, integers, refs, q, k, v, log_decay, beta, interpret=interpret)
-        return out, _frozen(refs, arrays)
+        kernel = extend_step if by_step else extend_channels
+        return kernel(call, integers, refs, q, k, v, log_decay, beta, interpret=interpret), _frozen(refs, arrays)
     given, call = call, stack(call)
     heads = call.heads, call.value_dim
     v, flat[1] = v.reshape(*v.shape[:2], *heads), flat[1].reshape(-1, *heads)
@@ -163,9 +162,7 @@ def _kernel(schedule: Schedule, interpret: bool):
 
     def extend_heads(*refs):  # A profile shows this name.
         *refs, out, memory = refs
-        missing = {"paths": not call.tree, "low": call.low is None, "low_scales": call.low != jnp.int8}
-        names = [name for name in Arrays._fields if not missing.get(name)]
-        arrays, counter = Arrays(**dict(zip(names, refs, strict=False))), refs[len(names) :]
+        arrays, counter = name_arrays(call, refs)
         lane = Lane(schedule, interpret, arrays, memory)
         drawn_word = schedule.padded_entries  # the index in `lane.decays` of the number that the lane drew last
 

@@ -44,7 +44,6 @@ from jaxbuf.pallas.extend.gpu_channel_entries import add_entries, add_short, wei
 from jaxbuf.pallas.extend.gpu_channel_keys import since_commit, sum_gates
 from jaxbuf.pallas.extend.gpu_channel_lane import (
     DIM,
-    Arrays,
     Lane,
     Short,
     count_blocks,
@@ -53,7 +52,7 @@ from jaxbuf.pallas.extend.gpu_channel_lane import (
 )
 from jaxbuf.pallas.extend.gpu_channel_state import fold, read_state
 from jaxbuf.pallas.extend.gpu_channel_sums import Sum, factor, plus
-from jaxbuf.pallas.extend.gpu_lane import Item
+from jaxbuf.pallas.extend.gpu_lane import Item, name_arrays
 from jaxbuf.pallas.extend.gpu_products import where
 from jaxbuf.pallas.extend.gpu_schedule import CHUNK, MAX_DEALT_ROUNDS
 from jaxbuf.pallas.extend.gpu_sums import on_path
@@ -97,8 +96,7 @@ def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):
 
     def extend_channels(*refs):  # A profile shows this name.
         *refs, out, memory = refs
-        given = len(Arrays._fields) - (not call.tree)
-        arrays, counter = Arrays(*refs[:given]), refs[given:]
+        arrays, counter = name_arrays(call, refs)
         warpgroup = lax.axis_index("warpgroup")
         lane = Lane(call, interpret, arrays, out, memory, warpgroup)
 

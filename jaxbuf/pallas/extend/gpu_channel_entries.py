@@ -19,15 +19,19 @@ from jaxbuf.pallas.instructions import synchronize, wait_for_copies
 from jaxbuf.pallas.threads import PER_THREAD, load, store
 
 
-def multiply_keys(lane: Lane, item: Item, t: Array | int) -> None:
-    """Writes the products of the probes of token t with the decayed keys to `weights`."""
-    call, arrays, key_head = lane.call, lane.arrays, item.head // lane.call.heads_per_key
-    keys = load(lane.numbers.at[pl.ds(0, CHUNK), lane.channels], ROWS)
-    for i, ref in enumerate((arrays.k, arrays.q)):
-        if i or call.delta:  # Without the delta rule nothing is recalled.
-            probe = load(ref.at[item.row, t, key_head], ROWS.reduce(0)).astype(jnp.float32)
-            products = keys * spread(probe, keys.shape, 1, ROWS)
-            store(lane.weights.at[i * call.time + t, pl.ds(0, CHUNK)], jnp.sum(products, axis=1))
+def multiply_keys(lane: Lane, probes: list[Array], t: Array | int, start: int, n: int) -> None:
+    """Writes the products of the probes of token t with n decayed keys, from number `start` on, to `weights`."""
+    places = pl.ds(start, n)
+    keys = load(lane.numbers.at[places, lane.channels], ROWS)
+    for i, probe in enumerate(probes):
+        if i or lane.call.delta:  # Without the delta rule nothing is recalled.
+            products = keys * spread(probe.astype(jnp.float32), keys.shape, 1, ROWS)
+            store(lane.weights.at[i * lane.call.time + t, places], jnp.sum(products, axis=1))
+
+
+def multiply_chunk(lane: Lane, item: Item, t: Array | int) -> None:
+    """`multiply_keys` of a chunk, for probes that are loaded now."""
+    multiply_keys(lane, lane.load_probes(item, t), t, 0, CHUNK)
 
 
 def add_short(lane: Lane, item: Item, loaded: Short) -> list[Array]:
@@ -38,7 +42,7 @@ def add_short(lane: Lane, item: Item, loaded: Short) -> list[Array]:
     """
     call, interpret = lane.call, lane.interpret
     wait_for_copies(0, interpret)
-    ours, others = ([x.astype(jnp.float32) for x in probes] for probes in ([loaded.key, loaded.query], loaded.probes))
+    ours = [x.astype(jnp.float32) for x in (loaded.key, loaded.query)]
     since = cut_gate(lane.interpret, loaded.gate)
     synchronize(interpret)  # All threads are done with the item before.
     store(lane.numbers.at[lane.places, lane.channels], ours[0])
@@ -59,17 +63,10 @@ def add_short(lane: Lane, item: Item, loaded: Short) -> list[Array]:
     synchronize(interpret)
     pl.when(item.folds)(functools.partial(fold, lane, item, None, sum, loaded.strengths))
 
-    def multiply(start):
-        keys = load(lane.numbers.at[pl.ds(start, PART), lane.channels], ROWS)
-        for i, probe in enumerate(others):
-            if i or call.delta:
-                products = keys * spread(probe, keys.shape, 1, ROWS)
-                store(lane.weights.at[i, pl.ds(start, PART)], jnp.sum(products, axis=1))
-
     alive = [~item.folds & (item.live > start) for start in starts]
     for start, some in zip(starts, alive, strict=True):
-        pl.when(some)(functools.partial(multiply, start))
-    multiply(lane.places)
+        pl.when(some)(functools.partial(multiply_keys, lane, loaded.probes, 0, start, PART))
+    multiply_keys(lane, loaded.probes, 0, lane.places, PART)
     synchronize(interpret)
     # A folded state is that up to the last entry.
     decay = factor(
@@ -106,7 +103,7 @@ def add_entries(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -
 
         def weigh(t):
             decay_keys(lane, chunk, behind, since_commit(lane, item, t))
-            multiply_keys(lane, item, t)
+            multiply_chunk(lane, item, t)
 
         lane.each_token(weigh)
         synchronize(lane.interpret)
@@ -147,6 +144,6 @@ def weigh_new(lane: Lane, item: Item) -> None:
         else:
             lax.fori_loop(0, t + 1, decay_key, nothing())
         synchronize(lane.interpret)
-        multiply_keys(lane, item, t)
+        multiply_chunk(lane, item, t)
 
     lane.each_token(weigh)

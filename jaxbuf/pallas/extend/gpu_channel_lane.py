@@ -3,19 +3,17 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend import gpu_schedule
-from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, ROW_FIELDS, Call
-from jaxbuf.pallas.extend.gpu_lane import Item
+from jaxbuf.pallas.extend.call import CHECKPOINT, HAS_CHECKPOINT, ROW_FIELDS, Call
+from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, read_item
 from jaxbuf.pallas.extend.gpu_products import count, where
-from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, MAX_WARPGROUPS, MEMORY, SWIZZLE
+from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, MAX_WARPGROUPS, MEMORY, SWIZZLE, count_bytes
 from jaxbuf.pallas.instructions import end_copies, publish, synchronize
 from jaxbuf.pallas.threads import (
     NUMBERS,
@@ -63,34 +61,6 @@ class SharedMemory(NamedTuple):
     keys: Any
     updates: Any
     state: Any
-
-
-class Arrays(NamedTuple):
-    """The kernel's references to global memory, in the order of its arguments.
-
-    Attributes:
-      fields, entries, append, paths: As in `Integers`; entries are padded to whole chunks, and paths is None without a
-        tree.
-      q, k, v, log_decay, beta: As `extend_channels` takes them.
-      checkpoints: [states, heads, DIM, DIM] in Call.state.
-      keys: [positions, key_heads, DIM] in Call.entry.
-      updates: [positions, heads, DIM] in Call.entry.
-      gates: f32 [positions, heads, DIM]; without the delta rule [..., DIM + 1], with the entry's beta behind.
-    """
-
-    fields: jax.Ref
-    entries: jax.Ref
-    append: jax.Ref
-    q: jax.Ref
-    k: jax.Ref
-    v: jax.Ref
-    log_decay: jax.Ref
-    beta: jax.Ref
-    checkpoints: jax.Ref
-    keys: jax.Ref
-    updates: jax.Ref
-    gates: jax.Ref
-    paths: jax.Ref | None = None
 
 
 class Entry(NamedTuple):
@@ -170,13 +140,8 @@ def shared_memory(call: Call, warpgroups: int) -> SharedMemory:
 def count_warpgroups(call: Call) -> int:
     """The warpgroups of a block: as many as there is work and shared memory for."""
 
-    def size(warpgroups: int) -> int:
-        arrays = [x for x in shared_memory(call, warpgroups)[1:] if x is not None]
-        sizes = (int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in arrays)
-        return sum(pl.cdiv(x, gpu_schedule.ALIGNMENT) * gpu_schedule.ALIGNMENT for x in sizes) + gpu_schedule.ALIGNMENT
-
     wanted = min(MAX_WARPGROUPS, pl.cdiv(call.items, gpu_schedule.PROCESSORS))
-    return next(n for n in range(wanted, 0, -1) if n == 1 or size(n) <= MEMORY)
+    return next(n for n in range(wanted, 0, -1) if n == 1 or count_bytes(shared_memory(call, n)) <= MEMORY)
 
 
 def count_blocks(call: Call, warpgroups: int) -> int:
@@ -269,12 +234,8 @@ class Lane:
 
     def read_item(self, number: Array) -> Item:
         """The item with a number, whose words are kept."""
-        row, length, live, checkpoint, has_checkpoint, fold_to = (
-            self.word(i) for i in (ROW, LENGTH, LIVE, CHECKPOINT, HAS_CHECKPOINT, FOLD_TO)
-        )
         line = jnp.minimum(number, self.call.items - 1) // self.call.heads
-        head = lax.rem(number, self.call.heads)
-        return Item(line, head, row, length, live, checkpoint, has_checkpoint > 0, fold_to >= 0, fold_to)
+        return read_item(line, lax.rem(number, self.call.heads), [self.word(i) for i in range(ROW_FIELDS)])
 
     def copy_short(self, number: Array) -> None:
         """Starts to copy the entries of an item, whose words are kept, to shared memory; zeros where there is none."""
@@ -294,6 +255,11 @@ class Lane:
             copy_vectors(source, at, layout, target, self.interpret)
         end_copies(self.interpret)
 
+    def load_probes(self, item: Item, t: Array | int) -> list[Array]:
+        """The key and the query of a new token, as a warp multiplies them with an entry's key."""
+        arrays, key_head = self.arrays, item.head // self.call.heads_per_key
+        return [load(ref.at[item.row, t, key_head], ROWS.reduce(0)) for ref in (arrays.k, arrays.q)]
+
     def load_short(self, number: Array) -> Short | None:
         """Asks for the rest of what such an item needs; None of other items, which ask when they are served."""
         if not self.short:
@@ -308,7 +274,7 @@ class Lane:
             key=load(arrays.k.at[row, 0, key_head], PER_THREAD),
             query=load(arrays.q.at[row, 0, key_head], PER_THREAD),
             value=load(arrays.v.at[row, 0, head], PER_THREAD),
-            probes=[load(ref.at[row, 0, key_head], ROWS.reduce(0)) for ref in (arrays.k, arrays.q)],
+            probes=self.load_probes(item, 0),
             beta=arrays.beta[row, 0, head],
             strengths=strengths,
         )

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
-from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LIVE, ROW, ROW_FIELDS
+from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LIVE, ROW, ROW_FIELDS, Call
 from jaxbuf.pallas.extend.gpu_products import STATE_RIGHT, VECTORS, ZERO, count, cut, zeros
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, Schedule, SharedMemory
 from jaxbuf.pallas.instructions import end_copies, prefetch, settle, synchronize, wait_for_copies
@@ -41,11 +41,12 @@ class Arrays(NamedTuple):
       fields, entries, append: As in `Integers`; entries are padded to `Schedule.padded_entries`.
       q, k: [rows, T, key_heads, key_dim] in Call.probe.
       v: [rows, T, heads, value_dim].
-      log_decay, beta: f32 [rows, T, heads].
+      log_decay, beta: f32 [rows, T, heads]; with a decay a channel log_decay is [rows, T, heads, key_dim].
       checkpoints: [states, heads, value_dim, key_dim] in Call.state.
       keys: [positions, key_heads, key_dim] in Call.entry.
       updates: [positions, heads, value_dim] in Call.entry.
-      gates: f32 [positions, Call.gates]; f32 [1, 1], which is not used, if Call.gates is 0.
+      gates: f32 [positions, Call.gates]; f32 [1, 1], which is not used, if Call.gates is 0. With a decay a channel
+        [positions, heads, key_dim], or [..., key_dim + 1] without the delta rule, with the entry's beta behind.
       paths: As in `Integers`, of a tree. Else None.
       low: [states, heads, value_dim, key_dim] in Call.low; None if checkpoints are not split.
       low_scales: f32 [states, heads, value_dim], the scales of an int8 `low`; None without one.
@@ -66,6 +67,13 @@ class Arrays(NamedTuple):
     paths: jax.Ref | None = None
     low: jax.Ref | None = None
     low_scales: jax.Ref | None = None
+
+
+def name_arrays(call: Call, refs: Sequence) -> tuple[Arrays, Sequence]:
+    """The references of a call by their names, and those behind them."""
+    missing = {"paths": not call.tree, "low": call.low is None, "low_scales": call.low != jnp.int8}
+    names = [name for name in Arrays._fields if not missing.get(name)]
+    return Arrays(**dict(zip(names, refs, strict=False))), refs[len(names) :]
 
 
 class Upcoming(NamedTuple):

@@ -5,6 +5,7 @@ else follows from these two numbers and the call. The package's docstring explai
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -283,9 +284,14 @@ class Schedule:
     @property
     def bytes(self) -> int:
         """Bytes of shared memory that a block needs."""
-        arrays = [x for x in self.shared_memory() if x is not None and not isinstance(x, plgpu.Barrier)]
-        sizes = [int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in arrays]
-        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes) + ALIGNMENT
+        return count_bytes(self.shared_memory())
+
+
+def count_bytes(memory: Iterable) -> int:
+    """Bytes of shared memory that a block with these arrays needs; barriers and None count nothing."""
+    arrays = [x for x in memory if x is not None and not isinstance(x, plgpu.Barrier)]
+    sizes = [int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in arrays]
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes) + ALIGNMENT
 
 
 def arrange(call: Call) -> Schedule:
