@@ -323,8 +323,8 @@ def make_tokens(spec: RecurrenceSpec, case: Case, rng: np.random.Generator) -> t
     q, k = rng.standard_normal((2, *shape, spec.key_heads, spec.key_dim))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = rng.standard_normal((*shape, spec.heads, spec.value_dim))
-    of_head = {"none": None, "head": v.shape[:3], "channel": (*v.shape[:3], spec.key_dim)}[spec.decay]
-    log_decay = None if of_head is None else jnp.asarray(-0.05 * rng.exponential(size=of_head), jnp.float32)
+    decay_shape = spec.decay_shape(*shape)
+    log_decay = None if decay_shape is None else jnp.asarray(-0.05 * rng.exponential(size=decay_shape), jnp.float32)
     rounded = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
     return *rounded, log_decay, jnp.asarray(1 / (1 + np.exp(-rng.standard_normal(v.shape[:3]))), jnp.float32)
 

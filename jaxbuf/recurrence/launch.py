@@ -111,10 +111,10 @@ def _fold_pool(spec: RecurrenceSpec, asked: Asked | None, pool: Pool, before: He
         q, v = (jnp.zeros((rows, 1, *x.shape[2:]), pool.keys.dtype) for x in (pool.keys, pool.updates))
         reason = _gpu_reason(spec, pool, before, q, v)
         if asked.takes(reason):
-            gate = jnp.zeros(v.shape[:3], jnp.float32)
-            log_decay = jnp.zeros((*gate.shape, spec.key_dim), jnp.float32) if spec.decay == "channel" else gate
+            shape = spec.decay_shape(rows, 1)
+            log_decay = None if shape is None else jnp.zeros(shape, jnp.float32)
             append, lengths = jnp.full((rows, 1), NOWHERE), (write < NOWHERE).astype(jnp.int32)
-            inputs = q, q, v, log_decay, gate
+            inputs = q, q, v, log_decay, jnp.zeros(v.shape[:3], jnp.float32)
             return _extend_on_gpu(spec, pool, before, lengths, write, append, None, inputs, asked.interpret)[1]
     return xla.fold_with_xla(spec, pool, before, write)
 

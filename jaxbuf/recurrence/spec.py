@@ -75,6 +75,11 @@ class RecurrenceSpec:
         """Numbers of log_decay a token and head carry: 0, 1 or key_dim."""
         return {"none": 0, "head": 1, "channel": self.key_dim}[self.decay]
 
+    def decay_shape(self, batch: int, time: int) -> tuple[int, ...] | None:
+        """Shape of log_decay; None without a decay."""
+        head = (batch, time, self.heads)
+        return {"none": None, "head": head, "channel": (*head, self.key_dim)}[self.decay]
+
 
 def check_inputs(
     spec: RecurrenceSpec,
@@ -95,7 +100,7 @@ def check_inputs(
         raise ValueError(f"v must be [batch, time, heads, value_dim], got shape {v.shape}")
     batch, time = v.shape[:2]
     head = (batch, time, spec.heads)
-    decay_shape = {"none": None, "head": head, "channel": (*head, spec.key_dim)}[spec.decay]
+    decay_shape = spec.decay_shape(batch, time)
     if (log_decay is None) != (decay_shape is None):
         raise ValueError(
             f"log_decay must be {'None' if decay_shape is None else f'f32 {decay_shape}'} for decay={spec.decay!r}, "

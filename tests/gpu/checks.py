@@ -35,8 +35,8 @@ def new_inputs(rng, spec: RecurrenceSpec, rows: int, time: int, dtype) -> tuple[
     q, k = rng.standard_normal((2, rows, time, spec.key_heads, spec.key_dim))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = rng.standard_normal((rows, time, spec.heads, spec.value_dim))
-    of_head = {"none": None, "head": v.shape[:3], "channel": (*v.shape[:3], spec.key_dim)}[spec.decay]
-    log_decay = None if of_head is None else jnp.asarray(-0.3 * np.abs(rng.standard_normal(of_head)), jnp.float32)
+    shape = spec.decay_shape(rows, time)
+    log_decay = None if shape is None else jnp.asarray(-0.3 * np.abs(rng.standard_normal(shape)), jnp.float32)
     beta = jnp.asarray(rng.uniform(0.1, 1.0, v.shape[:3]), jnp.float32)
     return *(jnp.asarray(x, dtype) for x in (q, k, v)), log_decay, beta
 
