@@ -76,7 +76,7 @@ class RecurrenceSpec:
         return {"none": 0, "head": 1, "channel": self.key_dim}[self.decay]
 
     def decay_shape(self, batch: int, time: int) -> tuple[int, ...] | None:
-        """Shape of log_decay; None without a decay."""
+        """Shape of log_decay of so many tokens (time) of so many rows (batch); None without a decay."""
         head = (batch, time, self.heads)
         return {"none": None, "head": head, "channel": (*head, self.key_dim)}[self.decay]
 

@@ -68,7 +68,7 @@ def kept_programs(tmp_path):
     compilation_cache.reset_cache()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_short_drift_run_is_not_judged_and_keeps_what_it_is_told_to(tmp_path, monkeypatch, kept_programs):
     monkeypatch.chdir(tmp_path)
     done = bench("drift", *SMALL)

@@ -21,6 +21,7 @@ from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.serving.carry import EMPTY, RUNNING
 from jaxbuf.serving.profiling import Operation
+from tests.models.known import each_known_model
 
 SIZES = {"layers": 2, "hidden": 32, "ffn": 40, "vocabulary": 64, "heads": 2, "key_heads": 1, "dim": 8}
 SIZES |= {"attention_heads": 2, "kv_heads": 1, "attention_dim": 8}
@@ -121,7 +122,7 @@ def test_steps_that_verify_drafts_keep_as_many_as_they_should_and_fold_in_whole_
         step_run.check_drafts(dataclasses.replace(first, speculation=counted), 27, step_carry.Tokens(3, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_without_recurrent_layers_has_one_form_and_its_head_may_be_a_table_of_its_own(tmp_path, monkeypatch):
     sizes = "--layers 1 --hidden 32 --ffn 40 --vocabulary 64 --attention-heads 2 --kv-heads 1 --attention-dim 8".split()
     words = "--batches 1 --context 9 --steps 4 --limit 4 --dtype float32 --drafts 1 --accepted 2 --peers".split()
@@ -176,7 +177,7 @@ def test_two_devices_have_half_of_what_one_moves(tmp_path):
     assert "buffered, batch 3: 2 devices over 1" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_devices_along_the_axis_of_experts_share_only_these(tmp_path):
     path = tmp_path / "step.json"
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
@@ -207,7 +208,7 @@ def test_the_shape_of_the_random_model_is_that_of_qwen3_5_4b():
     assert gigabytes(config) == 8.41
 
 
-@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize("name", each_known_model())
 def test_every_known_model_can_be_asked_for_and_made_smaller(name):
     options = step.parse(["--model", name.lower(), "--layers", "4", "--batches", "1"])
     assert (options.model, find_known(options.shape)) == ("random", known_models()[name])

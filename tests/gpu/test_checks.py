@@ -116,7 +116,7 @@ def test_a_sanitizer_without_a_summary_is_not_taken_for_one_that_found_nothing(t
     assert sanitize(["initcheck"]) == 9  # a signal ended it
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_other_checks_hold_of_xlas_path(rng):
     checks.check_at_once(rng, "bfloat16", spec=TINY, implementation="xla")
     checks.check_long_rings(rng, (checks.LONG[0], checks.MIXED[1]), spec=TINY, implementation="xla", most=9)

@@ -423,7 +423,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(model, tmp_path, start_savi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_a_save_that_is_killed_at_any_time_leaves_one_whole_checkpoint(tmp_path, start_saving, rng, attempt):
     target = tmp_path / "target"
     process = start_saving(target, "go")

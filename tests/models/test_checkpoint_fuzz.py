@@ -226,7 +226,7 @@ def test_a_changed_file_loads_a_usable_model_or_is_an_error_that_names_it(rng, d
     assert loaded > 10 and refused > 40
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_thousand_changed_files_load_a_usable_model_or_are_an_error(rng, directory):
     loaded, refused = fuzz(rng, directory, 2000)
     assert loaded > 300 and refused > 700

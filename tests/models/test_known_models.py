@@ -7,6 +7,7 @@ import pytest
 from jaxbuf.models.families import config_json, families
 from jaxbuf.models.known_models import find_known, known_models
 from jaxbuf.planning.model_sizes import find_sizes
+from tests.models.known import each_known_model
 
 # MiB of a request's states in float32.
 STATES = {
@@ -44,7 +45,7 @@ KEYS_AND_VALUES |= {"Nemotron-H-8B": 4 * 2 * 8 * 128 * 2, "Falcon-H1-7B": 44 * 2
 KEYS_AND_VALUES |= {"Kimi-Linear-48B-A3B": 7 * 576 * 2, "Ling-3.0-Flash": 7 * 576 * 2}
 
 
-@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize("name", each_known_model())
 def test_parameters_are_those_of_the_published_model(name):
     model, sizes = known_models()[name], find_sizes(name)
     assert sizes.count_parameters() == pytest.approx(model.published, rel=0.005)
@@ -67,7 +68,7 @@ def test_every_family_has_a_known_model():
     assert {model.config.family for model in known_models().values()} == families().keys()
 
 
-@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize("name", each_known_model())
 def test_a_configuration_comes_back_from_the_file_that_it_is_saved_in(name):
     model = known_models()[name]
     found = json.loads(json.dumps(config_json(model.config)))

@@ -62,7 +62,12 @@ def original_tensors(name, head):
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "head"), [("plain", ORIGINAL, False), ("plain", ORIGINAL, True), ("full", FULL, False)]
+    ("name", "config", "head"),
+    [
+        ("plain", ORIGINAL, True),
+        pytest.param("plain", ORIGINAL, False, marks=pytest.mark.exhaustive),
+        pytest.param("full", FULL, False, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_logits_are_those_of_the_same_weights_in_transformers_layout(name, config, head, tmp_path, rng):
     source = FIXTURES / f"mamba2_{name}" / "checkpoint"

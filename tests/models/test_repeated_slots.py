@@ -138,7 +138,7 @@ def test_compiled_calls_serve_the_first_row_of_a_slot_and_harm_no_other(rng, siz
             assert not is_exhausted(cache)
 
 
-@pytest.mark.slow  # one operation at a time
+@pytest.mark.exhaustive  # one operation at a time
 def test_calls_that_are_not_compiled_refuse_repeated_slots_or_are_the_compiled_ones(rng):
     cache, refused = new_cache(rng, SHARED), 0
     for _ in range(40):

@@ -28,7 +28,7 @@ def draw(lm, rng, *shape):
     return rng.integers(0, lm.vocab_size, shape, dtype=np.int32)
 
 
-@pytest.mark.parametrize(("batch", "time"), [(3, 100), (3, 2)])
+@pytest.mark.parametrize(("batch", "time"), [(3, 100), pytest.param(3, 2, marks=pytest.mark.exhaustive)])
 def test_scores_are_the_log_softmax_of_the_logits(lm, rng, batch, time):
     tokens = draw(lm, rng, batch, time)
     scores = lm.score(tokens)
@@ -37,14 +37,16 @@ def test_scores_are_the_log_softmax_of_the_logits(lm, rng, batch, time):
     np.testing.assert_array_equal(scores[:, 0], 0)
 
 
-@pytest.mark.parametrize("time", [31, 32, 33, 64, 100])
+@pytest.mark.parametrize("time", [32, 33, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (31, 64, 100))])
 def test_pieces_change_nothing_wherever_the_last_one_ends(lm, rng, time):
     tokens = draw(lm, rng, 3, time)
     scores = scoring.score_tokens(lm.model, tokens, _piece=32)
     np.testing.assert_allclose(scores[:, 1:], whole(lm, tokens), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(("bound", "value"), [("ROWS", 2), ("CACHED", 2 * 64)])
+@pytest.mark.parametrize(
+    ("bound", "value"), [pytest.param("ROWS", 2, marks=pytest.mark.exhaustive), ("CACHED", 2 * 64)]
+)
 def test_rows_are_read_some_at_a_time_in_blocks_of_few_logits(lm, rng, monkeypatch, bound, value):
     monkeypatch.setattr(scoring, bound, value)
     monkeypatch.setattr(scoring, "LOGITS", 2 * lm.vocab_size * 8)
@@ -78,7 +80,7 @@ def test_the_most_probable_tokens_are_found_in_blocks(lm, rng):
     np.testing.assert_allclose(np.take_along_axis(expected, found.top_ids, -1), best, atol=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hundred_thousand_tokens_fit_at_a_vocabulary_of_248_320(lm, monkeypatch):
     config = changed(lm.config, vocab_size=248_320, max_position_embeddings=2**17)
     model = decoder.Decoder(config, rngs=nnx.Rngs(0))

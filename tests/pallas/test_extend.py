@@ -19,6 +19,7 @@ NARROW = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64)
 # Without the delta rule: heads in stacks of two, and heads that can't be.
 STACKED = RecurrenceSpec(heads=4, key_heads=2, key_dim=64, value_dim=64, delta=False)
 ODD = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64, delta=False)
+NO_DECAY = dataclasses.replace(ODD, decay="none")
 DELTA_NET, LINEAR = (dataclasses.replace(spec, decay="none") for spec in (NARROW, STACKED))
 KDA = RecurrenceSpec(heads=2, key_heads=2, key_dim=128, value_dim=128, decay="channel")
 GLA = RecurrenceSpec(heads=2, key_heads=1, key_dim=128, value_dim=128, decay="channel", delta=False)
@@ -49,19 +50,19 @@ def error(found, expected):
         (1, 1, 1, "float32", "bfloat16"),
         (1, 16, 8, "float32", "bfloat16"),
         (5, 32, 8, "float32", "bfloat16"),
-        (9, 32, 16, "float32", "bfloat16"),
+        pytest.param(9, 32, 16, "float32", "bfloat16", marks=pytest.mark.exhaustive),
         (1, 256, 8, "float32", "bfloat16"),
-        (1, 256, 1, "float32", "bfloat16"),
+        pytest.param(1, 256, 1, "float32", "bfloat16", marks=pytest.mark.exhaustive),
         (1, 16, 8, "bfloat16", "bfloat16"),
-        (5, 32, 8, "float32", "float32"),
+        pytest.param(5, 32, 8, "float32", "float32", marks=pytest.mark.exhaustive),
         (1, 1, 1, "split", "bfloat16"),
-        (1, 16, 8, "split", "bfloat16"),
+        pytest.param(1, 16, 8, "split", "bfloat16", marks=pytest.mark.exhaustive),
         (5, 32, 8, "split", "bfloat16"),
         (1, 256, 8, "split", "bfloat16"),
         (1, 1, 1, "split8", "bfloat16"),
         (1, 16, 8, "split8", "bfloat16"),
         (5, 32, 8, "split8", "bfloat16"),
-        (1, 256, 8, "split8", "bfloat16"),
+        pytest.param(1, 256, 8, "split8", "bfloat16", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, limit, max_pending, state, entry):
@@ -78,7 +79,7 @@ def test_the_gpu_kernel_lowers_for_narrow_heads_with_a_later_chunk_of_any_length
     assert "mosaic_gpu" in lowered(NARROW, 1, limit=40, max_pending=8)  # 40 entries: 24 behind the first chunk
 
 
-@pytest.mark.parametrize("spec, time", [(QWEN, 8), (MAMBA, 16)])
+@pytest.mark.parametrize("spec, time", [(QWEN, 8), pytest.param(MAMBA, 16, marks=pytest.mark.exhaustive)])
 def test_the_gpu_kernel_lowers_for_trees(spec, time):
     assert "mosaic_gpu" in lowered(spec, time, limit=32, max_pending=16, parents=jnp.full((128, time), -1))
 
@@ -89,7 +90,7 @@ def test_the_gpu_kernel_lowers_for_trees(spec, time):
         (1, 1, 1, "float32"),
         (1, 16, 8, "float32"),
         pytest.param(5, 32, 8, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(1, 256, 8, "float32", marks=pytest.mark.slow),
+        pytest.param(1, 256, 8, "float32", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_gpu_kernel_lowers_for_a_decay_a_channel(time, limit, max_pending, state):
@@ -125,7 +126,7 @@ def state_bound(state, bound):
         (NARROW, "split", "bfloat16", 4, 1e-2),
         pytest.param(NARROW, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(SMALL, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
-        pytest.param(NARROW, "float32", "float32", 18, 1e-4, marks=pytest.mark.slow),
+        pytest.param(NARROW, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
         pytest.param(NARROW, "split", "float32", 18, 2e-3, marks=pytest.mark.exhaustive),
         pytest.param(NARROW, "split8", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(SMALL, "split8", "float32", 18, 2e-3, marks=pytest.mark.exhaustive),
@@ -138,7 +139,7 @@ def state_bound(state, bound):
         pytest.param(LINEAR, "split", "bfloat16", 18, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(KDA, "float32", "float32", 18, 1e-4, marks=pytest.mark.slow),
         pytest.param(KDA, "bfloat16", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
-        pytest.param(GLA, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.slow),
+        pytest.param(GLA, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(GLA, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
     ],
 )
@@ -177,13 +178,13 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
     [
         (SMALL, "float32", "float32", 1, 1e-5),
         (NARROW, "bfloat16", "bfloat16", 5, 1e-2),
-        (ODD, "float32", "float32", 2, 1e-5),
-        (dataclasses.replace(ODD, decay="none"), "float32", "float32", 2, 1e-5),
+        pytest.param(ODD, "float32", "float32", 2, 1e-5, marks=pytest.mark.exhaustive),
+        pytest.param(NO_DECAY, "float32", "float32", 2, 1e-5, marks=pytest.mark.exhaustive),
         (DELTA_NET, "float32", "float32", 1, 1e-5),
         (KDA, "float32", "float32", 2, 1e-5),
-        pytest.param(GLA, "float32", "float32", 2, 1e-5, marks=pytest.mark.slow),
+        pytest.param(GLA, "float32", "float32", 2, 1e-5, marks=pytest.mark.exhaustive),
         pytest.param(NARROW, "split", "float32", 2, 2e-3, marks=pytest.mark.slow),
-        pytest.param(SMALL, "split8", "float32", 2, 2e-3, marks=pytest.mark.slow),
+        pytest.param(SMALL, "split8", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, bound):
@@ -217,7 +218,7 @@ def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, boun
         pytest.param(40, 30, 3, 16, marks=pytest.mark.exhaustive),
         pytest.param(56, 54, 1, 16, marks=pytest.mark.exhaustive),
         pytest.param(100, 97, 1, 16, marks=pytest.mark.exhaustive),
-        pytest.param(150, 141, 1, 1, marks=pytest.mark.slow),
+        pytest.param(150, 141, 1, 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, monkeypatch, limit, held, time, pending):
@@ -257,7 +258,7 @@ def test_rejected_drafts_that_are_not_finite_change_no_bit(rng):
         assert np.isfinite(expected).all() and sick.tobytes() == expected.tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rejected_drafts_that_are_not_finite_change_no_bit_of_recurrent_steps(rng):
     checks.check_rejected(rng, 1, 1, spec=NARROW, implementation="gpu", interpret=True, steps=6, rows=SLOTS)
 

@@ -11,12 +11,12 @@ import pytest
 
 import jaxbuf
 from jaxbuf.models import decoder
-from jaxbuf.models.known_models import known_models
 from jaxbuf.planning import model_sizes
 from jaxbuf.planning.memory_plan import plan
 from jaxbuf.planning.model_sizes import find_sizes
 from jaxbuf.recurrence import traffic
 from jaxbuf.recurrence.state_format import SPLIT
+from tests.models.known import each_known_model
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 MODELS = ["demo", *(str(FIXTURES / name / "checkpoint") for name in ("tied", "untied_mtp", "vision_language"))]
@@ -37,7 +37,7 @@ def cache_bytes(found, *, slots: int, **sizes) -> int:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: Path(model).parts[-2] if "/" in model else model)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"])
 def test_counted_bytes_are_those_of_the_cache(model, dtype, rng):
     limit, drafts, context = (int(n) for n in rng.integers((1, 0, 1), (40, 9, 500)))
     block_size, page_size = (int(n) for n in rng.choice([4, 8, 16], 2))
@@ -120,7 +120,7 @@ def test_steps_are_those_of_the_recurrence_in_every_layer():
     assert plan(QWEN_NEXT, 10**12, context=50)["kv-only"].context == 50
 
 
-@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize("name", each_known_model())
 def test_every_known_model_has_a_plan_with_its_states(name):
     found, sizes = plan(name, 10**12), find_sizes(name)
     assert found["buffered"].checkpoint_bytes == sizes.state_bytes

@@ -59,7 +59,7 @@ def test_split_states_give_nearly_the_same_distributions_for_half_the_bytes_of_a
             assert form.read_bytes(spec) == 2 * spec.heads * spec.value_dim * spec.key_dim
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_way_to_decode_takes_split_states(lm, prompts, exact):
     """In the recurrent form, with drafts, several samples and beams."""
     split = {"state_dtype": "split"}

@@ -226,7 +226,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize(
     "mutant",
-    [pytest.param(name, marks=pytest.mark.exhaustive if i else pytest.mark.slow) for i, name in enumerate(MUTANTS)],
+    [pytest.param(name, marks=pytest.mark.exhaustive) for name in MUTANTS],
 )
 def test_the_same_check_flags_a_mutant(architecture, rng, monkeypatch, mutant):
     monkeypatch.setattr(*MUTANTS[mutant])
