@@ -45,6 +45,10 @@ get wrong, the functions themselves say.
     pages        of keys and values in a pool, the null page 0 among them
     max_pages    pages of one slot
     page_size    tokens of a page
+    layers       of one kind of memory
+    local_pages  of the latest tokens in a write-gated layer, the null page 0 among them
+    local_columns  of them for one slot
+    local_places   for tokens on the local pages of one slot
     max_pending  tokens of a launch at most
 
     prompts      that are read at once

@@ -60,10 +60,9 @@ class _Positions:
         return rotary.angles(self.positions)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["lengths", "shared"], meta_fields=["time", "target"])
 @dataclasses.dataclass(frozen=True)
-class WholeAttention(_Positions):
-    """Sequences that start from nothing, without a memory: it is None. Differentiable.
+class WholePositions(_Positions):
+    """The positions of sequences that start from nothing, without a memory.
 
     Attributes:
       time: The tokens of a row (static).
@@ -78,6 +77,12 @@ class WholeAttention(_Positions):
     @property
     def positions(self) -> Int32[Array, "#rows time"]:
         return jnp.arange(self.time, dtype=jnp.int32)[None]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["lengths", "shared"], meta_fields=["time", "target"])
+@dataclasses.dataclass(frozen=True)
+class WholeAttention(WholePositions):
+    """Sequences that start from nothing, without a memory: it is None. Differentiable."""
 
     def attend(
         self,
@@ -102,19 +107,15 @@ class WholeAttention(_Positions):
         return causal_latent_attention(q, latents, up, scale=scale, **where), None
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["launch", "table", "order", "shared"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class LaunchedAttention(_Positions):
-    """A launch on a cache: a layer's memory is a PagedKV, or LatentPages.
+class LaunchPositions(_Positions):
+    """The positions of a launch on a cache.
 
     Attributes:
       launch: The launch.
-      table, order: The pages of each slot, and where its next tokens lie in them, see `jaxbuf.attention.paged`.
     """
 
     launch: Launch
-    table: Int32[Array, "slots max_pages"]
-    order: Int32[Array, "slots max_pending"] | None = None
 
     @property
     def target(self) -> Target | None:
@@ -123,6 +124,20 @@ class LaunchedAttention(_Positions):
     @property
     def positions(self) -> Int32[Array, "#rows time"]:
         return self.launch.start[:, None] + self.launch.depth
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["launch", "table", "order", "shared"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class LaunchedAttention(LaunchPositions):
+    """A launch on a cache: a layer's memory is a PagedKV, or LatentPages.
+
+    Attributes:
+      launch: The launch.
+      table, order: The pages of each slot, and where its next tokens lie in them, see `jaxbuf.attention.paged`.
+    """
+
+    table: Int32[Array, "slots max_pages"]
+    order: Int32[Array, "slots max_pending"] | None = None
 
     def attend(
         self,

@@ -1,212 +1,330 @@
 """Write-gated attention: a query sees the keys of a local window, and of those before it the ones that a gate admits.
 
-While gates are trained, the admission is soft: a key outside the window counts with the logarithm of its gate added to
-its score. Afterwards it is binary: it is seen if its gate reaches a threshold, whoever asks.
+`attend_sequence` has no memory, for training and whole sequences. `GatedState` is the memory of a single layer: its
+latest tokens, and on pages of one head each the keys that were admitted before those, so that every head keeps as many
+as it needs. A request: `init`; `prefill` of its prompt, in as many chunks as one likes; then, step by step, `extend`
+with the newest token and its drafts, and `commit` of how many were right. Rejecting drafts moves an integer.
 
-Source: Write-Gated KV (2025), section 3; the floor of the logarithm is that of its authors' code.
+The three forms agree: with one threshold, `prefill` of any split and `extend` and `commit` of any number of tokens give
+what `attend_sequence` gives of the whole text.
+
+A model's cache holds the same memory in many layers: see `jaxbuf.attention.gated_memory`.
+
+Source: Write-Gated KV (2025), sections 3.1 to 3.4.
 """
 
-from functools import partial
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.arguments import check_rows, check_sizes
-from jaxbuf.attention.contraction import contract
-from jaxbuf.attention.flash import MASKED, check_heads, split_heads
+from jaxbuf.arguments import check_sizes, checked_fork, distinct_slots
+from jaxbuf.attention.gated_memory import GatedMemory
+from jaxbuf.attention.gated_pages import GatedKV, GatedTable, init_gated_kv, init_gated_table
+from jaxbuf.attention.gated_sequence import FLOOR, attend_sequence, check_gated
 from jaxbuf.axes import Array, Bool, Float, Float32, Int, Int32
+from jaxbuf.memory import sequences
+from jaxbuf.memory.claims import after, grant, grant_all
+from jaxbuf.memory.ownership import PoolExhausted
+from jaxbuf.memory.sequences import Launch, Sequences, put
 
-FLOOR = 1e-3  # of a gate, before its logarithm is taken
-BLOCK = 128  # queries, and keys, whose scores exist at once
+__all__ = [
+    "FLOOR",
+    "GatedState",
+    "attend_sequence",
+    "commit",
+    "extend",
+    "fork",
+    "init",
+    "prefill",
+    "raise_missing",
+    "reset",
+    "rollback",
+]
+
+_KIND = GatedMemory()
 
 
-def attend_sequence(
-    q: Float[Array, "batch time heads head_dim"],
-    k: Float[Array, "batch time kv_heads head_dim"],
-    v: Float[Array, "batch time kv_heads head_dim"],
-    gates: Float32[Array, "batch time kv_heads"],
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatedState:
+    """The memory of one layer. Slot 0 is null: its rows give zeros and write nothing.
+
+    Attributes:
+      sequences: The tokens of every slot, committed and pending.
+      shared: The local pages, the frontiers, and who owns which page.
+      layer: Keys, values and gates, and the lists of what was admitted.
+      missing: How many pages the last launch of each slot lacked: if any, it rested, and nothing of it was written.
+    """
+
+    sequences: Sequences
+    shared: GatedTable
+    layer: GatedKV
+    missing: Int32[Array, "slots"]
+
+
+def init(
     *,
+    slots: int,
+    kv_heads: int,
+    head_dim: int,
     window: int,
-    threshold: float | Float[Array, "batch"] | None = None,
-    lengths: Int[Array, "batch"] | None = None,
-) -> Float[Array, "batch time heads head_dim"]:
-    """Causal attention over whole sequences in which query i sees key j by their distance and by the key's gate.
-
-    Differentiable; without a threshold in all four arrays, with one not in gates. Memory is linear in time, that of the
-    gradient as well: no bias of queries times keys is ever made.
+    max_pending: int,
+    pages: int,
+    page_size: int = 16,
+    dtype: jnp.dtype,
+    capacity: int | None = None,
+    trees: bool = True,
+) -> GatedState:
+    """The memory of empty slots 1 to `slots`.
 
     Args:
-      q: The queries.
-      k, v: Head h reads kv head h // (heads // kv_heads).
-      gates: Of each key, in [0, 1].
-      window: A key is local, and seen as it is, where 0 <= i - j < window. At least 1.
-      threshold: Other keys are seen, and as they are, where gate >= threshold: one number, or one a row. None: all are,
-        with log(max(gate, FLOOR)) added to the score, as in training.
-      lengths: Tokens from there on are not real: they are seen by nobody, whatever they hold. None: all are real.
-
-    Returns:
-      The outputs in q's dtype, zeros past `lengths`; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
+      slots: Beside the null slot.
+      kv_heads, head_dim: Of keys and values.
+      window: A query sees the latest so many tokens, itself among them, whatever their gates are.
+      max_pending: The most tokens that one launch may leave pending.
+      pages: For admitted keys, beside the null page: each holds `page_size` of one slot and one head. The latest
+        tokens of all slots have pages of their own, which always suffice.
+      page_size: Tokens of a page.
+      dtype: Of keys and values; gates are float32.
+      capacity: The most tokens of a slot; None: as many as one head could keep if it had all pages.
+      trees: Whether launches may have parents; without them slots need fewer local pages.
 
     Raises:
-      ValueError: A shape or dtype does not fit, heads is not a multiple of kv_heads, or window is below 1.
-
-    Source: Write-Gated KV (2025), section 3.2; the gradient of flash attention is Dao (2023), FlashAttention-2,
-    algorithm 2, to which the logarithms' is added: that of key j is the sum, over the queries outside of whose window
-    it lies, of the gradients of its scores.
+      ValueError: A size is below 1 or not a whole number, or there are more tokens than int32 can number.
     """
-    check_sizes(window=window)
-    rows, time = _check(q, k, v, gates, threshold, lengths)
-    lengths = jnp.full(rows, time, jnp.int32) if lengths is None else jnp.minimum(jnp.asarray(lengths, jnp.int32), time)
-    live = (jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None])[:, :, None]
-    gates = jnp.where(live, gates, 0.0)
-    q, k, v = (jnp.where(live[..., None], x, jnp.zeros((), x.dtype)).astype(q.dtype) for x in (q, k, v))
-    if threshold is None:
-        weights = jnp.log(jnp.maximum(gates, FLOOR))
-    else:
-        admitted = gates >= jnp.reshape(jnp.asarray(threshold, jnp.float32), (-1, 1, 1))
-        weights = jnp.where(admitted, 0.0, MASKED)
-    block = min(BLOCK, time)
-    padded = [
-        jnp.pad(x, ((0, 0), (0, -time % block), *((0, 0),) * (x.ndim - 2)))
-        for x in (split_heads(q, k.shape[2]), k, v, weights)
-    ]
-    out: Array = _attend((window, block), *padded, lengths)  # pyright: ignore[reportAssignmentType]
-    return out[:, :time].reshape(q.shape)
+    given = {"slots": slots, "window": window, "max_pending": max_pending, "pages": pages, "page_size": page_size}
+    shared = init_gated_table(**given, layers=1, kv_heads=kv_heads, trees=trees, capacity=capacity)
+    layer = init_gated_kv(shared, head_dim=head_dim, dtype=dtype)
+    held = sequences.init_sequences(slots=slots, max_pending=max_pending, trees=trees)
+    return GatedState(held, shared, layer, jnp.zeros(slots + 1, jnp.int32))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(sizes: tuple[int, int], q: Array, k: Array, v: Array, weights: Array, lengths: Array) -> Array:
-    """The outputs like q [rows, n, kv_heads, group, head_dim], n whole blocks; `weights` f32 [rows, n, kv_heads] are
-    added to the scores of keys outside the window. `sizes` are the window and the tokens of a block."""
-    return _forward(sizes, q, k, v, weights, lengths)[0]
+def prefill(
+    cache: GatedState,
+    q: Float[Array, "rows time heads head_dim"],
+    k: Float[Array, "rows time kv_heads head_dim"],
+    v: Float[Array, "rows time kv_heads head_dim"],
+    gates: Float32[Array, "rows time kv_heads"],
+    *,
+    slots: Int[Array, "rows"],
+    lengths: Int[Array, "rows"] | None = None,
+    threshold: float | Float[Array, "rows"],
+) -> tuple[Float[Array, "rows time heads head_dim"], GatedState]:
+    """Takes in a prompt, or the next chunk of one: its tokens are committed, pending ones are dropped.
+
+    Keys that leave the window, as `max_pending` tokens behind it, go to the pages of admitted keys at once.
+
+    Args:
+      cache: The memory.
+      q, k, v, gates: As in `attend_sequence`. k and v are rounded to the memory's dtype before they are read.
+      slots: The physical slot of each row; the null slot 0 gives zeros and writes nothing; no other slot twice (under
+        jit its first row counts).
+      lengths: The real tokens of each row, in [0, time]; None: all.
+      threshold: A head keeps a key behind the window if its gate reaches it: a number, or one a row. A slot is meant to
+        have the same one in all of its launches: it decides about the keys that a launch moves, for good.
+
+    Returns:
+      out in q's dtype (zeros past `lengths` and for slot 0), and the memory. A row for which pages do not suffice
+      rests: its output is zeros, nothing of it is written, and `missing` says how many pages it lacked.
+
+    Raises:
+      ValueError: A shape or dtype does not fit, or slots or lengths are out of range or a slot is repeated, where that
+        is known; under jit lengths are clamped.
+
+    Source: Write-Gated KV (2025), section 3.4; without its blocks: a query sees exactly its window.
+    """
+    return _launched(cache, q, k, v, gates, slots, lengths, threshold, keep=0)
 
 
-def _forward(sizes, q, k, v, weights, lengths):
-    """The outputs, and f32 [rows, kv_heads, group, n] the log-sum-exp of each query's scores."""
-    _, block = sizes
+def extend(
+    cache: GatedState,
+    q: Float[Array, "rows time heads head_dim"],
+    k: Float[Array, "rows time kv_heads head_dim"],
+    v: Float[Array, "rows time kv_heads head_dim"],
+    gates: Float32[Array, "rows time kv_heads"],
+    *,
+    slots: Int[Array, "rows"],
+    lengths: Int[Array, "rows"] | None = None,
+    threshold: float | Float[Array, "rows"],
+    parents: Int[Array, "rows time"] | None = None,
+) -> tuple[Float[Array, "rows time heads head_dim"], GatedState]:
+    """Appends up to max_pending pending tokens; pending ones of before are dropped, and `commit` makes these real.
 
-    def of_queries(number):
-        queries = _part(q, number, block)
+    Committed tokens that are max_pending tokens behind the window are moved first. Nothing pending is ever moved: a
+    draft that is rejected has admitted nothing.
 
-        def add_keys(place, carry):
-            highest, total, out = carry
-            keys, values = _part(k, place, block), _part(v, place, block)
-            scores, visible, _ = _scores(sizes, queries, keys, _part(weights, place, block), number, place, lengths)
-            before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=-1))
-            # Where no key is visible yet, highest is MASKED itself: hence the selection.
-            parts = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
-            kept = jnp.exp(before - highest)
-            out = out * kept[..., None] + contract("bkgts,bskd->bkgtd", parts.astype(q.dtype), values)
-            return highest, total * kept + jnp.sum(parts, axis=-1), out
+    A NaN or infinity in v of one of the launch's tokens may reach the outputs of the row's other tokens in the same
+    launch; it reaches no other row, and, once the token is rejected, nothing in later launches.
 
-        shape = (q.shape[0], q.shape[2], q.shape[3], block)
-        empty = jnp.full(shape, MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, q.shape[4]), jnp.float32)
-        highest, total, out = jax.lax.fori_loop(0, number + 1, add_keys, empty)
-        total = jnp.where(total > 0, total, 1.0)
-        return jnp.moveaxis(out / total[..., None], 3, 1).astype(q.dtype), highest + jnp.log(total)
+    Args:
+      cache, q, k, v, gates, slots, lengths, threshold: As in `prefill`, with at most max_pending tokens.
+      parents: For a tree: the token before each one, of a lower index; -1 is the committed tail. A token's position is
+        its depth, and it sees what was committed and its ancestors. None: each token follows the one before.
 
-    out, lse = jax.lax.map(of_queries, jnp.arange(q.shape[1] // block, dtype=jnp.int32))
-    return _joined(out, 1), _joined(lse, 3)
+    Returns:
+      As `prefill`.
 
-
-def _keep(sizes, q, k, v, weights, lengths):
-    out, lse = _forward(sizes, q, k, v, weights, lengths)
-    return out, (q, k, v, weights, lengths, out, lse)
-
-
-def _gradient(sizes, kept, given):
-    """The gradients of q, k, v and weights, from that of the outputs: block by block, with the scores made again."""
-    q, k, v, weights, lengths, out, lse = kept
-    _, block = sizes
-    scale = q.shape[-1] ** -0.5
-    # Of each query the sum, over its keys, of weight times the gradient of the weight.
-    common = jnp.moveaxis(jnp.sum(given.astype(jnp.float32) * out.astype(jnp.float32), axis=-1), 1, 3)
-
-    def of_queries(carry, number):
-        queries, given_here = _part(q, number, block), _part(given, number, block)
-        lse_here, common_here = (jax.lax.dynamic_slice_in_dim(x, number * block, block, axis=3) for x in (lse, common))
-
-        def add_keys(place, carry):
-            of_q, of_k, of_v, of_weights = carry
-            keys, values = _part(k, place, block), _part(v, place, block)
-            scores, visible, outside = _scores(
-                sizes, queries, keys, _part(weights, place, block), number, place, lengths
-            )
-            parts = jnp.where(visible, jnp.exp(scores - lse_here[..., None]), 0.0)
-            of_parts = contract("btkgd,bskd->bkgts", given_here, values)
-            of_scores = parts * (of_parts - common_here[..., None])
-            of_bias = jnp.sum(jnp.where(outside, of_scores, 0.0), axis=(2, 3))
-            of_scores, parts = of_scores.astype(q.dtype), parts.astype(q.dtype)
-            of_q = of_q + scale * contract("bkgts,bskd->btkgd", of_scores, keys)
-            of_k = _added(of_k, place, scale * contract("bkgts,btkgd->bskd", of_scores, queries))
-            of_v = _added(of_v, place, contract("bkgts,btkgd->bskd", parts, given_here))
-            return of_q, of_k, of_v, _added(of_weights, place, jnp.moveaxis(of_bias, 1, 2))
-
-        of_q = jnp.zeros(queries.shape, jnp.float32)
-        of_q, *carry = jax.lax.fori_loop(0, number + 1, add_keys, (of_q, *carry))
-        return tuple(carry), of_q.astype(q.dtype)
-
-    empty = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v, weights))
-    numbers = jnp.arange(q.shape[1] // block, dtype=jnp.int32)
-    (of_k, of_v, of_weights), of_q = jax.lax.scan(of_queries, empty, numbers)
-    return _joined(of_q, 1), of_k.astype(k.dtype), of_v.astype(v.dtype), of_weights, None
+    Raises:
+      ValueError: As in `prefill`; or more than max_pending tokens, or parents in a memory without trees.
+    """
+    if parents is not None and not cache.sequences.trees:
+        raise ValueError("parents need a memory made with trees=True, got one without")
+    return _launched(cache, q, k, v, gates, slots, lengths, threshold, parents=parents)
 
 
-_attend.defvjp(_keep, _gradient)
+def commit(
+    cache: GatedState,
+    accepted: Int[Array, "rows"],
+    *,
+    slots: Int[Array, "rows"],
+    path: Int[Array, "rows n"] | None = None,
+) -> GatedState:
+    """Makes the first `accepted` pending tokens of each slot, or of a path, real; the others cease to exist.
+
+    Only integers move.
+
+    Args:
+      cache: After `extend`.
+      accepted: How many, in [0, pending].
+      slots: No slot but 0 twice (under jit its first row counts).
+      path: For a tree: the accepted nodes from the root to a leaf, of which the first `accepted` count.
+
+    Raises:
+      ValueError: One of them does not fit, or is out of range, where that is known (under jit accepted is clamped); or
+        a path, and the memory has no trees.
+    """
+    held = cache.sequences
+    if path is not None and not held.trees:
+        raise ValueError("path needs a memory made with trees=True, got one without")
+    done = sequences.make_commit(held.pending, held.committed, held.max_pending, accepted, slots, path)
+    return dataclasses.replace(cache, sequences=sequences.commit(held, done), shared=_KIND.commit(cache.shared, done))
 
 
-def _scores(
-    sizes: tuple[int, int],
-    queries: Float[Array, "rows n kv_heads group head_dim"],
-    keys: Float[Array, "rows n kv_heads head_dim"],
-    weights: Float32[Array, "rows n kv_heads"],
-    number: Int32[Array, ""],
-    place: Int32[Array, ""],
-    lengths: Int32[Array, "rows"],
-) -> tuple[Float32[Array, "rows kv_heads group n n"], Bool[Array, "rows 1 1 n n"], Bool[Array, "n n"]]:
-    """The scores of a block of queries with one of keys, which of them count, and which lie outside the window."""
-    window, block = sizes
-    offset = jnp.arange(block, dtype=jnp.int32)
-    query, key = number * block + offset, place * block + offset
-    distance = query[:, None] - key[None]
-    outside = distance >= window
-    scores = contract("btkgd,bskd->bkgts", queries, keys) * queries.shape[-1] ** -0.5
-    bias = jnp.moveaxis(weights, 1, 2)[:, :, None, None]
-    scores = scores + jnp.where(outside, bias, 0.0)
-    visible = (distance >= 0)[None] & (jnp.maximum(query[:, None], key[None])[None] < lengths[:, None, None])
-    visible = visible[:, None, None]
-    return jnp.where(visible, scores, MASKED), visible, outside
+def rollback(cache: GatedState, count: Int[Array, "rows"], *, slots: Int[Array, "rows"]) -> GatedState:
+    """Makes the last `count` committed tokens of each slot pending again, in place of what was; only integers move.
+
+    Args:
+      cache: The memory.
+      count: At most max_pending in all since the slot's last launch. Tokens on a page that a fork shares stay.
+      slots: As in `commit`.
+
+    Raises:
+      ValueError: count or slots do not fit or are out of range, where that is known (under jit count is clamped).
+    """
+    slots = distinct_slots(slots, cache.missing.shape[0])
+    fewest = _KIND.fewest_tokens(cache.shared, slots, alone=True)
+    _, held = sequences.rollback(cache.sequences, count, slots, fewest)
+    return dataclasses.replace(cache, sequences=held)
 
 
-def _part(x: Array, number: Array, block: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(x, number * block, block, axis=1)
+def fork(cache: GatedState, source: Int[Array, "..."] | int, target: Int[Array, "..."] | int) -> GatedState:
+    """Makes each target slot hold what its source committed (beams, several samples of one prompt).
+
+    Full pages are shared, and copied by nobody; those that both slots will write to are copied at once: the last page
+    of each list, and the local pages with an open place. It is done for all rows or, where pages do not suffice, for
+    none, and `missing` of the targets says how many each lacked.
+
+    Args:
+      cache: What targets had pending or committed is dropped.
+      source, target: One a row, or one number. A row with a 0, or whose source is its target, is left out.
+
+    Raises:
+      ValueError: The two do not fit each other, or (where that is known) a slot is out of range or a target repeated.
+        Under jit such a row is left out.
+    """
+    source, target = jnp.atleast_1d(jnp.asarray(source)), jnp.atleast_1d(jnp.asarray(target))
+    if source.shape == (1,):
+        source = jnp.broadcast_to(source, target.shape)
+    return _fork(cache, *checked_fork(source, target, cache.missing.shape[0]))
 
 
-def _added(x: Array, number: Array, part: Array) -> Array:
-    start, block = number * part.shape[1], part.shape[1]
-    held = jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
-    return jax.lax.dynamic_update_slice_in_dim(x, held + part, start, axis=1)
+def reset(cache: GatedState, slots: Int[Array, "rows"]) -> GatedState:
+    """Empties slots for their next owner, and gives their pages back; only integers move.
+
+    Raises:
+      ValueError: A slot is out of range, where that is known.
+    """
+    return _reset(cache, sequences.emptied_slots(slots, cache.missing.shape[0]))
 
 
-def _joined(blocks: Array, axis: int) -> Array:
-    """Blocks along the first axis, joined along this one of what each is."""
-    moved = jnp.moveaxis(blocks, 0, axis)
-    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+def raise_missing(cache: GatedState) -> None:
+    """Raises if the last launch, or fork, of a slot rested because pages did not suffice; on the host.
+
+    Raises:
+      PoolExhausted: Says which slots, how many pages they lacked, and what to raise.
+    """
+    missing = [int(count) for count in cache.missing]
+    if any(missing):
+        lacking = {slot: count for slot, count in enumerate(missing) if count}
+        pages = cache.shared.admitted.owners.shape[1] - 1
+        raise PoolExhausted(
+            f"the pool of pages ran out: slots lacked pages ({lacking}: slot and number) of {pages}; nothing of their "
+            f"launch was written. Make it with pages={pages + sum(missing)} or more, or reset slots that are done"
+        )
 
 
-def _check(q: Array, k: Array, v: Array, gates: Array, threshold, lengths) -> tuple[int, int]:
-    """Raises a ValueError that names the first argument that does not fit; returns rows and time."""
-    if q.ndim != 4 or k.ndim != 4:
-        raise ValueError(f"q and k must be [batch, time, heads, head_dim], got shapes {q.shape} and {k.shape}")
-    (rows, time), expected = q.shape[:2], (*q.shape[:2], k.shape[2], q.shape[3])
-    check_heads(q, k.shape[2])
-    for name, array, shape in (("k", k, expected), ("v", v, expected), ("gates", gates, expected[:3])):
-        if array.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
-    if gates.dtype != jnp.float32:
-        raise ValueError(f"gates must be float32, got {gates.dtype}")
-    if threshold is not None and jnp.shape(threshold) not in ((), (rows,)):
-        raise ValueError(f"threshold must be a number or f32 [{rows}], one a row, got shape {jnp.shape(threshold)}")
-    if lengths is not None:
-        check_rows("lengths", jnp.asarray(lengths), rows)
-    return rows, time
+def _launched(
+    cache: GatedState, q: Array, k: Array, v: Array, gates: Array, slots, lengths, threshold, **how: Any
+) -> tuple[Array, GatedState]:
+    rows, time = check_gated(q, k, v, gates, threshold, lengths)
+    token, held = k.shape[2:], cache.layer.keys.shape[2:]
+    if token != held:
+        raise ValueError(f"(kv_heads, head_dim) of k must be the memory's {held}, got {token}")
+    check_sizes(time=time)
+    lengths = jnp.full(rows, time, jnp.int32) if lengths is None else lengths
+    of = cache.sequences
+    launch = sequences.make_launch(of.committed, of.max_pending, slots, lengths, time, **how)
+    if launch.slots.shape != (rows,):
+        raise ValueError(f"slots must be int32 [{rows}], one for each row of q, got shape {launch.slots.shape}")
+    threshold = jnp.broadcast_to(jnp.asarray(threshold, jnp.float32), (rows,))
+    return _launch(cache, q, k, v, gates, launch, threshold)
+
+
+@jax.jit
+def _launch(
+    cache: GatedState, q: Array, k: Array, v: Array, gates: Array, launch: Launch, threshold: Float32[Array, "rows"]
+) -> tuple[Array, GatedState]:
+    layers = (cache.layer,)
+    shared = _KIND.settle(cache.shared, layers)
+    asked = dataclasses.replace(shared, threshold=put(shared.threshold, launch.slots, threshold))
+    admitted: tuple[Bool[Array, "rows time kv_heads"], ...] = (gates >= threshold[:, None, None],)
+    claims = _KIND.claim(asked, layers, launch, admitted)
+    granted = grant(claims)
+    launch, missing = _rest(claims, granted, launch)
+    served = launch.lengths > 0
+    changed = jnp.where(served, threshold, shared.threshold[launch.slots])
+    shared = dataclasses.replace(shared, threshold=put(shared.threshold, launch.slots, changed))
+    plan, shared, (layer,) = _KIND.begin(shared, layers, launch, admitted)
+    out, layer = plan.attend(layer, q, k, v, gates)
+    held = sequences.begin(cache.sequences, launch)
+    return out, GatedState(held, shared, layer, put(cache.missing, launch.slots, missing))
+
+
+def _rest(claims, granted: Array, launch: Launch) -> tuple[Launch, Int32[Array, "rows"]]:
+    """The launch without the rows that were not granted all they need, and how many pages each of these lacks."""
+    (claim,), (left,) = claims, after(claims, granted)
+    missing = jnp.where(granted, 0, claim.needs - left)
+    return dataclasses.replace(launch, lengths=jnp.where(granted, launch.lengths, 0)), missing
+
+
+@jax.jit
+def _fork(cache: GatedState, source: Array, target: Array) -> GatedState:
+    committed = cache.sequences.committed[source]
+    layers = (cache.layer,)
+    shared = _KIND.settle(cache.shared, layers)
+    claims = _KIND.claim_fork(shared, layers, source, target, committed)
+    served = grant_all(claims)
+    missing = jnp.where(served, 0, jnp.maximum(claims[0].needs, 0))
+    missing = put(cache.missing, target, missing)
+    target = jnp.where(served, target, 0)
+    shared, (layer,) = _KIND.fork(shared, layers, source, target, committed)
+    return GatedState(sequences.fork(cache.sequences, committed, target), shared, layer, missing)
+
+
+@jax.jit
+def _reset(cache: GatedState, slots: Array) -> GatedState:
+    shared, (layer,) = _KIND.reset(cache.shared, (cache.layer,), slots)
+    missing = put(cache.missing, slots, jnp.zeros_like(slots))
+    return GatedState(sequences.reset(cache.sequences, slots), shared, layer, missing)

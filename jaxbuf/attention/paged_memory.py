@@ -94,10 +94,12 @@ class PagedMemory:
     def head_axes(self, layer: Any) -> Any:
         return jax.tree.map(lambda _: 2, layer)
 
-    def claim(self, shared: PageTable, launch: Launch) -> tuple[Claim, ...]:
+    def claim(self, shared: PageTable, layers: Sequence[Any], launch: Launch) -> tuple[Claim, ...]:
         return () if shared.owners is None else (claim_pages(shared.owners, shared.table, *_where(shared, launch)),)
 
-    def claim_fork(self, shared: PageTable, source: Array, target: Array, committed: Array) -> tuple[Claim, ...]:
+    def claim_fork(
+        self, shared: PageTable, layers: Sequence[Any], source: Array, target: Array, committed: Array
+    ) -> tuple[Claim, ...]:
         if shared.owners is None:
             return ()
         given = {"source": source, "target": target, "length": committed, "page_size": shared.page_size}
@@ -119,14 +121,16 @@ class PagedMemory:
     def whole(self, time: int, lengths: Array | None, chunk_size: int, target: Target | None) -> WholeAttention:
         return WholeAttention(time, lengths, target)
 
-    def begin(self, shared: PageTable, launch: Launch) -> tuple[LaunchedAttention, PageTable]:
+    def begin(
+        self, shared: PageTable, layers: Sequence[Any], launch: Launch
+    ) -> tuple[LaunchedAttention, PageTable, tuple[Any, ...]]:
         if shared.owners is not None:
             table, owners = take_pages(shared.owners, shared.table, *_where(shared, launch))
             shared = dataclasses.replace(shared, table=table, owners=owners)
         plan, order = LaunchedAttention(launch, shared.table, shared.order), shared.order
         if launch.commits and order is not None:
             order = advance_order(order, launch.slots, launch.start, launch.lengths)
-        return plan, dataclasses.replace(shared, order=order)
+        return plan, dataclasses.replace(shared, order=order), tuple(layers)
 
     def commit(self, shared: PageTable, done: Commit) -> PageTable:
         if shared.order is None:
@@ -148,14 +152,14 @@ class PagedMemory:
         shared = dataclasses.replace(shared, table=table, owners=owners, order=order)
         return shared, tuple(paged.fork(layer, copied) for layer in layers)
 
-    def reset(self, shared: PageTable, slots: Array) -> PageTable:
+    def reset(self, shared: PageTable, layers: Sequence[Any], slots: Array) -> tuple[PageTable, tuple[Any, ...]]:
         table, owners, order = shared.table, shared.owners, shared.order
         if owners is not None:
             table, owners = release_pages(owners, table, slots)
             owners = clear_flag(owners)
         if order is not None:
             order = put(order, slots, init_order(slots=slots.shape[0], max_pending=order.shape[1])[1:])
-        return dataclasses.replace(shared, table=table, owners=owners, order=order)
+        return dataclasses.replace(shared, table=table, owners=owners, order=order), tuple(layers)
 
 
 def _where(shared: PageTable, launch: Launch) -> tuple[Array, Array]:

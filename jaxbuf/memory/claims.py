@@ -35,18 +35,14 @@ def grant(claims: Sequence[Claim]) -> Bool[Array, "rows"]:
     Args:
       claims: At least one.
     """
-    total = sum((claim.needs for claim in claims), jnp.zeros_like(claims[0].needs))
-    granted = jnp.ones(total.shape, bool)
-    for claim in claims:
-        granted = granted & (claim.needs <= claim.left)
+    needs, left = jnp.stack([claim.needs for claim in claims]), jnp.stack([claim.left for claim in claims])[:, None]
+    total, granted = jnp.sum(needs, axis=0, dtype=jnp.int32), jnp.all(needs <= left, axis=0)
     row = jnp.arange(total.shape[0], dtype=jnp.int32)
     # No sort: launches are small, and a comparison of all pairs is one operation.
     not_after = (total[None] < total[:, None]) | ((total[None] == total[:, None]) & (row[None] <= row[:, None]))
     counts = not_after & granted[None]
-    for claim in claims:
-        used = jnp.sum(jnp.where(counts, claim.needs[None], 0), axis=1, dtype=jnp.int32)
-        granted = granted & ((claim.needs == 0) | (used <= claim.left))
-    return granted
+    used = jnp.sum(jnp.where(counts[None], needs[:, None], 0), axis=2, dtype=jnp.int32)
+    return granted & jnp.all((needs == 0) | (used <= left), axis=0)
 
 
 def grant_all(claims: Sequence[Claim]) -> Bool[Array, ""]:

@@ -55,11 +55,14 @@ class MemoryKind[Shared, Layer](Protocol):
         """A layer's memory with the number of the axis in each array's place that counts heads, or their channels."""
         ...
 
-    def claim(self, shared: Shared, launch: Launch) -> tuple[Claim, ...]:
+    def claim(self, shared: Shared, layers: Sequence[Layer], launch: Launch) -> tuple[Claim, ...]:
         """What a launch takes from pools that slots share, a claim for each pool; () where nothing can run out.
 
+        What depends on numbers that the launch has still to compute is claimed for the worst case; a later `begin`
+        gives back what was not needed.
+
         Args:
-          shared: What all layers of the kind share.
+          shared, layers: The memory: what all layers of the kind share, and each layer's own.
           launch: With all rows that want to be served.
         """
         ...
@@ -67,6 +70,7 @@ class MemoryKind[Shared, Layer](Protocol):
     def claim_fork(
         self,
         shared: Shared,
+        layers: Sequence[Layer],
         source: Int32[Array, "rows"],
         target: Int32[Array, "rows"],
         committed: Int32[Array, "rows"],
@@ -74,7 +78,7 @@ class MemoryKind[Shared, Layer](Protocol):
         """What a fork takes; of the pools in the order of `claim`.
 
         Args:
-          shared: What all layers of the kind share.
+          shared, layers: The memory.
           source, target, committed: As `fork` is given them.
         """
         ...
@@ -113,8 +117,9 @@ class MemoryKind[Shared, Layer](Protocol):
         """
         ...
 
-    def begin(self, shared: Shared, launch: Launch) -> tuple[Any, Shared]:
-        """The plan of a mixer for a launch, finished, and what is shared after it, from what was shared before."""
+    def begin(self, shared: Shared, layers: Sequence[Layer], launch: Launch) -> tuple[Any, Shared, tuple[Layer, ...]]:
+        """The plan of a mixer for a launch, finished; what is shared after it; and the layers as mixers are to find
+        them."""
         ...
 
     def commit(self, shared: Shared, done: Commit) -> Shared:
@@ -143,6 +148,8 @@ class MemoryKind[Shared, Layer](Protocol):
         """
         ...
 
-    def reset(self, shared: Shared, slots: Int32[Array, "rows"]) -> Shared:
-        """What is shared once slots, each there once, are empty, and gave back what they had."""
+    def reset(
+        self, shared: Shared, layers: Sequence[Layer], slots: Int32[Array, "rows"]
+    ) -> tuple[Shared, tuple[Layer, ...]]:
+        """The memory (`shared` and `layers`) once slots, each there once, are empty, and gave back what they had."""
         ...

@@ -4,7 +4,8 @@ Which kinds there are is in one table, `KINDS`. Nothing else here knows them.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,13 +14,14 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_fork, distinct_slots
+from jaxbuf.attention.gated_memory import GatedMemory
 from jaxbuf.attention.paged_memory import PagedMemory
 from jaxbuf.axes import Array, Int, Int32
 from jaxbuf.memory import sequences
 from jaxbuf.memory.claims import Claim, after, grant, grant_all
 from jaxbuf.memory.kind import MemoryKind, Sizes
 from jaxbuf.memory.sequences import Launch, Sequences
-from jaxbuf.models.config import ATTENTION, RECURRENCE, Mixer, ModelConfig
+from jaxbuf.models.config import ATTENTION, GATED, RECURRENCE, Mixer, ModelConfig
 from jaxbuf.models.tensor_parallel import TENSOR, devices_of, on_devices
 from jaxbuf.recurrence import recurrent_memory
 from jaxbuf.recurrence.cursor import checked_limits
@@ -29,7 +31,11 @@ from jaxbuf.target import Target, resolve_target
 
 type Plans = Mapping[str, Any]  # a plan for each kind of memory
 
-KINDS: dict[str, MemoryKind] = {RECURRENCE: RecurrentMemory(), ATTENTION: PagedMemory()}
+KINDS: dict[str, MemoryKind] = {
+    RECURRENCE: RecurrentMemory(),
+    ATTENTION: PagedMemory(),
+    GATED: GatedMemory(),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +109,8 @@ def init_cache(
       limit: As in `buffered.init`, of any size: a slot's entries are never more than its tokens, so that a limit above
         capacity + max_pending is that number, and the ring is no longer than that needs.
       max_pending, block_size: Of the buffered recurrence, see `buffered.init`.
-      page_size: Tokens of one page of the softmax layers.
+      page_size: Tokens of one page of the softmax layers. A page of admitted keys (see `Attention.admission`) holds
+        one head's, so that `pages` of those layers are as many times the heads of keys and values.
       trees: Whether `extend` takes `parents`: keeps the index lists that trees need in the softmax layers and the
         convolutions.
       holds: Further slots that never run, behind the others: `fork` to one of them holds a prefix, `fork` from it
@@ -165,7 +172,8 @@ def init_memories(
     each = [mixer if mesh is None else mixer.spread(devices_of(mesh)) for mixer in mixers]
 
     def make():
-        return tuple(mixer.memory(shared[mixer.kind], dtypes) for mixer in each)
+        numbers: dict[str, Iterator[int]] = {mixer.kind: itertools.count() for mixer in each}
+        return tuple(mixer.memory(shared[mixer.kind], dtypes, next(numbers[mixer.kind])) for mixer in each)
 
     if mesh is None:
         return make()
@@ -263,10 +271,11 @@ def begin(cache: Cache, launch: Launch, *, drafts: bool = False) -> tuple[Plans,
       PoolExhausted: A row lacks something, where that is known.
     """
     launch, shared = _granted(cache, launch, drafts)
-    plans = {}
+    plans, found = {}, {}
     for kind, held in shared.items():
-        plans[kind], shared[kind] = KINDS[kind].begin(held, launch)
-    return plans, dataclasses.replace(cache, sequences=sequences.begin(cache.sequences, launch), shared=shared)
+        plans[kind], shared[kind], found[kind] = KINDS[kind].begin(held, _layers_of(cache, kind), launch)
+    held = sequences.begin(cache.sequences, launch)
+    return plans, dataclasses.replace(cache, sequences=held, shared=shared, layers=_in_order(cache, found))
 
 
 def whole_plans(
@@ -357,18 +366,17 @@ def fork(
     committed = cache.sequences.committed[source]
     if tokens is not None:
         target, committed = _cut(cache, source, target, committed, tokens)
-    claims = {kind: KINDS[kind].claim_fork(held, source, target, committed) for kind, held in cache.shared.items()}
-    shared, layers = _noted(cache, claims), list(cache.layers)
+    claims = {
+        kind: KINDS[kind].claim_fork(held, _layers_of(cache, kind), source, target, committed)
+        for kind, held in cache.shared.items()
+    }
+    shared, found = _noted(cache, claims), {}
     if any(claims.values()):
         target = jnp.where(grant_all([claim for found in claims.values() for claim in found]), target, 0)
     for kind, held in shared.items():
-        places = [place for place, its_kind in enumerate(cache.kinds) if its_kind == kind]
-        own = [cache.layers[place] for place in places]
-        shared[kind], forked = KINDS[kind].fork(held, own, source, target, committed)
-        for place, layer in zip(places, forked, strict=True):
-            layers[place] = layer
+        shared[kind], found[kind] = KINDS[kind].fork(held, _layers_of(cache, kind), source, target, committed)
     held = sequences.fork(cache.sequences, committed, target)
-    return dataclasses.replace(cache, sequences=held, shared=shared, layers=tuple(layers))
+    return dataclasses.replace(cache, sequences=held, shared=shared, layers=_in_order(cache, found))
 
 
 def reset(cache: Cache, slots: Int[Array, "rows"]) -> Cache:
@@ -379,8 +387,11 @@ def reset(cache: Cache, slots: Int[Array, "rows"]) -> Cache:
       ValueError: A slot is out of range, where that is known.
     """
     slots = sequences.emptied_slots(slots, cache.sequences.committed.shape[0])
-    shared = {kind: KINDS[kind].reset(held, slots) for kind, held in cache.shared.items()}
-    return dataclasses.replace(cache, sequences=sequences.reset(cache.sequences, slots), shared=shared)
+    shared, found = {}, {}
+    for kind, held in cache.shared.items():
+        shared[kind], found[kind] = KINDS[kind].reset(held, _layers_of(cache, kind), slots)
+    held = sequences.reset(cache.sequences, slots)
+    return dataclasses.replace(cache, sequences=held, shared=shared, layers=_in_order(cache, found))
 
 
 def raise_exhausted(cache: Cache) -> None:
@@ -469,7 +480,18 @@ def _fewest_tokens(cache: Cache, slots: Array, *, alone: bool) -> Array:
 
 
 def _claims(cache: Cache, launch: Launch) -> dict[str, tuple[Claim, ...]]:
-    return {kind: KINDS[kind].claim(held, launch) for kind, held in cache.shared.items()}
+    return {kind: KINDS[kind].claim(held, _layers_of(cache, kind), launch) for kind, held in cache.shared.items()}
+
+
+def _layers_of(cache: Cache, kind: str) -> tuple[Any, ...]:
+    """The memories of a kind; none where the cache was left without them, for its integers alone."""
+    return tuple(layer for layer, of in zip(cache.layers, cache.kinds, strict=False) if of == kind)
+
+
+def _in_order(cache: Cache, found: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
+    """The memories of all kinds, from those of each."""
+    left = {kind: iter(layers) for kind, layers in found.items()}
+    return tuple(next(left[kind]) for kind in cache.kinds[: len(cache.layers)])
 
 
 def _noted(cache: Cache, claims: Mapping[str, tuple[Claim, ...]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ A family's config reader makes them (`jaxbuf.models.families`). They are static:
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax.numpy as jnp
 from flax import nnx
@@ -26,7 +26,7 @@ from jaxbuf.models.tensor_parallel import AXES, devices_of
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.target import Target
 
-RECURRENCE, ATTENTION = "recurrence", "attention"  # kinds of memory
+RECURRENCE, ATTENTION, GATED = "recurrence", "attention", "gated"  # kinds of memory
 
 
 class Mixer(Protocol):
@@ -35,12 +35,12 @@ class Mixer(Protocol):
     The same code serves training, prefill and decoding. What differs between them is the plan that it is called with:
     `jaxbuf.recurrence.recurrent_plan` and `jaxbuf.attention.attention_plan` have one for whole sequences without a
     memory, and one for a launch on a cache.
-
-    Attributes:
-      kind: Of its memory, RECURRENCE or ATTENTION: which plan it is called with.
     """
 
-    kind: ClassVar[str]
+    @property
+    def kind(self) -> str:
+        """Of its memory, RECURRENCE, ATTENTION or GATED: which plan it is called with."""
+        ...
 
     @property
     def width(self) -> int:
@@ -69,9 +69,9 @@ class Mixer(Protocol):
         """New parameters for inputs [..., hidden]."""
         ...
 
-    def memory(self, shared: Any, dtypes: Any) -> Any:
+    def memory(self, shared: Any, dtypes: Any, number: int) -> Any:
         """An empty memory of a layer: `shared` is what all layers of the kind share, `dtypes` are
-        `jaxbuf.models.cache.Dtypes`."""
+        `jaxbuf.models.cache.Dtypes`, and `number` is which of the kind it is, from 0 on."""
         ...
 
     def __call__(

@@ -20,7 +20,7 @@ from jaxbuf.models.cache import init_cache as init_cache
 from jaxbuf.models.cache import raise_exhausted as raise_exhausted
 from jaxbuf.models.cache import reset as reset
 from jaxbuf.models.cache import rollback as rollback
-from jaxbuf.models.config import LayerConfig, ModelConfig
+from jaxbuf.models.config import GATED, LayerConfig, ModelConfig
 from jaxbuf.models.layers import (
     Initializer,
     Norm,
@@ -133,16 +133,23 @@ def apply_layers(
 
 
 def _apply_layers(
-    layers: Sequence[DecoderLayer], x: Array, memories: Sequence[Any], plans: Plans, mesh: Mesh | None
+    layers: Sequence[DecoderLayer],
+    x: Array,
+    memories: Sequence[Any],
+    plans: Plans,
+    mesh: Mesh | None,
+    *,
+    remat: bool = False,
 ) -> tuple[Array, tuple]:
     left, after, added = iter(memories), [], None
+    apply = jax.checkpoint(_apply_layer, static_argnums=0) if remat else _apply_layer
     devices = [devices_of(mesh, axis) for axis in AXES]
     configs = [layer.config.spread(*devices) for layer in layers]
     mixers = [mixer for config in configs for mixer in config.mixers]
     plans = {kind: plan.shared_by([each for each in mixers if each.kind == kind]) for kind, plan in plans.items()}
     for number, (config, layer) in enumerate(zip(configs, layers, strict=True)):
         with jax.named_scope(f"layer_{number}"):
-            x, added, found = _apply_layer(config, layer, x, added, [next(left) for _ in config.mixers], plans)
+            x, added, found = apply(config, layer, x, added, [next(left) for _ in config.mixers], plans)
         after += found
     return x if added is None else x + summed(added), tuple(after)
 
@@ -221,6 +228,35 @@ def forward(
     memories = [None for _ in model.config.mixers]
     found = resolve_target(target, model.norm.get_raw_value())
     return _run(model, tokens, memories, whole_plans(tokens.shape[1], lengths, chunk_size, found))[0]
+
+
+def forward_with_gates(
+    model: Decoder,
+    tokens: Int[Array, "batch time"],
+    *,
+    remat: bool = False,
+    chunk_size: int = 64,
+    target: Target | str | None = None,
+) -> tuple[Float[Array, "batch time hidden"], Float32[Array, "layers batch time kv_heads"]]:
+    """`forward` of a model with gates, and the gates of all keys, one layer after the other.
+
+    Args:
+      model: Its gated layers' heads are as many in each.
+      tokens: Of whole rows.
+      remat: Whether each layer is computed again for its gradient, in place of being kept.
+      chunk_size, target: As in `forward`.
+
+    Raises:
+      ValueError: The model has no gates.
+    """
+    kinds = [mixer.kind for mixer in model.config.mixers]
+    if GATED not in kinds:
+        raise ValueError("model must have gates, got one without")
+    found = resolve_target(target, model.norm.get_raw_value())
+    plans, x = whole_plans(tokens.shape[1], None, chunk_size, found), embed(model, tokens)
+    x, after = _apply_layers(model.layers, x, [None] * len(kinds), plans, None, remat=remat)
+    gates = jnp.stack([gate for gate, kind in zip(after, kinds, strict=True) if kind == GATED])
+    return rms_norm(x, model.norm, model.config.norm), gates
 
 
 def last_hidden(hidden: Float[Array, "rows time hidden"], lengths: Int[Array, "rows"]) -> Float[Array, "rows 1 hidden"]:

@@ -19,7 +19,7 @@ from jaxbuf.arguments import MOST, check_range
 from jaxbuf.axes import Array, Float32
 from jaxbuf.models import decoder
 from jaxbuf.models.chat_template import TEMPLATE, TOKENIZER_CONFIG, ChatTemplate, Message, read_chat_template
-from jaxbuf.models.config import ModelConfig
+from jaxbuf.models.config import GATED, ModelConfig
 from jaxbuf.models.families import read_config
 from jaxbuf.models.layers import named_parameters
 from jaxbuf.models.loading.block_scaled import read_block
@@ -272,10 +272,11 @@ class LanguageModel:
     ) -> None:
         """Writes a checkpoint in Hugging Face's format that `load` and transformers read.
 
-        It holds the text model, its tokenizer, generation_config.json, and what else of the tokenizer's files and the
-        chat template lies in the directory that the model was loaded from. It takes its name when all of it is on the
-        disk: a process that dies before leaves what was there. A checkpoint under the name is replaced; files that do
-        not belong to it stay. What was loaded from float8 weights is written in `dtype`, without quantization_config.
+        It holds the text model without gates (those are for `jaxbuf.models.gates.save_gates`), its tokenizer,
+        generation_config.json, and what else of the tokenizer's files and the chat template lies in the directory that
+        the model was loaded from. It takes its name when all of it is on the disk: a process that dies before leaves
+        what was there. A checkpoint under the name is replaced; files that do not belong to it stay. What was loaded
+        from float8 weights is written in `dtype`, without quantization_config.
 
         Args:
           directory: Made if it is not there.
@@ -289,6 +290,11 @@ class LanguageModel:
           ValueError: An unknown dtype, shard_bytes that is no whole number of at least 1, or a directory that is no
             name.
         """
+        if any(mixer.kind == GATED for mixer in self.config.mixers):
+            from jaxbuf.models.gates import without_gates
+
+            without_gates(self).save(directory, dtype=dtype, shard_bytes=shard_bytes)
+            return
         companions = {}
         if self.directory is not None:
             files = [file for pattern in COMPANIONS for file in self.directory.glob(pattern)]
@@ -367,6 +373,7 @@ def load(
     dtype: str | jnp.dtype | None = None,
     mesh: jax.sharding.Mesh | None = None,
     *,
+    gates: str | Path | None = None,
     progress: Progress | bool | None = None,
 ) -> LanguageModel:
     """Loads a model: "demo", the small one in this package, a directory in Hugging Face's format, or an id there.
@@ -387,6 +394,8 @@ def load(
       mesh: Spreads the layers' heads over its axis "tensor", with their parameters and their memory, and routed experts
         over its axis "expert", see `jaxbuf.models.tensor_parallel`; it has one of the two, or both. None: everything on
         the default device.
+      gates: A file of gates that were trained for the model, see `jaxbuf.models.gates`: its softmax layers then keep
+        the keys that these admit. None: they keep all.
       progress: Whether to show a bar on standard error; None: on a terminal and in a notebook. Or a function, called
         with the bytes of the checkpoint that were read and how many there are, before the first tensor and after each
         one. (Downloads show huggingface-hub's own progress bar.)
@@ -428,7 +437,11 @@ def load(
     )
     if message := told(lm.target):
         log.warning(message)
-    return lm
+    if gates is None:
+        return lm
+    from jaxbuf.models.gates import load_gates
+
+    return load_gates(lm, gates)
 
 
 @contextlib.contextmanager

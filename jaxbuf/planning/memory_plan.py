@@ -388,7 +388,7 @@ class _Counter:
 
         def make():
             shared = RecurrentMemory().init([mixer], Sizes(**given))
-            return shared, mixer.memory(shared, dtypes)
+            return shared, mixer.memory(shared, dtypes, 0)
 
         shared, layer = jax.eval_shape(make)
         pool = layer.pool

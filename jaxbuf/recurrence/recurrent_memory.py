@@ -133,10 +133,17 @@ class RecurrentMemory:
         there = {name: None if getattr(layer.pool, name) is None else axis for name, axis in axes.items()}
         return RecurrentCache(Pool(**there), None if layer.ring is None else 2)  # pyright: ignore[reportArgumentType]
 
-    def claim(self, shared: RecurrentShared, launch: Launch) -> tuple[Claim, ...]:
+    def claim(self, shared: RecurrentShared, layers: Sequence[RecurrentCache], launch: Launch) -> tuple[Claim, ...]:
         return claim(shared.cursor, launch)
 
-    def claim_fork(self, shared: RecurrentShared, source: Array, target: Array, committed: Array) -> tuple[Claim, ...]:
+    def claim_fork(
+        self,
+        shared: RecurrentShared,
+        layers: Sequence[RecurrentCache],
+        source: Array,
+        target: Array,
+        committed: Array,
+    ) -> tuple[Claim, ...]:
         return claim_fork(shared.cursor, source, target, committed)
 
     def fewest_tokens(self, shared: RecurrentShared, slots: Array, *, alone: bool) -> Array:
@@ -157,14 +164,15 @@ class RecurrentMemory:
     def whole(self, time: int, lengths: Array | None, chunk_size: int, target: Target | None) -> WholeRecurrence:
         return WholeRecurrence(lengths, chunk_size, target)
 
-    def begin(self, shared: RecurrentShared, launch: Launch) -> tuple[LaunchedRecurrence, RecurrentShared]:
+    def begin(
+        self, shared: RecurrentShared, layers: Sequence[RecurrentCache], launch: Launch
+    ) -> tuple[LaunchedRecurrence, RecurrentShared, tuple[RecurrentCache, ...]]:
         plan, cursor = (begin_prompt if launch.commits else begin_launch)(shared.cursor, launch)
         reach = shared.reach
         if reach is not None:
             reach = put(reach, launch.slots, jnp.maximum(reach[launch.slots], launch.start + launch.lengths))
-        return LaunchedRecurrence(plan, shared.ring_order, launch.target), dataclasses.replace(
-            shared, cursor=cursor, reach=reach
-        )
+        plan = LaunchedRecurrence(plan, shared.ring_order, launch.target)
+        return plan, dataclasses.replace(shared, cursor=cursor, reach=reach), tuple(layers)
 
     def commit(self, shared: RecurrentShared, done: Commit) -> RecurrentShared:
         order = shared.ring_order
@@ -193,6 +201,9 @@ class RecurrentMemory:
 
         return RecurrentShared(cursor, **places), tuple(fork_layer(layer) for layer in layers)
 
-    def reset(self, shared: RecurrentShared, slots: Array) -> RecurrentShared:
+    def reset(
+        self, shared: RecurrentShared, layers: Sequence[RecurrentCache], slots: Array
+    ) -> tuple[RecurrentShared, tuple[RecurrentCache, ...]]:
         reach = None if shared.reach is None else put(shared.reach, slots, jnp.zeros_like(slots))
-        return dataclasses.replace(shared, cursor=reset_cursor(shared.cursor, slots), reach=reach)
+        shared = dataclasses.replace(shared, cursor=reset_cursor(shared.cursor, slots), reach=reach)
+        return shared, tuple(layers)

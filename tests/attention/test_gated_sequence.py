@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.attention import gated
+from jaxbuf.attention import gated_sequence
 from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.gated import FLOOR, attend_sequence
 
@@ -18,7 +18,7 @@ LENGTHS = np.array([75, 40, 1], np.int32)
 @pytest.fixture(autouse=True)
 def blocks_that_are_small():
     """Three blocks, of which the last is not full."""
-    with mock.patch.object(gated, "BLOCK", 32):
+    with mock.patch.object(gated_sequence, "BLOCK", 32):
         yield
 
 
@@ -129,7 +129,7 @@ def test_memory_is_linear_in_time_with_gradients():
         def loss(*x):
             return attend_sequence(*x, window=64).sum()
 
-        with mock.patch.object(gated, "BLOCK", 128):
+        with mock.patch.object(gated_sequence, "BLOCK", 128):
             program = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(q, k, k, gates).compile()
         return program.memory_analysis().temp_size_in_bytes
 

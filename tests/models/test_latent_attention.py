@@ -90,7 +90,7 @@ def test_launches_with_rejected_drafts_are_the_definition(layer, rng, monkeypatc
     monkeypatch.setattr(latent, "TOKENS", 1)
     mixer, parameters, x, expected = layer
     shared = init_pages(slots=ROWS, capacity=TIME, page_size=4)
-    memory = mixer.memory(shared, Dtypes(*[jnp.float32] * 3))
+    memory = mixer.memory(shared, Dtypes(*[jnp.float32] * 3), 0)
     memory = jax.tree.map(lambda held: jnp.full_like(held, jnp.nan), memory)
     assert memory.latents.shape[2:] == (1, mixer.kv_numbers)
     slots, start = np.append(rng.permutation(ROWS) + 1, 0).astype(np.int32), np.zeros(ROWS + 1, np.int32)
@@ -116,7 +116,7 @@ def test_launches_with_rejected_drafts_are_the_definition(layer, rng, monkeypatc
 def test_devices_share_the_heads_and_each_has_the_latents():
     half = EVERYTHING.spread(2)
     assert (half.heads, half.devices, half.kv_numbers) == (2, 2, EVERYTHING.kv_numbers)
-    memory = half.memory(init_pages(slots=1, capacity=8, page_size=4), Dtypes(*[jnp.float32] * 3))
+    memory = half.memory(init_pages(slots=1, capacity=8, page_size=4), Dtypes(*[jnp.float32] * 3), 0)
     assert memory_partitions([ATTENTION], [memory]) == [jax.P(None, None, "tensor")]
     parameters = EVERYTHING.parameters(HIDDEN, initializer=zeros, rngs=nnx.Rngs(0), dtype=jnp.float32)
     spread = {name: p.axes for name, p in named_parameters(parameters).items() if any(p.axes)}

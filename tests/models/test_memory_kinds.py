@@ -17,7 +17,8 @@ from flax import nnx
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.models import decoder
-from jaxbuf.models.config import ATTENTION, RECURRENCE, LayerConfig, ModelConfig
+from jaxbuf.models.admission import Admission, Rule, Score, WriteGate
+from jaxbuf.models.config import ATTENTION, GATED, RECURRENCE, LayerConfig, ModelConfig
 from jaxbuf.models.families import llama, mamba2
 from jaxbuf.models.layers import Norm, linear, parameter
 from jaxbuf.models.mixers.latent_attention import LatentAttention
@@ -69,6 +70,19 @@ def with_latents() -> ModelConfig:
     return dataclasses.replace(config, layers=(first, dataclasses.replace(second, mixers=(mixer,))))
 
 
+def with_gates() -> ModelConfig:
+    """Layers that keep the keys which their scores admit."""
+    config = LLAMA.model()
+    first, second = config.layers
+
+    def gated(layer: LayerConfig, score: Score) -> LayerConfig:
+        mixer = dataclasses.replace(layer.mixers[0], admission=Admission(score, 6, 0.87))  # pyright: ignore[reportCallIssue]
+        return dataclasses.replace(layer, mixers=(mixer,))
+
+    layers = gated(first, WriteGate(5)), gated(second, Rule("random", sinks=2, seed=3))
+    return dataclasses.replace(config, layers=layers)
+
+
 class Case(NamedTuple):
     """A model, and pools that are too small in one way each."""
 
@@ -102,8 +116,11 @@ CASES = {
     "softmax": lambda: Case(LLAMA.model(), ({"pages": 10},)),
     "recurrence": lambda: Case(MAMBA2.model(), ({"states": 2}, {"blocks": 4})),
     "latents": lambda: Case(with_latents(), ({"pages": 10},)),
+    "gated": lambda: Case(with_gates(), ({"pages": 10},)),
     "no convolution": lambda: Case(without_convolution(), ({"states": 2, "blocks": 5},)),
 }
+SOME = "both", "latents", "gated"  # these have every kind of memory; the others run by hand
+EACH = [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
 _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 forward, prefill = _jit(decoder.forward), _jit(decoder.prefill)
 extend = _jit(partial(decoder.extend, drafts=True))
@@ -117,6 +134,13 @@ def pools_of(cache):
         if cursor.sharing is not None:
             yield cursor.sharing.states, cursor.checkpoint_of
             yield cursor.sharing.blocks, cursor.block_table
+    if GATED in cache.shared:
+        shared = cache.shared[GATED]
+        yield shared.owners, shared.table
+        for layer in cache.layers:
+            owned = np.arange(layer.lists.shape[2]) < np.asarray(shared.owned)[int(layer.number), ..., None]
+            owners = jax.tree.map(lambda x, number=layer.number: x[number], shared.admitted)
+            yield owners, np.where(owned, layer.lists, 0)
     if ATTENTION in cache.shared and cache.shared[ATTENTION].owners is not None:
         yield cache.shared[ATTENTION].owners, cache.shared[ATTENTION].table
 
@@ -216,7 +240,7 @@ class Twin:
         return granted
 
 
-@pytest.mark.parametrize("name", [*CASES])
+@pytest.mark.parametrize("name", EACH)
 def test_any_memories_under_random_schedules(name, rng):
     config, _ = CASES[name]()
     twin = Twin(config, rng)
@@ -232,10 +256,10 @@ def test_any_memories_under_random_schedules(name, rng):
 
 
 def each_pools():
-    """Every case of pools that are too small; what compiles programs of its own for each, once for each memory."""
+    """Every case of pools that are too small: each compiles programs of its own."""
     for name in CASES:
         *others, last = CASES[name]().pools
-        yield pytest.param(name, last, marks=pytest.mark.slow)
+        yield pytest.param(name, last, marks=pytest.mark.slow if name in SOME else pytest.mark.exhaustive)
         yield from (pytest.param(name, pools, marks=pytest.mark.exhaustive) for pools in others)
 
 

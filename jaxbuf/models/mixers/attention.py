@@ -2,17 +2,18 @@
 keys, biases, a gate on the output, and multipliers."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxbuf.attention.gated_pages import init_gated_kv
 from jaxbuf.attention.paged import init_kv
-from jaxbuf.attention.paged_memory import PageTable
 from jaxbuf.attention.rotary import Rotary, rotate
 from jaxbuf.axes import Array, Float
-from jaxbuf.models.config import ATTENTION
+from jaxbuf.models.admission import Admission, Keys
+from jaxbuf.models.config import ATTENTION, GATED
 from jaxbuf.models.layers import (
     Initializer,
     Norm,
@@ -45,6 +46,7 @@ class Attention:
       input_scale, score_scale, output_scale: The input, the scores q · k / sqrt(head_dim) and the output are multiplied
         with them.
       devices: Who share the heads; the numbers of heads are then one device's.
+      admission: Which keys are kept once they leave a local window; None: all are.
     """
 
     heads: int
@@ -60,8 +62,11 @@ class Attention:
     score_scale: float = 1.0
     output_scale: float = 1.0
     devices: int = 1
+    admission: Admission | None = None
 
-    kind: ClassVar = ATTENTION
+    @property
+    def kind(self) -> str:
+        return ATTENTION if self.admission is None else GATED
 
     @property
     def biased(self) -> str:
@@ -90,9 +95,11 @@ class Attention:
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
         return AttentionParameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
 
-    def memory(self, shared: PageTable, dtypes):
-        sizes = {"pages": shared.pages, "page_size": shared.page_size}
-        return init_kv(**sizes, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtypes.dtype)
+    def memory(self, shared: Any, dtypes, number: int):
+        given = {"head_dim": self.head_dim, "dtype": dtypes.dtype}
+        if self.admission is not None:
+            return init_gated_kv(shared, **given, number=number)
+        return init_kv(pages=shared.pages, page_size=shared.page_size, kv_heads=self.kv_heads, **given)
 
     def __call__(
         self, parameters: "AttentionParameters", x: Float[Array, "rows time hidden"], memory: Any, plan: Any
@@ -111,12 +118,16 @@ class Attention:
                 q, gate = jnp.split(q, 2, axis=-1)
             if self.norm is not None and p.q_norm is not None and p.k_norm is not None:
                 q, k = self._normalised(q, p.q_norm), self._normalised(k, p.k_norm)
+            before = k
             if self.rotary is not None:
                 angles = plan.angles(self.rotary)
                 q, k = rotate(q, angles), rotate(k, angles)
-            q = scaled(q, self.score_scale)
+            q, scores = scaled(q, self.score_scale), ()
+        if self.admission is not None:
+            with jax.named_scope("admission"):
+                scores = (self.admission.score(p.admission, Keys(x, before, k, plan.positions)),)
         with jax.named_scope("attention"):
-            out, memory = plan.attend(memory, q, k, v)
+            out, memory = plan.attend(memory, q, k, v, *scores)
         with jax.named_scope("output"):
             if gate is not None:
                 out = out * jax.nn.sigmoid(gate)
@@ -142,6 +153,7 @@ class AttentionParameters(nnx.Module):
       q_norm, k_norm: [head_dim], or, of norms over all heads, a number for each channel of each head.
       o_proj: [hidden, heads · head_dim].
       q_bias, k_bias, v_bias, o_bias: One number for each row of the projection.
+      admission: Those of the score, or None.
     """
 
     def __init__(self, mixer: Attention, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
@@ -173,3 +185,5 @@ class AttentionParameters(nnx.Module):
         self.k_norm = of_norm("key_heads", mixer.kv_heads)
         self.q_bias, self.o_bias = bias("q", read, heads), bias("o", hidden, None)
         self.k_bias, self.v_bias = bias("k", keys, kv_heads), bias("v", keys, kv_heads)
+        admission, sizes = mixer.admission, (hidden, mixer.kv_heads, mixer.head_dim)
+        self.admission = None if admission is None else admission.score.parameters(*sizes, rngs=rngs)

@@ -1,7 +1,7 @@
 """Multi-head latent attention: the softmax layer of DeepSeek-V2, which Kimi-Linear and Ling 3.0 have, too."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,9 @@ class LatentAttention:
     latent_eps: float = 1e-6
     devices: int = 1
 
-    kind: ClassVar = ATTENTION
+    @property
+    def kind(self) -> str:
+        return ATTENTION
 
     @property
     def width(self) -> int:
@@ -80,7 +82,7 @@ class LatentAttention:
     def parameters(self, hidden: int, *, initializer: Initializer, rngs: nnx.Rngs, dtype: jnp.dtype):
         return LatentAttentionParameters(self, hidden, initializer=initializer, rngs=rngs, dtype=dtype)
 
-    def memory(self, shared: PageTable, dtypes):
+    def memory(self, shared: PageTable, dtypes, number: int):
         sizes = {"pages": shared.pages, "page_size": shared.page_size}
         return init_latent(**sizes, rank=self.rank, shared_dim=self.shared_dim, dtype=dtypes.dtype)
 

@@ -1,7 +1,7 @@
 """What all recurrent mixers have in common: their sizes, and their memory."""
 
 import dataclasses
-from typing import ClassVar, Self
+from typing import Self
 
 from jaxbuf.models.config import RECURRENCE
 from jaxbuf.models.tensor_parallel import share
@@ -27,7 +27,9 @@ class RecurrentMixer:
     devices: int = dataclasses.field(default=1, kw_only=True)
     same_key_head: int = dataclasses.field(default=1, kw_only=True)
 
-    kind: ClassVar = RECURRENCE
+    @property
+    def kind(self) -> str:
+        return RECURRENCE
 
     @property
     def kv_numbers(self) -> int:
@@ -49,6 +51,6 @@ class RecurrentMixer:
             same_key_head=max(1, devices // spec.key_heads),
         )
 
-    def memory(self, shared: RecurrentShared, dtypes) -> RecurrentCache:
+    def memory(self, shared: RecurrentShared, dtypes, number: int) -> RecurrentCache:
         given = {name: getattr(dtypes, name) for name in ("dtype", "entry_dtype", "state_dtype")}
         return init_recurrent(self.spec, shared.cursor, channels=self.channels, width=self.width, **given)

@@ -1,0 +1,317 @@
+"""One layer of a launch on write-gated memory: its queries attend to all that they see, and its tokens are kept."""
+
+import dataclasses
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.attention.attention_plan import LaunchPositions, WholePositions
+from jaxbuf.attention.contraction import contract
+from jaxbuf.attention.flash import MASKED, merge, split_heads
+from jaxbuf.attention.gated_pages import GatedKV, Places, add_pages, admit, tokens_at
+from jaxbuf.attention.gated_sequence import attend_admitted, attend_sequence
+from jaxbuf.attention.paged import BLOCK, as_tokens, write_tokens
+from jaxbuf.axes import Array, Bool, Float, Float32
+from jaxbuf.memory.sequences import Launch
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["lengths", "shared"],
+    meta_fields=["time", "target", "window", "threshold"],
+)
+@dataclasses.dataclass(frozen=True)
+class WholeGated(WholePositions):
+    """Sequences that start from nothing, without a memory. Differentiable.
+
+    In the memory's place each layer returns its gates, for losses of them.
+
+    Attributes:
+      window, threshold: As in `attend_sequence`, those of the mixers (static).
+    """
+
+    window: int = 1
+    threshold: float | None = None
+
+    def shared_by(self, mixers: Iterable[Any]) -> Self:
+        """As in `LaunchPositions`; and the window and threshold are these mixers'."""
+        mixers = list(mixers)
+        rules = {(mixer.admission.window, mixer.admission.threshold) for mixer in mixers}
+        if len(rules) > 1:
+            raise ValueError(f"gated layers must have one window and threshold, got {sorted(rules)}")
+        changed = super().shared_by(mixers)
+        for window, threshold in rules:
+            changed = dataclasses.replace(changed, window=window, threshold=threshold)
+        return changed
+
+    def attend(
+        self,
+        memory: None,
+        q: Float[Array, "rows time heads head_dim"],
+        k: Float[Array, "rows time kv_heads head_dim"],
+        v: Float[Array, "rows time kv_heads head_dim"],
+        gates: Float32[Array, "rows time kv_heads"],
+    ) -> tuple[Float[Array, "rows time heads head_dim"], Float32[Array, "rows time kv_heads"]]:
+        """`attend_sequence`, and the gates."""
+        how = {"window": self.window, "threshold": self.threshold, "lengths": self.lengths}
+        return attend_sequence(q, k, v, gates, **how), gates
+
+
+class LocalPages(NamedTuple):
+    """The latest tokens of each row's slot, as a launch reads them.
+
+    Attributes:
+      table: int32 [rows, columns], the local pages.
+      position: int32 [rows, places], of the token at each of their places.
+      frontier: int32 [rows]; tokens before have left these pages, and are on the lists where they were admitted.
+      end: int32 [rows], the frontier after the launch: if it commits its tokens, those before leave when it is done.
+      threshold: float32 [rows].
+    """
+
+    table: Array
+    position: Array
+    frontier: Array
+    end: Array
+    threshold: Array
+
+
+class Incoming(NamedTuple):
+    """What every layer moves to its lists before it attends, and the pages that it has for this and for what follows.
+
+    Attributes:
+      token: int32 [rows, max_pending], tokens that leave the local pages, where they lie in the pools.
+      kept: bool [layers, rows, max_pending, kv_heads], which of them are admitted.
+      taken: int32 [layers, rows, kv_heads, n], new pages of each list; 0 where there is none.
+    """
+
+    token: Array
+    kept: Array
+    taken: Array
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["launch", "local", "incoming", "places", "shared"],
+    meta_fields=["window"],
+)
+@dataclasses.dataclass(frozen=True)
+class LaunchedGated(LaunchPositions):
+    """A launch on a cache whose layers have `GatedKV`.
+
+    Attributes:
+      launch: The launch.
+      local: What is read of the latest tokens.
+      incoming: What is moved to the lists at once.
+      places: Where the new tokens are written.
+      window: The latest tokens that a query sees whatever their gates are (static).
+    """
+
+    launch: Launch
+    local: LocalPages
+    incoming: Incoming
+    places: Places
+    window: int
+
+    def attend(
+        self,
+        memory: GatedKV,
+        q: Float[Array, "rows time heads head_dim"],
+        k: Float[Array, "rows time kv_heads head_dim"],
+        v: Float[Array, "rows time kv_heads head_dim"],
+        gates: Float32[Array, "rows time kv_heads"],
+    ) -> tuple[Float[Array, "rows time heads head_dim"], GatedKV]:
+        """What the queries see, zeros past the launch's lengths, and the memory with its tokens.
+
+        Args:
+          memory: Of the layer, as the kind's `begin` returned it.
+          q, k, v, gates: Of the new tokens, as in `jaxbuf.attention.gated.attend_sequence`.
+        """
+        return _attend(self, memory, q, k, v, gates)
+
+
+@jax.jit  # so that layers share a trace
+def _attend(plan: LaunchedGated, memory: GatedKV, q: Array, k: Array, v: Array, gates: Array) -> tuple[Array, GatedKV]:
+    launch = plan.launch
+    rows, time = q.shape[:2]
+    real = jnp.arange(time, dtype=jnp.int32)[None] < launch.lengths[:, None]
+    # As they are read later.
+    k, v = (jnp.where(real[..., None, None], x, jnp.zeros((), x.dtype)).astype(memory.keys.dtype) for x in (k, v))
+    gates = jnp.where(real[..., None], gates, 0.0)
+    memory = _take_in(plan, memory)
+    out, lse = _own(plan, q, k.astype(q.dtype), v.astype(q.dtype), gates)
+    query = jnp.broadcast_to(plan.positions, (rows, time))
+
+    def with_memory():
+        if time <= BLOCK:
+            past = _past(plan, memory, q, query)
+        else:
+            blocks = -(-time // BLOCK)
+            rest = blocks * BLOCK - time
+            padded = jnp.pad(q, ((0, 0), (0, rest), (0, 0), (0, 0))), jnp.pad(query, ((0, 0), (0, rest)), mode="edge")
+            parts = tuple(jnp.moveaxis(x.reshape(rows, blocks, BLOCK, *x.shape[2:]), 1, 0) for x in padded)
+            past, past_lse = jax.lax.map(lambda part: _past(plan, memory, *part), parts)
+            past = jnp.moveaxis(past, 0, 1).reshape(rows, -1, *q.shape[2:])[:, :time]
+            past = past, jnp.moveaxis(past_lse, 0, 2).reshape(rows, q.shape[2], -1)[..., :time]
+        return merge(out, lse, *past)[0]
+
+    out = jax.lax.cond(jnp.any((launch.start > 0) & (launch.lengths > 0)), with_memory, lambda: out)
+    out = jnp.where(real[..., None, None], out, 0.0).astype(q.dtype)
+    # What follows is written where something was read: with an order between the two nothing has to be copied for it.
+    out, at = jax.lax.optimization_barrier((out, plan.places.token))
+    if launch.commits:
+        memory, at = _admit_leaving(plan, memory, k, v, gates, at)
+    return out, _write(plan, memory, k, v, gates, at)
+
+
+def _take_in(plan: LaunchedGated, memory: GatedKV) -> GatedKV:
+    """Moves what leaves the local pages before the launch to the lists."""
+    slots, (token, kept, taken) = plan.launch.slots, plan.incoming
+    memory = add_pages(memory, slots, taken[memory.number])
+    k, v, gates = (as_tokens(x)[token] for x in (memory.keys, memory.values, memory.gates))
+    return admit(memory, slots, k, v, gates, kept[memory.number])
+
+
+def _own(plan: LaunchedGated, q: Array, k: Array, v: Array, gates: Array) -> tuple[Array, Array]:
+    """The launch's own keys: float32 outputs and log-sum-exps, as of `flash`."""
+    launch, heads = plan.launch, k.shape[2]
+    if launch.ancestors is None and q.shape[1] > BLOCK:
+        out, lse = attend_admitted(
+            q, k, v, gates, window=plan.window, threshold=plan.local.threshold, lengths=launch.lengths
+        )
+        return out.astype(jnp.float32), lse
+    rows, time = q.shape[:2]
+    depth = jnp.broadcast_to(launch.depth, (rows, time))
+    distance = depth[:, :, None] - depth[:, None]
+    seen = jnp.tril(jnp.ones((time, time), bool))[None] if launch.ancestors is None else launch.ancestors
+    local = (distance < plan.window)[:, None]
+    admitted = jnp.moveaxis(gates >= plan.local.threshold[:, None, None], 1, 2)[:, :, None]
+    token = jnp.arange(time, dtype=jnp.int32)
+    # Queries that are not real see themselves, so that every log-sum-exp is finite.
+    itself = (token[:, None] == token[None])[None]
+    live = (token[None] < launch.lengths[:, None])[:, None] | itself
+    visible = (seen & live)[:, None] & (local | admitted)
+    carry = _add(_empty(q, heads), q, k, v, visible, "btkgd,bskd->bkgts", "bkgts,bskd->bkgtd")
+    return _finish(carry, q)
+
+
+def _past(plan: LaunchedGated, memory: GatedKV, q: Array, query: Array) -> tuple[Array, Array]:
+    """The memory's keys, for queries at positions `query` (int32 [rows, time]): as `_own` gives its own."""
+    launch, local, size = plan.launch, plan.local, memory.page_size
+    heads, pages = memory.keys.shape[2], max(1, BLOCK // memory.page_size)
+    span = pages * size
+    asked = launch.lengths > 0
+    counts = jnp.where(asked[:, None], memory.counts[launch.slots], 0)
+    lists = _padded(memory.lists[launch.slots], pages)
+    table = _padded(local.table, pages)
+    rest = table.shape[1] * size - local.position.shape[1]
+    position = jnp.pad(local.position, ((0, 0), (0, rest)), constant_values=-1)
+    live = (position >= local.frontier[:, None]) & (position < jnp.where(asked, launch.start, 0)[:, None])
+    dtype = q.dtype
+
+    def add_listed(i, carry):
+        page = jax.lax.dynamic_slice_in_dim(lists, i * pages, pages, axis=2)
+        k, v = (
+            x[page].reshape(*page.shape[:2], span, -1).astype(dtype)
+            for x in (memory.admitted_keys, memory.admitted_values)
+        )
+        there = i * span + jnp.arange(span, dtype=jnp.int32)[None, None] < counts[..., None]
+        v = jnp.where(there[..., None], v, jnp.zeros((), dtype))
+        visible = there[:, :, None]
+        return _add(carry, q, k, v, visible, "btkgd,bksd->bkgts", "bkgts,bksd->bkgtd")
+
+    def add_local(i, carry):
+        page = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
+        k, v = (x[page].reshape(page.shape[0], span, heads, -1).astype(dtype) for x in (memory.keys, memory.values))
+        gates = memory.gates[page].reshape(page.shape[0], span, heads)
+        here, there = (jax.lax.dynamic_slice_in_dim(x, i * span, span, axis=1) for x in (position, live))
+        v = jnp.where(there[..., None, None], v, jnp.zeros((), dtype))
+        near = (query[:, :, None] - here[:, None] < plan.window)[:, None]
+        admitted = jnp.moveaxis(gates >= local.threshold[:, None, None], 1, 2)[:, :, None]
+        visible = there[:, None, None] & (near | admitted)
+        return _add(carry, q, k, v, visible, "btkgd,bskd->bkgts", "bkgts,bskd->bkgtd")
+
+    carry = jax.lax.fori_loop(0, -(-jnp.max(counts) // span), add_listed, _empty(q, heads))
+    carry = jax.lax.fori_loop(0, table.shape[1] // pages, add_local, carry)
+    return _finish(carry, q)
+
+
+def _padded(table: Array, pages: int) -> Array:
+    """A table with null pages behind, to whole blocks of `pages`."""
+    rest = -table.shape[-1] % pages
+    return jnp.pad(table, (*((0, 0),) * (table.ndim - 1), (0, rest)))
+
+
+def _empty(q: Array, kv_heads: int) -> tuple[Array, Array, Array]:
+    rows, time, heads, head_dim = q.shape
+    shape = (rows, kv_heads, heads // kv_heads, time)
+    return jnp.full(shape, MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
+
+
+def _add(
+    carry: tuple[Array, Array, Array],
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Bool[Array, "rows #kv_heads #time n"],
+    scores_of: str,
+    sums_of: str,
+) -> tuple[Array, Array, Array]:
+    """An online softmax with more keys: highest score, denominator and weighted sum of each query."""
+    highest, total, out = carry
+    seen = visible[:, :, None]
+    scores = contract(scores_of, split_heads(q, highest.shape[1]), k) * q.shape[-1] ** -0.5
+    scores = jnp.where(seen, scores, MASKED)
+    before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=-1))
+    # Where no key is visible yet, highest is MASKED itself: hence the selection.
+    weights = jnp.where(seen, jnp.exp(scores - highest[..., None]), 0.0)
+    kept = jnp.exp(before - highest)
+    out = out * kept[..., None] + contract(sums_of, weights.astype(q.dtype), v)
+    return highest, total * kept + jnp.sum(weights, axis=-1), out
+
+
+def _finish(carry: tuple[Array, Array, Array], q: Array) -> tuple[Array, Array]:
+    """Outputs like q and log-sum-exps [rows, heads, time], in float32; zeros and -inf where nothing was seen."""
+    highest, total, out = carry
+    rows, time, heads, _ = q.shape
+    out = jnp.moveaxis(out / jnp.where(total > 0, total, 1.0)[..., None], 3, 1).reshape(q.shape)
+    lse = jnp.where(total > 0, highest + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    return out, lse.reshape(rows, heads, time)
+
+
+def _admit_leaving(
+    plan: LaunchedGated, memory: GatedKV, k: Array, v: Array, gates: Array, at: Array
+) -> tuple[GatedKV, Array]:
+    """Appends what leaves when the launch is done to the lists: older tokens from local pages, and its own.
+
+    Returns `at` as it was, to be used once they are read.
+    """
+    slots, start, local = plan.launch.slots, plan.launch.start, plan.local
+    threshold, position = local.threshold[:, None, None], local.position
+    place = jnp.broadcast_to(jnp.arange(position.shape[1], dtype=jnp.int32)[None], position.shape)
+    token = tokens_at(local.table, place, memory.page_size)
+    leaves = (position >= local.frontier[:, None]) & (position < jnp.minimum(local.end, start)[:, None])
+
+    older = tuple(as_tokens(x)[token] for x in (memory.keys, memory.values, memory.gates))
+    (older_k, older_v, older_gates), at = jax.lax.optimization_barrier((older, at))
+    memory = admit(memory, slots, older_k, older_v, older_gates, leaves[..., None] & (older_gates >= threshold))
+    own = start[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None] < local.end[:, None]
+    return admit(memory, slots, k, v, gates, own[..., None] & (gates >= threshold)), at
+
+
+def _write(plan: LaunchedGated, memory: GatedKV, k: Array, v: Array, gates: Array, at: Array) -> GatedKV:
+    """Writes the new tokens that stay on the local pages, to places `at`."""
+    source = plan.places.source
+
+    def written(pool: Array, new: Any) -> Array:
+        index = source.reshape(*source.shape, *(1,) * (new.ndim - 2))
+        return write_tokens(pool, at, jnp.take_along_axis(new, index, axis=1))
+
+    return dataclasses.replace(
+        memory,
+        keys=written(memory.keys, k),
+        values=written(memory.values, v),
+        gates=written(memory.gates, gates),
+    )

@@ -1,0 +1,237 @@
+"""Write-gated attention: a query sees the keys of a local window, and of those before it the ones that a gate admits.
+
+While gates are trained, the admission is soft: a key outside the window counts with the logarithm of its gate added to
+its score. Afterwards it is binary: it is seen if its gate reaches a threshold, whoever asks.
+
+Source: Write-Gated KV (2025), section 3; the floor of the logarithm is that of its authors' code.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxbuf.arguments import check_rows, check_sizes
+from jaxbuf.attention.contraction import contract
+from jaxbuf.attention.flash import MASKED, check_heads, split_heads
+from jaxbuf.axes import Array, Bool, Float, Float32, Int, Int32
+
+FLOOR = 1e-3  # of a gate, before its logarithm is taken
+BLOCK = 128  # queries, and keys, whose scores exist at once
+
+
+def attend_sequence(
+    q: Float[Array, "batch time heads head_dim"],
+    k: Float[Array, "batch time kv_heads head_dim"],
+    v: Float[Array, "batch time kv_heads head_dim"],
+    gates: Float32[Array, "batch time kv_heads"],
+    *,
+    window: int,
+    threshold: float | Float[Array, "batch"] | None = None,
+    lengths: Int[Array, "batch"] | None = None,
+) -> Float[Array, "batch time heads head_dim"]:
+    """Causal attention over whole sequences in which query i sees key j by their distance and by the key's gate.
+
+    Differentiable; without a threshold in all four arrays, with one not in gates. Memory is linear in time, that of the
+    gradient as well: no bias of queries times keys is ever made.
+
+    Args:
+      q: The queries.
+      k, v: Head h reads kv head h // (heads // kv_heads).
+      gates: Of each key, in [0, 1].
+      window: A key is local, and seen as it is, where 0 <= i - j < window. At least 1.
+      threshold: Other keys are seen, and as they are, where gate >= threshold: one number, or one a row. None: all are,
+        with log(max(gate, FLOOR)) added to the score, as in training.
+      lengths: Tokens from there on are not real: they are seen by nobody, whatever they hold. None: all are real.
+
+    Returns:
+      The outputs in q's dtype, zeros past `lengths`; scores, softmax and sums in float32, scaled by head_dim ** -0.5.
+
+    Raises:
+      ValueError: A shape or dtype does not fit, heads is not a multiple of kv_heads, or window is below 1.
+
+    Source: Write-Gated KV (2025), section 3.2; the gradient of flash attention is Dao (2023), FlashAttention-2,
+    algorithm 2, to which the logarithms' is added: that of key j is the sum, over the queries outside of whose window
+    it lies, of the gradients of its scores.
+    """
+    check_sizes(window=window)
+    rows, time = check_gated(q, k, v, gates, threshold, lengths)
+    lengths = jnp.full(rows, time, jnp.int32) if lengths is None else jnp.minimum(jnp.asarray(lengths, jnp.int32), time)
+    live = (jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None])[:, :, None]
+    gates = jnp.where(live, gates, 0.0)
+    q, k, v = (jnp.where(live[..., None], x, jnp.zeros((), x.dtype)).astype(q.dtype) for x in (q, k, v))
+    if threshold is None:
+        weights = jnp.log(jnp.maximum(gates, FLOOR))
+    else:
+        admitted = gates >= jnp.reshape(jnp.asarray(threshold, jnp.float32), (-1, 1, 1))
+        weights = jnp.where(admitted, 0.0, MASKED)
+    block = min(BLOCK, time)
+    padded = _whole_blocks(block, split_heads(q, k.shape[2]), k, v, weights)
+    out: Array = _attend((window, block), *padded, lengths)  # pyright: ignore[reportAssignmentType]
+    return out[:, :time].reshape(q.shape)
+
+
+def attend_admitted(
+    q: Float[Array, "rows time heads head_dim"],
+    k: Float[Array, "rows time kv_heads head_dim"],
+    v: Float[Array, "rows time kv_heads head_dim"],
+    gates: Float32[Array, "rows time kv_heads"],
+    *,
+    window: int,
+    threshold: Float32[Array, "rows"],
+    lengths: Int32[Array, "rows"],
+) -> tuple[Float[Array, "rows time heads head_dim"], Float32[Array, "rows heads time"]]:
+    """`attend_sequence` with thresholds, of arguments that were checked and are zeros past `lengths`.
+
+    Returns:
+      The outputs, and the logarithm of each softmax's denominator, finite for all queries.
+    """
+    rows, time, heads, _ = q.shape
+    weights = jnp.where(gates >= threshold[:, None, None], 0.0, MASKED)
+    block = min(BLOCK, time)
+    grouped, k, v, weights = _whole_blocks(block, split_heads(q, k.shape[2]), k, v, weights)
+    out, lse = _forward((window, block), grouped, k, v, weights, lengths)
+    return out[:, :time].reshape(q.shape), lse[..., :time].reshape(rows, heads, time)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(sizes: tuple[int, int], q: Array, k: Array, v: Array, weights: Array, lengths: Array) -> Array:
+    """The outputs like q [rows, n, kv_heads, group, head_dim], n whole blocks; `weights` f32 [rows, n, kv_heads] are
+    added to the scores of keys outside the window. `sizes` are the window and the tokens of a block."""
+    return _forward(sizes, q, k, v, weights, lengths)[0]
+
+
+def _forward(sizes, q, k, v, weights, lengths):
+    """The outputs, and f32 [rows, kv_heads, group, n] the log-sum-exp of each query's scores."""
+    _, block = sizes
+
+    def of_queries(number):
+        queries = _part(q, number, block)
+
+        def add_keys(place, carry):
+            highest, total, out = carry
+            keys, values = _part(k, place, block), _part(v, place, block)
+            scores, visible, _ = _scores(sizes, queries, keys, _part(weights, place, block), number, place, lengths)
+            before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=-1))
+            # Where no key is visible yet, highest is MASKED itself: hence the selection.
+            parts = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
+            kept = jnp.exp(before - highest)
+            out = out * kept[..., None] + contract("bkgts,bskd->bkgtd", parts.astype(q.dtype), values)
+            return highest, total * kept + jnp.sum(parts, axis=-1), out
+
+        shape = (q.shape[0], q.shape[2], q.shape[3], block)
+        empty = jnp.full(shape, MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, q.shape[4]), jnp.float32)
+        highest, total, out = jax.lax.fori_loop(0, number + 1, add_keys, empty)
+        total = jnp.where(total > 0, total, 1.0)
+        return jnp.moveaxis(out / total[..., None], 3, 1).astype(q.dtype), highest + jnp.log(total)
+
+    out, lse = jax.lax.map(of_queries, jnp.arange(q.shape[1] // block, dtype=jnp.int32))
+    return _joined(out, 1), _joined(lse, 3)
+
+
+def _keep(sizes, q, k, v, weights, lengths):
+    out, lse = _forward(sizes, q, k, v, weights, lengths)
+    return out, (q, k, v, weights, lengths, out, lse)
+
+
+def _gradient(sizes, kept, given):
+    """The gradients of q, k, v and weights, from that of the outputs: block by block, with the scores made again."""
+    q, k, v, weights, lengths, out, lse = kept
+    _, block = sizes
+    scale = q.shape[-1] ** -0.5
+    # Of each query the sum, over its keys, of weight times the gradient of the weight.
+    common = jnp.moveaxis(jnp.sum(given.astype(jnp.float32) * out.astype(jnp.float32), axis=-1), 1, 3)
+
+    def of_queries(carry, number):
+        queries, given_here = _part(q, number, block), _part(given, number, block)
+        lse_here, common_here = (jax.lax.dynamic_slice_in_dim(x, number * block, block, axis=3) for x in (lse, common))
+
+        def add_keys(place, carry):
+            of_q, of_k, of_v, of_weights = carry
+            keys, values = _part(k, place, block), _part(v, place, block)
+            scores, visible, outside = _scores(
+                sizes, queries, keys, _part(weights, place, block), number, place, lengths
+            )
+            parts = jnp.where(visible, jnp.exp(scores - lse_here[..., None]), 0.0)
+            of_parts = contract("btkgd,bskd->bkgts", given_here, values)
+            of_scores = parts * (of_parts - common_here[..., None])
+            of_bias = jnp.sum(jnp.where(outside, of_scores, 0.0), axis=(2, 3))
+            of_scores, parts = of_scores.astype(q.dtype), parts.astype(q.dtype)
+            of_q = of_q + scale * contract("bkgts,bskd->btkgd", of_scores, keys)
+            of_k = _added(of_k, place, scale * contract("bkgts,btkgd->bskd", of_scores, queries))
+            of_v = _added(of_v, place, contract("bkgts,btkgd->bskd", parts, given_here))
+            return of_q, of_k, of_v, _added(of_weights, place, jnp.moveaxis(of_bias, 1, 2))
+
+        of_q = jnp.zeros(queries.shape, jnp.float32)
+        of_q, *carry = jax.lax.fori_loop(0, number + 1, add_keys, (of_q, *carry))
+        return tuple(carry), of_q.astype(q.dtype)
+
+    empty = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v, weights))
+    numbers = jnp.arange(q.shape[1] // block, dtype=jnp.int32)
+    (of_k, of_v, of_weights), of_q = jax.lax.scan(of_queries, empty, numbers)
+    return _joined(of_q, 1), of_k.astype(k.dtype), of_v.astype(v.dtype), of_weights, None
+
+
+_attend.defvjp(_keep, _gradient)
+
+
+def _scores(
+    sizes: tuple[int, int],
+    queries: Float[Array, "rows n kv_heads group head_dim"],
+    keys: Float[Array, "rows n kv_heads head_dim"],
+    weights: Float32[Array, "rows n kv_heads"],
+    number: Int32[Array, ""],
+    place: Int32[Array, ""],
+    lengths: Int32[Array, "rows"],
+) -> tuple[Float32[Array, "rows kv_heads group n n"], Bool[Array, "rows 1 1 n n"], Bool[Array, "n n"]]:
+    """The scores of a block of queries with one of keys, which of them count, and which lie outside the window."""
+    window, block = sizes
+    offset = jnp.arange(block, dtype=jnp.int32)
+    query, key = number * block + offset, place * block + offset
+    distance = query[:, None] - key[None]
+    outside = distance >= window
+    scores = contract("btkgd,bskd->bkgts", queries, keys) * queries.shape[-1] ** -0.5
+    bias = jnp.moveaxis(weights, 1, 2)[:, :, None, None]
+    scores = scores + jnp.where(outside, bias, 0.0)
+    visible = (distance >= 0)[None] & (jnp.maximum(query[:, None], key[None])[None] < lengths[:, None, None])
+    visible = visible[:, None, None]
+    return jnp.where(visible, scores, MASKED), visible, outside
+
+
+def _part(x: Array, number: Array, block: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, number * block, block, axis=1)
+
+
+def _whole_blocks(block: int, *arrays: Array) -> list[Array]:
+    """Arrays [rows, time, ...] with zeros behind, to whole blocks of their second axis."""
+    return [jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), *((0, 0),) * (x.ndim - 2))) for x in arrays]
+
+
+def _added(x: Array, number: Array, part: Array) -> Array:
+    start, block = number * part.shape[1], part.shape[1]
+    held = jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(x, held + part, start, axis=1)
+
+
+def _joined(blocks: Array, axis: int) -> Array:
+    """Blocks along the first axis, joined along this one of what each is."""
+    moved = jnp.moveaxis(blocks, 0, axis)
+    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+
+
+def check_gated(q: Array, k: Array, v: Array, gates: Array, threshold, lengths) -> tuple[int, int]:
+    """Raises a ValueError that names the first argument that does not fit; returns rows and time."""
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"q and k must be [batch, time, heads, head_dim], got shapes {q.shape} and {k.shape}")
+    (rows, time), expected = q.shape[:2], (*q.shape[:2], k.shape[2], q.shape[3])
+    check_heads(q, k.shape[2])
+    for name, array, shape in (("k", k, expected), ("v", v, expected), ("gates", gates, expected[:3])):
+        if array.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+    if gates.dtype != jnp.float32:
+        raise ValueError(f"gates must be float32, got {gates.dtype}")
+    if threshold is not None and jnp.shape(threshold) not in ((), (rows,)):
+        raise ValueError(f"threshold must be a number or f32 [{rows}], one a row, got shape {jnp.shape(threshold)}")
+    if lengths is not None:
+        check_rows("lengths", jnp.asarray(lengths), rows)
+    return rows, time

@@ -1,0 +1,253 @@
+"""Which keys of a softmax layer are kept once they leave a local window: a score of each key, and a threshold.
+
+Any softmax mixer with keys and values can carry an `Admission`. Its score is a part: the write gate, which reads the
+key before and after it is turned to its position; other learned scores of the same form, to compare with; and rules,
+which learn nothing. All of them give one number in [0, 1] a key and head, when the key is written, so one memory
+(`jaxbuf.attention.gated_memory`) serves them all.
+
+Parameters of scores are float32 whatever the model computes in, and are saved apart from the model's.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxbuf.arguments import check_sizes
+from jaxbuf.attention.contraction import contract
+from jaxbuf.axes import Array, Float, Float32, Int32
+from jaxbuf.models.layers import Norm, normal, ones, parameter, rms_norm, zeros
+from jaxbuf.models.tensor_parallel import Part
+
+NORM = Norm(1e-6)
+OPEN = 2.0  # of learned scores, before the sigmoid, at the start: 0.88, so that training begins near full attention
+
+
+class Keys(NamedTuple):
+    """What a score may read of new keys.
+
+    Attributes:
+      x: [rows, time, hidden], what the mixer reads.
+      before, after: [rows, time, kv_heads, head_dim], the keys before and after they are turned to their positions.
+      positions: int32 [1 or rows, time].
+    """
+
+    x: Float[Array, "rows time hidden"]
+    before: Float[Array, "rows time kv_heads head_dim"]
+    after: Float[Array, "rows time kv_heads head_dim"]
+    positions: Int32[Array, "#rows time"]
+
+
+class Score(Protocol):
+    """What gives every key a number in [0, 1]."""
+
+    def parameters(self, hidden: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs) -> nnx.Module | None:
+        """New parameters of one layer; None where nothing is learned."""
+        ...
+
+    def __call__(self, parameters: Any, keys: Keys) -> Float32[Array, "rows time kv_heads"]:
+        """The scores."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """Which keys a mixer keeps: those of a local window, and behind it those whose score reaches a threshold.
+
+    Attributes:
+      score: What scores them.
+      window: A query sees the latest so many keys, its own among them, whatever their scores are.
+      threshold: None: all keys behind the window are seen, with the logarithm of their score added, as in training.
+    """
+
+    score: Score
+    window: int
+    threshold: float | None = 0.1
+
+    def __post_init__(self):
+        check_sizes(window=self.window)
+        if self.threshold is not None and not isinstance(self.threshold, int | float):
+            raise ValueError(f"threshold must be a number or None, got {self.threshold!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteGate:
+    """A small MLP for each head, of the key before and after its rotation.
+
+    Attributes:
+      width: Numbers between its two layers; None: 4 · head_dim.
+
+    Source: Write-Gated KV (2025), section 3.2.
+    """
+
+    width: int | None = None
+
+    def parameters(self, hidden: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs) -> "WriteGateParameters":
+        """As in `Score.parameters`."""
+        return WriteGateParameters(kv_heads, head_dim, self.width or 4 * head_dim, rngs=rngs)
+
+    def __call__(self, parameters: "WriteGateParameters", keys: Keys) -> Array:
+        p = parameters
+        both = [
+            rms_norm(key.astype(jnp.float32), weight, NORM)
+            for key, weight in ((keys.before, p.norm_before), (keys.after, p.norm_after))
+        ]
+        inner = contract("btkc,kwc->btkw", jnp.concatenate(both, axis=-1), p.up[...])
+        inner = jax.nn.gelu(inner + p.up_bias[...][None, None])
+        return jax.nn.sigmoid(contract("btkw,kw->btk", inner, p.down[...]) + p.down_bias[...][None, None])
+
+
+class WriteGateParameters(nnx.Module):
+    """Parameters of a layer's write gates, in float32.
+
+    Attributes:
+      norm_before, norm_after: [head_dim], which the heads share.
+      up, up_bias: [kv_heads, width, 2 · head_dim], [kv_heads, width].
+      down, down_bias: [kv_heads, width], [kv_heads].
+    """
+
+    def __init__(self, kv_heads: int, head_dim: int, width: int, *, rngs: nnx.Rngs):
+        heads = (Part("key_heads", kv_heads),)
+        self.norm_before = _weight(rngs, (head_dim,), None, ones)
+        self.norm_after = _weight(rngs, (head_dim,), None, ones)
+        self.up = _weight(rngs, (kv_heads, width, 2 * head_dim), heads, normal((2 * head_dim) ** -0.5))
+        self.up_bias = _weight(rngs, (kv_heads, width), heads, zeros)
+        self.down = _weight(rngs, (kv_heads, width), heads, normal(0.1 * width**-0.5))
+        self.down_bias = _weight(rngs, (kv_heads,), heads, _opened)
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenScore:
+    """A score of the hidden state that the mixer reads, for each head.
+
+    Attributes:
+      width: Numbers between the two layers of an MLP; None: one linear layer.
+
+    Source: the form of KVzap (NVIDIA, 2026), thresholded when a key leaves the window.
+    """
+
+    width: int | None = None
+
+    def parameters(self, hidden: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs) -> "HiddenScoreParameters":
+        """As in `Score.parameters`."""
+        return HiddenScoreParameters(hidden, kv_heads, self.width, rngs=rngs)
+
+    def __call__(self, parameters: "HiddenScoreParameters", keys: Keys) -> Array:
+        p, x = parameters, rms_norm(keys.x.astype(jnp.float32), parameters.norm, NORM)
+        if p.up is not None and p.up_bias is not None:
+            x = jax.nn.gelu(contract("bth,wh->btw", x, p.up[...]) + p.up_bias[...][None, None])
+        return jax.nn.sigmoid(contract("btw,kw->btk", x, p.down[...]) + p.down_bias[...][None, None])
+
+
+class HiddenScoreParameters(nnx.Module):
+    """Parameters of a layer's scores of hidden states, in float32.
+
+    Attributes:
+      norm: [hidden].
+      up, up_bias: [width, hidden], [width]; None where the score is linear.
+      down, down_bias: [kv_heads, width or hidden], [kv_heads].
+    """
+
+    def __init__(self, hidden: int, kv_heads: int, width: int | None, *, rngs: nnx.Rngs):
+        heads = (Part("key_heads", kv_heads),)
+        self.norm = _weight(rngs, (hidden,), None, ones)
+        self.up, self.up_bias = None, None
+        if width is not None:
+            self.up = _weight(rngs, (width, hidden), None, normal(hidden**-0.5))
+            self.up_bias = _weight(rngs, (width,), None, zeros)
+        read = hidden if width is None else width
+        self.down = _weight(rngs, (kv_heads, read), heads, normal(0.1 * read**-0.5))
+        self.down_bias = _weight(rngs, (kv_heads,), heads, _opened)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadScore:
+    """One number a head, whatever the key is, but for the first tokens, which are always kept.
+
+    Heads above the threshold keep everything, the others only their window: DuoAttention's retrieval and streaming
+    heads.
+
+    Attributes:
+      sinks: How many first tokens of a text are kept.
+
+    Source: DuoAttention (2024), section 2.
+    """
+
+    sinks: int = 0
+
+    def parameters(self, hidden: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs) -> "HeadScoreParameters":
+        """As in `Score.parameters`."""
+        return HeadScoreParameters(kv_heads, rngs=rngs)
+
+    def __call__(self, parameters: "HeadScoreParameters", keys: Keys) -> Array:
+        score = jnp.clip(parameters.alpha[...], 0.0, 1.0)[None, None]
+        sink = (keys.positions < self.sinks)[..., None]
+        shape = (*keys.after.shape[:2], keys.after.shape[2])
+        return jnp.broadcast_to(jnp.where(sink, 1.0, score), shape)
+
+
+class HeadScoreParameters(nnx.Module):
+    """alpha [kv_heads], in float32, one at first."""
+
+    def __init__(self, kv_heads: int, *, rngs: nnx.Rngs):
+        self.alpha = _weight(rngs, (kv_heads,), (Part("key_heads", kv_heads),), ones)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Scores of 0 and 1 that nobody learns.
+
+    Attributes:
+      keeps: "all" keys, "none", or a "random" share of them.
+      sinks: How many first tokens of a text are kept whatever the rule is: with "none" that is local attention with
+        sinks.
+      rate: The share of "random".
+      seed: Of "random": whether a key is kept depends on it, on its position and its head alone.
+    """
+
+    keeps: Literal["all", "none", "random"] = "all"
+    sinks: int = 0
+    rate: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.keeps not in ("all", "none", "random"):
+            raise ValueError(f"keeps must be 'all', 'none' or 'random', got {self.keeps!r}")
+        check_sizes(sinks=self.sinks, least=0)
+        if not 0 <= self.rate <= 1:
+            raise ValueError(f"rate must be in [0, 1], got {self.rate!r}")
+
+    def parameters(self, hidden: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs) -> None:
+        """As in `Score.parameters`: there are none."""
+        return None
+
+    def __call__(self, parameters: None, keys: Keys) -> Array:
+        rows, time, heads = keys.after.shape[:3]
+        if self.keeps == "random":
+            kept = _drawn(keys.positions, heads, self.seed) < self.rate
+        else:
+            kept = jnp.full((*keys.positions.shape, heads), self.keeps == "all")
+        kept = kept | (keys.positions < self.sinks)[..., None]
+        return jnp.broadcast_to(kept, (rows, time, heads)).astype(jnp.float32)
+
+
+def _drawn(positions: Int32[Array, "*n"], heads: int, seed: int) -> Float32[Array, "*n {heads}"]:
+    """Uniform in [0, 1), the same for a position and head in every launch."""
+    head = jnp.arange(heads, dtype=jnp.uint32).reshape((1,) * positions.ndim + (heads,))
+    x = positions[..., None].astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + head * jnp.uint32(0x85EBCA77)
+    x = x + jnp.uint32(seed * 0xC2B2AE3D & 0xFFFFFFFF)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
+    x = x ^ (x >> jnp.uint32(16))
+    return (x >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], first: Any, initializer: Any) -> nnx.Param:
+    axes = (first, *(None,) * (len(shape) - 1))
+    return parameter(rngs, shape, axes, initializer, dtype=jnp.float32, keep_float32=True)
+
+
+def _opened(key, shape, dtype) -> Array:
+    return jnp.full(shape, OPEN, dtype)

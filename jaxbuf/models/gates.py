@@ -1,0 +1,254 @@
+"""Gates of a language model: given to its softmax layers, taken away, saved and loaded apart from the model.
+
+A file of gates is a safetensors file with the scores' parameters. Its metadata has the settings (which score, window
+and threshold) and the identity of the model that they were made for.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxbuf.axes import Array
+from jaxbuf.models.admission import Admission, HeadScore, HiddenScore, Rule, Score, WriteGate
+from jaxbuf.models.config import LayerConfig, Mixer, ModelConfig
+from jaxbuf.models.decoder import Decoder
+from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.layers import named_parameters, replace_parameters
+from jaxbuf.models.loading.fields import CheckpointError
+from jaxbuf.models.mixers.attention import Attention
+from jaxbuf.shown import shown
+
+FORMAT = "jaxbuf gates 1"
+SCORES: dict[str, type] = {"write_gate": WriteGate, "hidden": HiddenScore, "head": HeadScore, "rule": Rule}
+STRIDE = 997  # of the numbers of a key projection that a model's identity is made of
+
+
+def with_gates(lm: LanguageModel, admission: Admission, *, seed: int = 0) -> LanguageModel:
+    """The model whose softmax layers have such an admission, with new parameters of its score.
+
+    Args:
+      lm: Its own parameters are not copied. Gates that it has are dropped.
+      admission: Of every softmax layer with keys and values; the multi-token-prediction layer has none.
+      seed: Of the new parameters, and, of a random rule, of its draws.
+
+    Raises:
+      ValueError: The model has no such layer, or is spread over a mesh.
+    """
+    if lm.config.mesh is not None:
+        raise ValueError("lm must lie on one device to have gates, got one that is spread over a mesh")
+    config = _changed(lm.config, lambda place: _of_layer(admission, place))
+    if not gated_layers(config):
+        raise ValueError(f"lm must have softmax layers with keys and values to be gated, got {lm!r}")
+    held, values = named_parameters(lm.model), {}
+    for place, mixer in gated_layers(config).items():
+        new = admission.score.parameters(
+            config.hidden_size, mixer.kv_heads, mixer.head_dim, rngs=nnx.Rngs(_folded(seed, place))
+        )
+        if new is not None:
+            values |= {f"{_path(place)}.{name}": param[...] for name, param in named_parameters(new).items()}
+    return _rebuilt(lm, config, lambda path: values[path] if path in values else held[path][...])
+
+
+def without_gates(lm: LanguageModel) -> LanguageModel:
+    """The model as it was before it had gates."""
+    held = named_parameters(lm.model)
+    return _rebuilt(lm, _changed(lm.config, lambda place: None), lambda path: held[path][...])
+
+
+def with_threshold(lm: LanguageModel, threshold: float | None) -> LanguageModel:
+    """The model with the same gates and another threshold; None: soft, as in training.
+
+    Raises:
+      ValueError: The model has no gates.
+    """
+    admission_of(lm)  # raises an error where there is none
+    layers = gated_layers(lm.config)
+
+    def of_layer(place: tuple[int, int]) -> Admission | None:
+        found = layers[place].admission if place in layers else None
+        return None if found is None else dataclasses.replace(found, threshold=threshold)
+
+    config, held = _changed(lm.config, of_layer), named_parameters(lm.model)
+    return _rebuilt(lm, config, lambda path: held[path][...])
+
+
+def admission_of(lm: LanguageModel) -> Admission:
+    """What the model's gated layers have.
+
+    Raises:
+      ValueError: It has no gates.
+    """
+    for mixer in gated_layers(lm.config).values():
+        assert mixer.admission is not None
+        return mixer.admission
+    raise ValueError(f"lm must have gates, got {lm!r} without: load them with jaxbuf.load({lm.name!r}, gates=...)")
+
+
+def gated_layers(config: ModelConfig) -> dict[tuple[int, int], Attention]:
+    """The mixers that have an admission, by the number of their layer and their place in it."""
+    return {
+        (number, place): mixer
+        for number, layer in enumerate(config.layers)
+        for place, mixer in enumerate(layer.mixers)
+        if isinstance(mixer, Attention) and mixer.admission is not None
+    }
+
+
+def gate_parameters(model: Decoder) -> dict[str, nnx.Param]:
+    """The parameters of all scores, by their paths."""
+    prefixes = tuple(f"{_path(place)}." for place in gated_layers(model.config))
+    return {path: param for path, param in named_parameters(model).items() if path.startswith(prefixes)}
+
+
+def save_gates(lm: LanguageModel, path: str | Path) -> None:
+    """Writes the model's gates to a safetensors file, which `load_gates` reads; it takes its name when it is whole.
+
+    Args:
+      lm: The model, of which nothing else is written.
+      path: Of the file.
+
+    Raises:
+      ValueError: The model has no gates.
+      FileNotFoundError: The file's directory is not there.
+    """
+    first = admission_of(lm)
+    layers = gated_layers(lm.config)
+    described = {
+        "format": FORMAT,
+        "model": lm.name,
+        "identity": identity(lm),
+        "window": first.window,
+        "threshold": first.threshold,
+        "scores": {_path(place): _described(mixer.admission.score) for place, mixer in layers.items()},  # pyright: ignore[reportOptionalMemberAccess]
+    }
+    tensors = {name: np.asarray(param[...]) for name, param in gate_parameters(lm.model).items()}
+    path = Path(path)
+    new = path.with_name(f".{path.name}.{os.getpid()}.saving")
+    try:
+        save_file(tensors, new, metadata={"jaxbuf": json.dumps(described)})
+        with open(new, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def load_gates(lm: LanguageModel, path: str | Path) -> LanguageModel:
+    """The model with the gates of a file from `save_gates`.
+
+    Args:
+      lm: The model; gates that it has are dropped.
+      path: Of the file.
+
+    Raises:
+      FileNotFoundError: There is no such file.
+      CheckpointError: It is no file of gates, or it is of another model; the message says of which.
+      ValueError: The model is spread over a mesh.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no gates at {shown(str(path))}: expected a file that jaxbuf train-gate wrote")
+    if lm.config.mesh is not None:
+        raise ValueError("mesh must be None where gates are given: their lists lie on one device")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            described = json.loads((file.metadata() or {}).get("jaxbuf", "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as a file of gates: {error}") from error
+    if not isinstance(described, dict) or described.get("format") != FORMAT:
+        raise CheckpointError(f"{path} must be a file of gates ({FORMAT}), got another safetensors file")
+    if described["identity"] != identity(lm):
+        raise CheckpointError(
+            f"{path} has gates of another model, made for {described['model']!r}; they do not fit {lm.name!r}: train "
+            "some for it with jaxbuf train-gate"
+        )
+    scores = {name: _score(given, path) for name, given in described["scores"].items()}
+
+    def of_layer(place: tuple[int, int]) -> Admission | None:
+        score = scores.get(_path(place))
+        return None if score is None else Admission(score, described["window"], described["threshold"])
+
+    config, held = _changed(lm.config, of_layer), named_parameters(lm.model)
+    expected = {name for name in named_parameters(_abstract(config)) if name not in held}
+    if expected != tensors.keys():
+        wrong = sorted(expected ^ tensors.keys())
+        raise CheckpointError(f"{path} has other tensors than its settings say: {', '.join(wrong[:3])}")
+    return _rebuilt(lm, config, lambda name: jnp.asarray(tensors[name]) if name in tensors else held[name][...])
+
+
+def identity(lm: LanguageModel) -> str:
+    """What tells a model from others, whatever dtype it was loaded in: of its key projections, rounded to bfloat16."""
+    found = hashlib.sha256()
+    for path, param in named_parameters(lm.model).items():
+        if path.endswith("k_proj"):
+            sample = param[...].reshape(-1)[::STRIDE].astype(jnp.bfloat16)
+            found.update(f"{path} {param[...].shape} ".encode())
+            found.update(np.asarray(sample).view(np.uint16).tobytes())
+    return found.hexdigest()
+
+
+def _path(place: tuple[int, int]) -> str:
+    return f"layers.{place[0]}.mixers.{place[1]}.admission"
+
+
+def _folded(seed: int, place: tuple[int, int]) -> int:
+    return (seed * 1_000_003 + place[0] * 97 + place[1]) % 2**31
+
+
+def _of_layer(admission: Admission, place: tuple[int, int]) -> Admission:
+    """The admission of one layer: random rules differ from layer to layer."""
+    score = admission.score
+    if isinstance(score, Rule) and score.keeps == "random":
+        return dataclasses.replace(admission, score=dataclasses.replace(score, seed=_folded(score.seed, place)))
+    return admission
+
+
+def _changed(config: ModelConfig, of_layer: Callable[[tuple[int, int]], Admission | None]) -> ModelConfig:
+    """The configuration whose softmax mixers have the admission that `of_layer` says."""
+
+    def mixer(number: int, place: int, given: Mixer) -> Mixer:
+        if not isinstance(given, Attention):
+            return given
+        return dataclasses.replace(given, admission=of_layer((number, place)))
+
+    def layer(number: int, given: LayerConfig) -> LayerConfig:
+        mixers = tuple(mixer(number, place, each) for place, each in enumerate(given.mixers))
+        return dataclasses.replace(given, mixers=mixers)
+
+    return dataclasses.replace(config, layers=tuple(layer(number, each) for number, each in enumerate(config.layers)))
+
+
+def _abstract(config: ModelConfig) -> Decoder:
+    return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def _rebuilt(lm: LanguageModel, config: ModelConfig, value: Callable[[str], Array]) -> LanguageModel:
+    """The language model of another configuration, with these values of its parameters."""
+    abstract = _abstract(config)
+    model = replace_parameters(abstract, [value(path) for path in named_parameters(abstract)])
+    return dataclasses.replace(lm, model=model, config=config)
+
+
+def _described(score: Score) -> dict[str, Any]:
+    name = next(name for name, kind in SCORES.items() if isinstance(score, kind))
+    return {"score": name} | dataclasses.asdict(score)  # pyright: ignore[reportArgumentType]
+
+
+def _score(given: dict[str, Any], path: Path) -> Score:
+    fields = dict(given)
+    name = fields.pop("score", None)
+    if name not in SCORES:
+        raise CheckpointError(f"{path} has scores of a kind that is not known: {shown(name)}; update jaxbuf")
+    return SCORES[name](**fields)

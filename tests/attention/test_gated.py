@@ -1,0 +1,255 @@
+"""The memory of write-gated attention: random schedules against a definition in float64, and who owns which page."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.attention import gated
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+SLOTS, MAX_PENDING, CHUNK = 4, 5, 23
+EVERY = np.arange(1, SLOTS + 1, dtype=np.int32)
+TOLERANCE = 1e-5
+
+
+@dataclasses.dataclass
+class Token:
+    """What one token brings: arrays [heads, head_dim] and gates [kv_heads]."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    gate: np.ndarray
+
+
+def draw_token(rng):
+    q, k, v = (rng.standard_normal((heads, HEAD_DIM)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    return Token(2 * q, k, v, rng.uniform(size=KV_HEADS).astype(np.float32))
+
+
+def definition(before, token, window, threshold):
+    """What the token gives after the tokens `before` it, in float64."""
+    text, out = [*before, token], np.zeros((HEADS, HEAD_DIM))
+    for head in range(HEADS):
+        of = head // (HEADS // KV_HEADS)
+        seen = [
+            other for j, other in enumerate(text) if len(before) - j < window or other.gate[of] >= np.float32(threshold)
+        ]
+        scores = np.array([other.k[of].astype(np.float64) @ token.q[head] for other in seen]) / np.sqrt(HEAD_DIM)
+        weights = np.exp(scores - scores.max())
+        out[head] = weights @ np.array([other.v[of] for other in seen], np.float64) / weights.sum()
+    return out
+
+
+def stacked(rows, time):
+    """q, k, v and gates [rows, time, ...] of lists of tokens, NaN behind them."""
+    shapes = {"q": (HEADS, HEAD_DIM), "k": (KV_HEADS, HEAD_DIM), "v": (KV_HEADS, HEAD_DIM), "gate": (KV_HEADS,)}
+    arrays = {name: np.full((len(rows), time, *shape), np.nan, np.float32) for name, shape in shapes.items()}
+    for row, tokens in enumerate(rows):
+        for i, token in enumerate(tokens):
+            for name, array in arrays.items():
+                array[row, i] = getattr(token, name)
+    return tuple(arrays.values())
+
+
+class Schedule:
+    """A memory, and beside it the text of every slot."""
+
+    def __init__(self, rng, *, window, threshold, page_size, pages=400):
+        sizes = {"slots": SLOTS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_pending": MAX_PENDING}
+        self.cache = gated.init(**sizes, window=window, pages=pages, page_size=page_size, dtype=jnp.float32)
+        self.rng, self.window = rng, window
+        self.threshold = np.broadcast_to(np.asarray(threshold, np.float32), (SLOTS,)).copy()
+        self.text = {slot: [] for slot in EVERY}
+        self.pending = {slot: [] for slot in EVERY}  # the path to each pending token
+        self.rested, self.lacking = 0, None
+        self.check()
+
+    def launch(self, lengths, time, parents=None, *, commits):
+        """Launches on all slots in a random order; returns which were served."""
+        order = self.rng.permutation(SLOTS)
+        slots = EVERY[order]
+        rows = [[draw_token(self.rng) for _ in range(lengths[slot - 1])] for slot in slots]
+        given = {"slots": slots, "lengths": lengths[order], "threshold": self.threshold[order]}
+        if commits:
+            out, cache = gated.prefill(self.cache, *stacked(rows, time), **given)
+        else:
+            tree = None if parents is None else parents[order]
+            out, cache = gated.extend(self.cache, *stacked(rows, time), **given, parents=tree)
+        missing, before, self.cache = np.asarray(cache.missing), self.cache, cache
+        for row, slot in enumerate(slots):
+            tokens, paths = rows[row], []
+            self.pending[slot] = []
+            if missing[slot]:
+                assert not np.asarray(out[row]).any()
+                self.rested, self.lacking = self.rested + 1, cache
+                continue
+            for i, token in enumerate(tokens):
+                parent = i - 1 if parents is None else int(parents[slot - 1, i])
+                path = paths[parent] if parent >= 0 else []
+                expected = definition(self.text[slot] + path, token, self.window, self.threshold[slot - 1])
+                np.testing.assert_allclose(out[row, i], expected, atol=TOLERANCE)
+                paths.append([*path, token])
+            assert not np.asarray(out[row, len(tokens) :]).any()
+            if commits:
+                self.text[slot] = self.text[slot] + tokens
+            else:
+                self.pending[slot] = paths
+        self.check()
+        return before
+
+    def prefill(self):
+        lengths = self.rng.integers(0, CHUNK + 1, SLOTS).astype(np.int32)
+        self.launch(lengths, CHUNK, commits=True)
+
+    def extend(self, time, *, tree=False):
+        lengths = self.rng.integers(0, time + 1, SLOTS).astype(np.int32)
+        parents = None
+        if tree:
+            parents = np.stack([self.rng.integers(-1, np.arange(time), size=(time,)) for _ in EVERY]).astype(np.int32)
+        self.launch(lengths, time, parents, commits=False)
+        accepted, path = np.zeros(SLOTS, np.int32), np.zeros((SLOTS, MAX_PENDING), np.int32)
+        for slot in EVERY:
+            paths = self.pending[slot]
+            if paths and self.rng.uniform() < 0.9:
+                chosen = int(self.rng.integers(len(paths)))
+                nodes, node = [], chosen
+                while node >= 0:
+                    nodes.append(node)
+                    node = node - 1 if parents is None else int(parents[slot - 1, node])
+                nodes.reverse()
+                accepted[slot - 1] = len(nodes)
+                path[slot - 1, : len(nodes)] = nodes
+                self.text[slot] = self.text[slot] + paths[chosen]
+            self.pending[slot] = []
+        self.cache = gated.commit(self.cache, accepted, slots=EVERY, path=path if tree else None)
+        self.check()
+
+    def rollback(self):
+        fewest = np.asarray(gated._KIND.fewest_tokens(self.cache.shared, EVERY, alone=True))
+        held = np.array([len(self.text[slot]) for slot in EVERY])
+        frontier = np.asarray(self.cache.shared.frontier)[1:]
+        assert (frontier <= np.maximum(held - self.window + 1, 0)).all()
+        most = np.minimum(np.maximum(held - fewest, 0), MAX_PENDING)
+        count = self.rng.integers(0, most + 1).astype(np.int32)
+        self.cache = gated.rollback(self.cache, count, slots=EVERY)
+        back = np.array([self.rng.integers(0, n + 1) for n in count], np.int32)
+        self.cache = gated.commit(self.cache, back, slots=EVERY)  # some of them are right after all
+        for slot in EVERY:
+            self.text[slot] = self.text[slot][: held[slot - 1] - count[slot - 1] + back[slot - 1]]
+        self.check()
+
+    def fork(self):
+        """A permutation at random, in which one slot may be the source of several."""
+        source, target = self.rng.integers(1, SLOTS + 1, SLOTS).astype(np.int32), self.rng.permutation(EVERY)
+        chosen = self.rng.uniform(size=SLOTS) < 0.6
+        target = np.where(chosen, target, 0)
+        self.cache = gated.fork(self.cache, source, target)
+        if not np.asarray(self.cache.missing).any():
+            texts, threshold = dict(self.text), self.threshold.copy()
+            for row, slot in enumerate(target):
+                if slot and slot != source[row]:
+                    self.text[slot] = list(texts[source[row]])
+                    self.threshold[slot - 1] = threshold[source[row] - 1]
+        self.check()
+
+    def reset(self):
+        slot = int(self.rng.integers(1, SLOTS + 1))
+        self.cache = gated.reset(self.cache, np.array([slot], np.int32))
+        self.text[slot] = []
+        self.check()
+
+    def check(self):
+        """Every page has as many owners as name it, and what nobody owns holds NaN."""
+        shared, layer = self.cache.shared, self.cache.layer
+        admitted = jax.tree.map(lambda x: x[0], shared.admitted)
+        used = -(-np.asarray(layer.counts) // layer.page_size)
+        np.testing.assert_array_equal(shared.owned[0], used)
+        lists = np.where(np.arange(layer.lists.shape[2]) < used[..., None], layer.lists, 0)
+        for owners, table in ((shared.owners, shared.table), (admitted, lists)):
+            counts = np.bincount(np.asarray(table).ravel(), minlength=owners.owners.shape[0])
+            counts[0] = 0
+            np.testing.assert_array_equal(owners.owners, counts)
+            free = np.asarray(owners.free)[: int(owners.left)]
+            assert sorted(free) == sorted(np.flatnonzero(counts[1:] == 0) + 1)
+        committed = np.asarray(self.cache.sequences.committed)
+        assert [len(self.text[slot]) for slot in EVERY] == list(committed[1:])
+        position, frontier = np.asarray(shared.position), np.asarray(shared.frontier)
+        for slot in EVERY:
+            live = position[slot][(position[slot] >= frontier[slot]) & (position[slot] < committed[slot])]
+            assert sorted(live) == list(range(frontier[slot], committed[slot]))
+        self.cache = dataclasses.replace(self.cache, layer=poisoned(layer, shared.owners, admitted))
+
+
+@jax.jit
+def poisoned(layer, local, admitted):
+    def of(pool, owners):
+        free = (owners.owners == 0).reshape(-1, *(1,) * (pool.ndim - 1))
+        return jnp.where(free, jnp.nan, pool)
+
+    changed = {name: of(getattr(layer, name), local) for name in ("keys", "values", "gates")}
+    for name in ("admitted_keys", "admitted_values", "admitted_gates"):
+        changed[name] = of(getattr(layer, name), admitted)
+    return dataclasses.replace(layer, **changed)
+
+
+CASES = [
+    # window, threshold of each slot, page size, pages
+    (6, [0.0, 1.5, 0.3, 0.7], 4, 400),
+    pytest.param(30, 0.4, 8, 400, marks=pytest.mark.slow),
+    pytest.param(1, [0.5, 0.2, 0.8, 0.5], 4, 400, marks=pytest.mark.exhaustive),
+    pytest.param(300, 0.5, 16, 400, marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("window", "threshold", "page_size", "pages"), CASES)
+def test_random_schedules_give_what_the_definition_gives(rng, window, threshold, page_size, pages):
+    schedule = Schedule(rng, window=window, threshold=threshold, page_size=page_size, pages=pages)
+    play(schedule, rng, 30)
+    assert not schedule.rested
+
+
+@pytest.mark.slow
+def test_rows_that_lack_pages_rest_and_say_how_many(rng):
+    schedule = Schedule(rng, window=6, threshold=0.1, page_size=4, pages=24)
+    for _ in range(10):
+        play(schedule, rng, 8)
+        if schedule.rested:
+            break
+    assert schedule.rested > 0
+    with pytest.raises(gated.PoolExhausted, match=r"the pool of pages ran out: slots lacked pages"):
+        gated.raise_missing(schedule.lacking)
+
+
+def play(schedule, rng, steps):
+    actions = {
+        "prefill": schedule.prefill,
+        "extend": lambda: schedule.extend(MAX_PENDING),
+        "tree": lambda: schedule.extend(MAX_PENDING, tree=True),
+        "one": lambda: schedule.extend(1),
+        "rollback": schedule.rollback,
+        "fork": schedule.fork,
+        "reset": schedule.reset,
+    }
+    odds = np.array([3, 4, 4, 4, 2, 2, 0.5])
+    schedule.prefill()
+    for name in rng.choice(list(actions), size=steps, p=odds / odds.sum()):
+        actions[name]()
+
+
+def test_a_launch_copies_no_pool():
+    sizes = {"slots": 3, "kv_heads": 2, "head_dim": 8, "window": 5, "max_pending": 4, "pages": 70, "page_size": 4}
+    cache = jax.eval_shape(lambda: gated.init(**sizes, dtype=jnp.float32, capacity=64))
+    for time, call in ((4, gated.extend), (12, gated.prefill)):
+        shapes = (3, time, 4, 8), (3, time, 2, 8), (3, time, 2, 8), (3, time, 2)
+        given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        step = jax.jit(lambda cache, *x, call=call: call(cache, *x, slots=EVERY[:3], threshold=0.5), donate_argnums=0)
+        text = step.lower(cache, *given).compile().as_text()
+        assert "input_output_alias" in text
+        for name in ("keys", "values", "gates", "admitted_keys", "admitted_values", "admitted_gates", "lists"):
+            shape = ",".join(map(str, getattr(cache.layer, name).shape))
+            assert not re.search(rf"\[{shape}\][^=]* copy\(", text), name
