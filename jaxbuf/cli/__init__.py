@@ -18,6 +18,7 @@ from jaxbuf.cli.models import models
 from jaxbuf.cli.plan import plan
 from jaxbuf.cli.profile import profile
 from jaxbuf.cli.score import score
+from jaxbuf.cli.train_gate import train_gate
 from jaxbuf.version import __version__
 
 app = typer.Typer(
@@ -81,4 +82,5 @@ def main(
 
 for command in (generate, chat, score, plan, models, profile):
     app.command(cls=Command)(command)
+app.command("train-gate", cls=Command)(train_gate)
 app.add_typer(bench.app, name="bench")

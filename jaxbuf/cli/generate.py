@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,6 +49,7 @@ def generate(
         ),
     ],
     model: options.Model = "demo",
+    gates: options.Gates = None,
     max_new_tokens: options.MaxNewTokens = 64,
     limit: options.Limit = 16,
     form: options.Form = "auto",
@@ -104,7 +106,9 @@ def generate(
     text = read_text("-") if prompt == "-" else prompt
     if prompt == "-" and not text:
         raise ValueError("standard input is empty: there is no prompt")
-    asked = Asked(parse_ids(text, "standard input" if prompt == "-" else "PROMPT") if token_ids else text, model, dtype)
+    asked = Asked(
+        parse_ids(text, "standard input" if prompt == "-" else "PROMPT") if token_ids else text, model, dtype, gates
+    )
     if beams is not None:
         with end_at_interrupt():
             _search(err, asked, settings | search | sampling)
@@ -120,11 +124,12 @@ def generate(
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What to continue, a text or token ids, and the model and dtype to do it with."""
+    """What to continue, a text or token ids, and the model, dtype and gates to do it with."""
 
     prompt: str | list[int]
     model: str
     dtype: str | None
+    gates: Path | None = None
 
     @property
     def token_ids(self) -> bool:
@@ -133,7 +138,7 @@ class Asked:
 
     def load(self, err: Console) -> "LanguageModel":
         """The model; ValueError if there is text and no tokenizer."""
-        lm = load_model(err, self.model, self.dtype)
+        lm = load_model(err, self.model, self.dtype, self.gates)
         if not self.token_ids:
             need_tokenizer(lm)
         return lm

@@ -57,6 +57,13 @@ def text() -> dict[str, Any]:
 Model = Annotated[
     str, typer.Option(help="[bold]demo[/bold], the embedded model, or a checkpoint's directory or Hugging Face id.")
 ]
+Gates = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file of gates from jaxbuf train-gate: softmax layers keep the keys that these admit, not all.",
+        show_default=False,
+    ),
+]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Dtype = Annotated[
     DtypeName | None,

@@ -3,6 +3,7 @@
 import functools
 import operator
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,6 +25,7 @@ def score(
         list[str], typer.Argument(help="Texts in UTF-8; [bold]-[/bold] is standard input.", metavar="FILE...")
     ],
     model: options.Model = "demo",
+    gates: options.Gates = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -59,7 +61,7 @@ def score(
     texts = [(name, _read(name, token_ids=token_ids)) for name in files]
     try:
         with interrupt() as interrupted:
-            _score(err, interrupted, texts, scores, model=model, context=context, dtype=dtype)
+            _score(err, interrupted, texts, scores, model=model, gates=gates, context=context, dtype=dtype)
     finally:  # a Ctrl-C or an error leaves what was scored by then
         if scores:
             _print_table(scores)
@@ -72,11 +74,12 @@ def _score(
     scores: "list[tuple[str, TextScore]]",
     *,
     model: str,
+    gates: Path | None,
     context: int | None,
     dtype: str | None,
 ) -> None:
     """Appends the score of each named text, or list of token ids, to `scores`, behind a bar."""
-    lm = load_model(err, model, dtype)
+    lm = load_model(err, model, dtype, gates)
     if any(isinstance(text, str) for _, text in texts):
         need_tokenizer(lm)
     if context is not None and context > lm.max_length:

@@ -115,8 +115,8 @@ def progress_bar(err: Console) -> Progress:
     return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
 
-def load_model(err: Console, model: str, dtype: str | None) -> "LanguageModel":
-    """Starts JAX, says on what device, and loads the model behind a bar.
+def load_model(err: Console, model: str, dtype: str | None, gates: "Path | None" = None) -> "LanguageModel":
+    """Starts JAX, says on what device, and loads the model behind a bar, and its gates, if a file of some is given.
 
     Raises:
       ValueError: JAX has no device, or what `jaxbuf.load` raises, its other errors likewise.
@@ -133,9 +133,17 @@ def load_model(err: Console, model: str, dtype: str | None) -> "LanguageModel":
         compute_dtype(dtype)
     err.print(f"device: {device.platform} ({device.device_kind})", style="dim")
     try:
-        return _load(err, model, dtype, "loading")
+        lm = _load(err, model, dtype, "loading")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"--model: {error}") from error
+    if gates is None:
+        return lm
+    from jaxbuf.models.gates import load_gates
+
+    try:
+        return load_gates(lm, gates)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--gates: {error}") from error
 
 
 def load_drafter(err: Console, drafting: dict[str, Any], dtype: str | None) -> dict[str, Any]:
