@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from jaxbuf.cli import bench
+from jaxbuf.cli import bench, gates
 from jaxbuf.cli.chat import chat
 from jaxbuf.cli.errors import Command, Commands
 from jaxbuf.cli.generate import generate
@@ -84,3 +84,4 @@ for command in (generate, chat, score, plan, models, profile):
     app.command(cls=Command)(command)
 app.command("train-gate", cls=Command)(train_gate)
 app.add_typer(bench.app, name="bench")
+app.add_typer(gates.app, name="gates")

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from jaxbuf.terminal import MOST, check_writable, parse_whole
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxbuf.models.language_model import LanguageModel
     from jaxbuf.serving import Event, SamplingParams
 
@@ -204,6 +206,41 @@ def read_text(name: str, argument: str = "") -> str:
         raise ValueError(f"{label} is not UTF-8 text: {error}") from error
     except OSError as error:
         raise OSError(f"{label} cannot be read: {error.strerror or error}") from error
+
+
+def read_tokens(lm: "LanguageModel", files: list[str]) -> "np.ndarray":
+    """The tokens of all files, texts or .npy of token ids, one behind the other; of none: those of the modules of this
+    Python's standard library.
+
+    Raises:
+      ValueError: A file cannot be read, or holds no token ids of the model; or texts, and it has no tokenizer.
+    """
+    import sysconfig
+
+    import numpy as np
+
+    if not files:
+        need_tokenizer(lm)
+        modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        return np.concatenate([lm.encode(path.read_text(encoding="utf-8", errors="replace")) for path in modules])
+    found = []
+    for name in files:
+        if name.endswith(".npy"):
+            try:
+                array = np.load(name)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"FILE {name} cannot be read: {error}") from error
+            if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+                raise ValueError(f"FILE {name} must hold token ids [n], got {array.dtype} {array.shape}")
+            if array.size and not 0 <= array.min() <= array.max() < lm.vocab_size:
+                raise ValueError(
+                    f"FILE {name} must hold ids in [0, {lm.vocab_size}), got {array.min()} to {array.max()}"
+                )
+            found.append(array)
+        else:
+            need_tokenizer(lm)
+            found.append(np.asarray(lm.encode(read_text(name, "FILE"))))
+    return np.concatenate(found)
 
 
 def parse_ids(text: str, label: str) -> list[int]:

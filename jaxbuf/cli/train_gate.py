@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jaxbuf.cli import options
 from jaxbuf.cli.errors import error_console
-from jaxbuf.cli.session import load_model, need_tokenizer, read_text
+from jaxbuf.cli.session import load_model, read_tokens
 from jaxbuf.terminal import print_table
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def train_gate(
         raise typer.BadParameter(f"must be in a directory that is there, got {output}", param_hint="--output")
     err = error_console()
     lm = load_model(err, model, dtype)
-    tokens = _tokens(lm, files or [])
+    tokens = read_tokens(lm, files or [])
     end = len(tokens) - max(int(HELD_OUT * len(tokens)), length)
     if end < length:
         raise typer.BadParameter(f"must hold at least {2 * length} tokens, got {len(tokens)}", param_hint="FILE")
@@ -89,34 +89,6 @@ def train_gate(
     for name, (kept, nats) in found.items():
         table.add_row(name, f"{kept:.3f}", f"{nats:.4f}")
     print_table(table)
-
-
-def _tokens(lm: "LanguageModel", files: list[str]) -> "np.ndarray":
-    """The tokens of all files, one text behind the other."""
-    import sysconfig
-
-    import numpy as np
-
-    if not files:
-        need_tokenizer(lm)
-        modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        return np.concatenate([lm.encode(path.read_text(encoding="utf-8", errors="replace")) for path in modules])
-    found = []
-    for name in files:
-        if name.endswith(".npy"):
-            try:
-                array = np.load(name)
-            except (OSError, ValueError) as error:
-                raise typer.BadParameter(f"{name} cannot be read: {error}", param_hint="FILE") from error
-            if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-                raise typer.BadParameter(f"{name} must hold token ids [n], got {array.dtype} {array.shape}")
-            if array.size and not 0 <= array.min() <= array.max() < lm.vocab_size:
-                raise typer.BadParameter(f"{name} must hold ids in [0, {lm.vocab_size}), got {array.max()}")
-            found.append(array)
-        else:
-            need_tokenizer(lm)
-            found.append(np.asarray(lm.encode(read_text(name, "FILE"))))
-    return np.concatenate(found)
 
 
 def _run(err: Console, training: "GateTraining", output: Path) -> None:
@@ -169,16 +141,14 @@ def _try(
     lm: "LanguageModel", gated: "LanguageModel", tokens: "np.ndarray", recipe: "Recipe"
 ) -> dict[str, tuple[float, float]]:
     """For each way to keep keys the share that is kept and the held-out text's nats a token."""
-    import jax.numpy as jnp
     import numpy as np
 
-    from jaxbuf.models import decoder
     from jaxbuf.models.admission import Admission, Rule
-    from jaxbuf.models.gates import with_gates
+    from jaxbuf.models.gates import kept_shares, with_gates
 
     rows = min(SCORED, len(tokens) // recipe.length)
     text = np.asarray(tokens[: rows * recipe.length], np.int32).reshape(rows, recipe.length)
-    kept = float(jnp.mean(_gates(decoder, gated, text) >= recipe.threshold))
+    kept = float(np.mean(kept_shares(gated, text)))
 
     def ruled(**rule: Any) -> "LanguageModel":
         return with_gates(lm, Admission(Rule(**rule), recipe.window, recipe.threshold))
@@ -190,9 +160,3 @@ def _try(
         "none": (0.0, ruled(keeps="none")),
     }
     return {name: (share, -float(np.mean(each.score(text)[:, 1:]))) for name, (share, each) in models.items()}
-
-
-def _gates(decoder: Any, lm: "LanguageModel", text: "np.ndarray") -> Any:
-    import jax
-
-    return jax.jit(decoder.forward_with_gates)(lm.model, text)[1]

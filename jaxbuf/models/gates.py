@@ -19,10 +19,10 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxbuf.axes import Array
+from jaxbuf.axes import Array, Int
 from jaxbuf.models.admission import Admission, HeadScore, HiddenScore, Rule, Score, WriteGate
 from jaxbuf.models.config import LayerConfig, Mixer, ModelConfig
-from jaxbuf.models.decoder import Decoder
+from jaxbuf.models.decoder import Decoder, forward_with_gates
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.models.loading.fields import CheckpointError
@@ -109,6 +109,28 @@ def gate_parameters(model: Decoder) -> dict[str, nnx.Param]:
     """The parameters of all scores, by their paths."""
     prefixes = tuple(f"{_path(place)}." for place in gated_layers(model.config))
     return {path: param for path, param in named_parameters(model).items() if path.startswith(prefixes)}
+
+
+def kept_shares(lm: LanguageModel, tokens: Int[Array, "batch time"] | np.ndarray) -> np.ndarray:
+    """The share of keys that each gated layer's heads keep behind their windows: float64 [layers, kv_heads].
+
+    Args:
+      lm: With gates that have a threshold.
+      tokens: Whole sequences.
+
+    Raises:
+      ValueError: The model has no gates, or they are soft.
+    """
+    threshold = admission_of(lm).threshold
+    if threshold is None:
+        raise ValueError("lm must have gates with a threshold, got soft ones")
+    gates = _forward(lm.model, jnp.asarray(tokens, jnp.int32))
+    return np.mean(np.asarray(gates) >= threshold, axis=(1, 2))
+
+
+@jax.jit
+def _forward(model: Decoder, tokens: Array) -> Array:
+    return forward_with_gates(model, tokens)[1]
 
 
 def save_gates(lm: LanguageModel, path: str | Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from jaxbuf.models import decoder
 from jaxbuf.models.admission import Admission, HiddenScore, Rule, WriteGate
 from jaxbuf.models.families import llama
-from jaxbuf.models.gates import gate_parameters, load_gates, save_gates, with_gates, without_gates
+from jaxbuf.models.gates import gate_parameters, kept_shares, load_gates, save_gates, with_gates, without_gates
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.loading.fields import CheckpointError
 from jaxbuf.train.write_gate import GateTraining, Recipe, append_metrics, distillation_loss, penalty_of
@@ -106,6 +106,7 @@ def test_open_gates_change_nothing_and_closed_ones_leave_the_window(lm, tokens):
     nothing = np.asarray(with_gates(lm, Admission(Rule("none"), 4)).logits(rows))
     np.testing.assert_allclose(nothing[:4], base[:4], atol=1e-5)
     assert np.abs(nothing[20:] - base[20:]).max() > 1e-2
+    assert kept_shares(everything, rows[None]).tolist() == [[1.0, 1.0]] * 2
     hidden, gates = decoder.forward_with_gates(everything.model, jnp.asarray(rows[None], jnp.int32))
     assert gates.shape == (2, 1, 40, 2) and (gates == 1).all() and hidden.shape == (1, 40, 24)
     with pytest.raises(ValueError, match="model must have gates"):
