@@ -209,7 +209,7 @@ CASES = [
 @pytest.mark.parametrize(("window", "threshold", "page_size", "pages"), CASES)
 def test_random_schedules_give_what_the_definition_gives(rng, window, threshold, page_size, pages):
     schedule = Schedule(rng, window=window, threshold=threshold, page_size=page_size, pages=pages)
-    play(schedule, rng, 30)
+    play(schedule, rng, 18)
     assert not schedule.rested
 
 

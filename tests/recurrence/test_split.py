@@ -90,7 +90,7 @@ def test_any_schedule_is_near_the_recurrence():
 @pytest.mark.parametrize(
     ("family", "state_dtype"),
     [
-        pytest.param(family, name, marks=pytest.mark.slow if (i + j) % 4 == 0 else pytest.mark.exhaustive)
+        pytest.param(family, name, marks=pytest.mark.slow if (i + j) % 8 == 0 else pytest.mark.exhaustive)
         for i, family in enumerate(FAMILIES)
         for j, name in enumerate(KEPT)
     ],
