@@ -200,11 +200,7 @@ def test_any_of_many_schedules_equals_the_recurrence(sizes, times):
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(family, marks=slow if family in ("Mamba-2", "KDA") else exhaustive)
-        for family in FAMILIES
-        if family != GDN
-    ],
+    [pytest.param(family, marks=slow if family == "KDA" else exhaustive) for family in FAMILIES if family != GDN],
 )
 def test_any_schedule_of_any_family_equals_the_recurrence(family):
     run(Schedule, 8, family)

@@ -29,10 +29,9 @@ from tests.serving.test_trees import plant
 SAMPLES = 4
 
 
-# For which a test runs under `scripts/test --all`, which has to end soon; for the others by hand. Falcon-H1's memory
-# has those of Mamba-2 and of Llama.
+# For which a test runs under `scripts/test --all`, which has to end soon; for the others by hand.
 OF_EACH = {
-    "test_drafts_that_are_right_wrong_or_both_change_no_token": ("kimi_linear", "llama"),
+    "test_drafts_that_are_right_wrong_or_both_change_no_token": ("llama",),
     "test_trees_of_drafts_change_no_token": ("llama",),
     "test_no_score_depends_on_what_is_kept": ("falcon_h1",),
 }

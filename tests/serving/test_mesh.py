@@ -36,7 +36,7 @@ MORE += [("llama", {"expert": 2}, "plain"), ("qwen3_5", {"data": 2, "tensor": 2}
     + [pytest.param("qwen3_next", {"expert": 2, "tensor": 2}, "logits,plain", marks=pytest.mark.slow)]
     + [pytest.param("olmo_hybrid", {"tensor": 4}, "plain", marks=pytest.mark.exhaustive)]
     + [pytest.param("nemotron_h_moe", {"tensor": 4}, "plain", marks=pytest.mark.exhaustive)]
-    + [pytest.param("kimi_linear", {"tensor": 4}, "plain", marks=pytest.mark.slow)]
+    + [pytest.param("kimi_linear", {"tensor": 4}, "plain", marks=pytest.mark.exhaustive)]
     + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE],
     ids=lambda value: "x".join(f"{n} {name}" for name, n in value.items()) if isinstance(value, dict) else None,
 )

@@ -86,8 +86,13 @@ def wild(rng, rows, *, tree=False):
 
 
 @pytest.mark.checks("drafters")
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(False, marks=pytest.mark.exhaustive, id="chains"),
+        pytest.param(True, marks=pytest.mark.slow, id="trees"),
+    ],
+)
 def test_tokens_are_distributed_as_without_a_drafter(architecture, rng, monkeypatch, tree):
     """By exact enumeration, as of other drafters; a token outside the vocabulary would be an impossible cell."""
     lm, _ = tiny_models(architecture)
