@@ -200,7 +200,7 @@ def poisoned(layer, local, admitted):
 CASES = [
     # window, threshold of each slot, page size, pages
     (6, [0.0, 1.5, 0.3, 0.7], 4, 400),
-    pytest.param(30, 0.4, 8, 400, marks=pytest.mark.slow),
+    pytest.param(30, 0.4, 8, 400, marks=pytest.mark.exhaustive),
     pytest.param(1, [0.5, 0.2, 0.8, 0.5], 4, 400, marks=pytest.mark.exhaustive),
     pytest.param(300, 0.5, 16, 400, marks=pytest.mark.exhaustive),
 ]

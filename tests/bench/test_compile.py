@@ -10,7 +10,7 @@ from tests.bench.test_prefill import SHAPE
 SMALL = ["--prompts", "2", "--tokens", "5", "--new-tokens", "3", "--drafter", "none", "--dtype", "float32", *SHAPE]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_second_process_finds_what_the_first_compiled(tmp_path, capsys):
     path = tmp_path / "compile.json"
     assert bench.main([*SMALL, "--json", str(path)]) == 0

@@ -7,8 +7,9 @@ from jaxbuf.models.known_models import known_models
 
 def each_known_model():
     """All of them: the first of each family in every suite, the others by hand, for they take a second or ten each."""
-    seen = set()
+    seen, found = set(), []
     for name, model in known_models().items():
         marks = pytest.mark.exhaustive if model.config.family in seen else ()
         seen.add(model.config.family)
-        yield pytest.param(name, marks=marks)
+        found.append(pytest.param(name, marks=marks))
+    return found

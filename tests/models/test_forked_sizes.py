@@ -108,6 +108,7 @@ def fewer_run_out(limit, name, *case, again=False, **more):
         run(new_cache(limit, again, **{name: 1}), *case, **more)
 
 
+@pytest.mark.exhaustive
 def test_samples_need_every_row_and_page():
     """All prompts have several slots that fold together, and end one token before a page does."""
     case = np.full(PROMPTS, 15, np.int32), [0, 0, 0, 1, 1, 1, 2, 2]
@@ -116,6 +117,7 @@ def test_samples_need_every_row_and_page():
             fewer_run_out(limit, name, *case)
 
 
+@pytest.mark.exhaustive
 def test_beams_need_every_row_and_page():
     """Beams that all trade places, and pairs that share a checkpoint and fold together."""
     case = np.full(PROMPTS, 15, np.int32), [0, 0, 0, 0, 1, 1, 2, 2]

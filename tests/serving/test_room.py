@@ -117,7 +117,7 @@ def test_rows_without_a_request_ask_for_nothing(rng):
     chex.assert_trees_all_equal(*(jax.tree.map(lambda leaf: leaf[0], x.sampling) for x in (carry, empty)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_draft_model_catches_up_after_it_had_no_memory(rng):
     """Its own model drafts, so every draft is right. What it missed it reads later, and gives back what rows had."""
     lm = model_named("llama", 3)

@@ -62,7 +62,7 @@ def interrupt_after(calls, function):
     return counted
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_after_a_ctrl_c_the_device_is_free(monkeypatch):
     """A generation of 100,000 tokens, and a beam search: the next call of a compiled program starts within a second."""
     demo = load("demo")

@@ -322,7 +322,7 @@ def hundred():
     return demo, prompts, generate(demo, prompts, NEW, GREEDY)
 
 
-@some_slow("mtp", exhaustive=("tree", "ngram", "model"))
+@some_slow(exhaustive=("mtp", "tree", "ngram", "model"))
 def test_the_demo_models_greedy_tokens_are_the_same_with_every_drafter(hundred, name):
     """The draft model is the demo model in bfloat16; on repetitive prompts n-grams save forwards too."""
     demo, prompts, plain = hundred
