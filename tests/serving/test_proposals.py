@@ -90,7 +90,7 @@ def wild(rng, rows, *, tree=False):
     "tree",
     [
         pytest.param(False, marks=pytest.mark.exhaustive, id="chains"),
-        pytest.param(True, marks=pytest.mark.slow, id="trees"),
+        pytest.param(True, marks=pytest.mark.exhaustive, id="trees"),
     ],
 )
 def test_tokens_are_distributed_as_without_a_drafter(architecture, rng, monkeypatch, tree):
