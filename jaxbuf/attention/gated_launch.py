@@ -15,7 +15,6 @@ from jaxbuf.attention.gated_pages import GatedKV, Places, add_pages, admit, toke
 from jaxbuf.attention.gated_sequence import attend_admitted, attend_sequence
 from jaxbuf.attention.paged import BLOCK, as_tokens, write_tokens
 from jaxbuf.axes import Array, Bool, Float, Float32
-from jaxbuf.memory.sequences import Launch
 
 
 @partial(
@@ -109,7 +108,6 @@ class LaunchedGated(LaunchPositions):
       window: The latest tokens that a query sees whatever their gates are (static).
     """
 
-    launch: Launch
     local: LocalPages
     incoming: Incoming
     places: Places

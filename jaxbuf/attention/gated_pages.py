@@ -201,13 +201,11 @@ class Moves(NamedTuple):
 
     Attributes:
       frontier: int32 [rows], once they have left.
-      place: int32 [rows, max_pending], the places of these tokens.
       token: int32 [rows, max_pending], where they lie in the local pools: page · page_size + place in it.
       leaves: bool [rows, max_pending], which of the entries are tokens that leave.
     """
 
     frontier: Array
-    place: Array
     token: Array
     leaves: Array
 
@@ -224,7 +222,7 @@ def find_moves(
     held = shared.position[slots]
     found = leaves[:, :, None] & (held[:, None] == wanted[:, :, None])
     place = jnp.argmax(found, axis=2).astype(jnp.int32)
-    return Moves(frontier, place, tokens_at(shared.table[slots], place, shared.page_size), leaves)
+    return Moves(frontier, tokens_at(shared.table[slots], place, shared.page_size), leaves)
 
 
 def tokens_at(

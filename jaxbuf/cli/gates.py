@@ -17,14 +17,7 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode="rich", h
 @app.command(cls=Command)
 def plot(
     gates: Annotated[Path, typer.Argument(help="A file of gates from jaxbuf train-gate.", metavar="GATES")],
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Texts in UTF-8, or a .npy of token ids; none: the modules of this Python's standard library.",
-            metavar="[FILE...]",
-            show_default=False,
-        ),
-    ] = None,
+    files: options.Texts = None,
     model: options.Model = "demo",
     output: Annotated[Path | None, typer.Option(help="Where the plot goes; by default beside the gates.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.", **options.whole(2))] = 512,

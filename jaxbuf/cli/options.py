@@ -57,6 +57,14 @@ def text() -> dict[str, Any]:
 Model = Annotated[
     str, typer.Option(help="[bold]demo[/bold], the embedded model, or a checkpoint's directory or Hugging Face id.")
 ]
+Texts = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Texts in UTF-8, or a .npy of token ids; none: the modules of this Python's standard library.",
+        metavar="[FILE...]",
+        show_default=False,
+    ),
+]
 Gates = Annotated[
     Path | None,
     typer.Option(

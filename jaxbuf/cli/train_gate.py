@@ -23,14 +23,7 @@ SCORED = 16  # held-out sequences that the table at the end is made of
 
 
 def train_gate(
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Texts in UTF-8, or a .npy of token ids; none: the modules of this Python's standard library.",
-            metavar="[FILE...]",
-            show_default=False,
-        ),
-    ] = None,
+    files: options.Texts = None,
     model: options.Model = "demo",
     output: Annotated[
         Path, typer.Option(help="Where the gates go; beside them their checkpoints, metrics and plot.")

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +50,19 @@ def with_gates(lm: LanguageModel, admission: Admission, *, seed: int = 0) -> Lan
     config = _changed(lm.config, lambda place: _of_layer(admission, place))
     if not gated_layers(config):
         raise ValueError(f"lm must have softmax layers with keys and values to be gated, got {lm!r}")
-    held, values = named_parameters(lm.model), {}
+    values = {}
     for place, mixer in gated_layers(config).items():
         new = admission.score.parameters(
             config.hidden_size, mixer.kv_heads, mixer.head_dim, rngs=nnx.Rngs(_folded(seed, place))
         )
         if new is not None:
             values |= {f"{_path(place)}.{name}": param[...] for name, param in named_parameters(new).items()}
-    return _rebuilt(lm, config, lambda path: values[path] if path in values else held[path][...])
+    return _rebuilt(lm, config, values)
 
 
 def without_gates(lm: LanguageModel) -> LanguageModel:
     """The model as it was before it had gates."""
-    held = named_parameters(lm.model)
-    return _rebuilt(lm, _changed(lm.config, lambda place: None), lambda path: held[path][...])
+    return _rebuilt(lm, _changed(lm.config, lambda place: None))
 
 
 def with_threshold(lm: LanguageModel, threshold: float | None) -> LanguageModel:
@@ -79,8 +78,7 @@ def with_threshold(lm: LanguageModel, threshold: float | None) -> LanguageModel:
         found = layers[place].admission if place in layers else None
         return None if found is None else dataclasses.replace(found, threshold=threshold)
 
-    config, held = _changed(lm.config, of_layer), named_parameters(lm.model)
-    return _rebuilt(lm, config, lambda path: held[path][...])
+    return _rebuilt(lm, _changed(lm.config, of_layer))
 
 
 def admission_of(lm: LanguageModel) -> Admission:
@@ -207,7 +205,7 @@ def load_gates(lm: LanguageModel, path: str | Path) -> LanguageModel:
     if expected != tensors.keys():
         wrong = sorted(expected ^ tensors.keys())
         raise CheckpointError(f"{path} has other tensors than its settings say: {', '.join(wrong[:3])}")
-    return _rebuilt(lm, config, lambda name: jnp.asarray(tensors[name]) if name in tensors else held[name][...])
+    return _rebuilt(lm, config, {name: jnp.asarray(tensor) for name, tensor in tensors.items()})
 
 
 def identity(lm: LanguageModel) -> str:
@@ -256,10 +254,11 @@ def _abstract(config: ModelConfig) -> Decoder:
     return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
-def _rebuilt(lm: LanguageModel, config: ModelConfig, value: Callable[[str], Array]) -> LanguageModel:
-    """The language model of another configuration, with these values of its parameters."""
+def _rebuilt(lm: LanguageModel, config: ModelConfig, values: Mapping[str, Array] | None = None) -> LanguageModel:
+    """The language model of another configuration, with these values of its parameters, and its own of the others."""
+    held = {path: param[...] for path, param in named_parameters(lm.model).items()} | dict(values or {})
     abstract = _abstract(config)
-    model = replace_parameters(abstract, [value(path) for path in named_parameters(abstract)])
+    model = replace_parameters(abstract, [held[path] for path in named_parameters(abstract)])
     return dataclasses.replace(lm, model=model, config=config)
 
 
