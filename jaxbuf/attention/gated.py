@@ -14,6 +14,7 @@ Source: Write-Gated KV (2025), sections 3.1 to 3.4.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,11 +22,11 @@ import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes, checked_fork, distinct_slots
 from jaxbuf.attention.gated_memory import GatedMemory
-from jaxbuf.attention.gated_pages import GatedKV, GatedTable, init_gated_kv, init_gated_table
+from jaxbuf.attention.gated_pages import GatedKV, GatedTable, WhenFull, init_gated_kv, init_gated_table
 from jaxbuf.attention.gated_sequence import FLOOR, attend_sequence, check_gated
 from jaxbuf.axes import Array, Bool, Float, Float32, Int, Int32
 from jaxbuf.memory import sequences
-from jaxbuf.memory.claims import after, grant, grant_all
+from jaxbuf.memory.claims import Claim, after, grant, grant_all
 from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.memory.sequences import Launch, Sequences, put
 
@@ -76,6 +77,7 @@ def init(
     dtype: jnp.dtype,
     capacity: int | None = None,
     trees: bool = True,
+    when_full: WhenFull = "rest",
 ) -> GatedState:
     """The memory of empty slots 1 to `slots`.
 
@@ -90,12 +92,18 @@ def init(
       dtype: Of keys and values; gates are float32.
       capacity: The most tokens of a slot; None: as many as one head could keep if it had all pages.
       trees: Whether launches may have parents; without them slots need fewer local pages.
+      when_full: What happens where pages do not suffice. "rest": slots share them, and a row that lacks some is not
+        served, and says how many it lacked. "evict": each slot has an equal share of the pages for good, for all its
+        heads; when they are full the keys of the lowest gates leave, see `jaxbuf.attention.gated_budget`. "raise": the
+        same, and the slot's threshold is at least the lowest gate that stayed from then on.
 
     Raises:
-      ValueError: A size is below 1 or not a whole number, or there are more tokens than int32 can number.
+      ValueError: A size is below 1 or not a whole number, there are more tokens than int32 can number, or when_full is
+        another.
     """
     given = {"slots": slots, "window": window, "max_pending": max_pending, "pages": pages, "page_size": page_size}
-    shared = init_gated_table(**given, layers=1, kv_heads=kv_heads, trees=trees, capacity=capacity)
+    how = {"trees": trees, "capacity": capacity}
+    shared = init_gated_table(**given, **how, layers=1, kv_heads=kv_heads, when_full=when_full)
     layer = init_gated_kv(shared, head_dim=head_dim, dtype=dtype)
     held = sequences.init_sequences(slots=slots, max_pending=max_pending, trees=trees)
     return GatedState(held, shared, layer, jnp.zeros(slots + 1, jnp.int32))
@@ -290,9 +298,7 @@ def _launch(
     shared = _KIND.settle(cache.shared, layers)
     asked = dataclasses.replace(shared, threshold=put(shared.threshold, launch.slots, threshold))
     admitted: tuple[Bool[Array, "rows time kv_heads"], ...] = (gates >= threshold[:, None, None],)
-    claims = _KIND.claim(asked, layers, launch, admitted)
-    granted = grant(claims)
-    launch, missing = _rest(claims, granted, launch)
+    launch, missing = _rest(_KIND.claim(asked, layers, launch, admitted), launch)
     served = launch.lengths > 0
     changed = jnp.where(served, threshold, shared.threshold[launch.slots])
     shared = dataclasses.replace(shared, threshold=put(shared.threshold, launch.slots, changed))
@@ -302,8 +308,11 @@ def _launch(
     return out, GatedState(held, shared, layer, put(cache.missing, launch.slots, missing))
 
 
-def _rest(claims, granted: Array, launch: Launch) -> tuple[Launch, Int32[Array, "rows"]]:
+def _rest(claims: Sequence[Claim], launch: Launch) -> tuple[Launch, Int32[Array, "rows"]]:
     """The launch without the rows that were not granted all they need, and how many pages each of these lacks."""
+    if not claims:
+        return launch, jnp.zeros_like(launch.slots)
+    granted = grant(claims)
     (claim,), (left,) = claims, after(claims, granted)
     missing = jnp.where(granted, 0, claim.needs - left)
     return dataclasses.replace(launch, lengths=jnp.where(granted, launch.lengths, 0)), missing
@@ -315,8 +324,9 @@ def _fork(cache: GatedState, source: Array, target: Array) -> GatedState:
     layers = (cache.layer,)
     shared = _KIND.settle(cache.shared, layers)
     claims = _KIND.claim_fork(shared, layers, source, target, committed)
-    served = grant_all(claims)
-    missing = jnp.where(served, 0, jnp.maximum(claims[0].needs, 0))
+    served, missing = grant_all(claims), jnp.zeros_like(target)
+    if claims:
+        missing = jnp.where(served, 0, claims[0].needs)
     missing = put(cache.missing, target, missing)
     target = jnp.where(served, target, 0)
     shared, (layer,) = _KIND.fork(shared, layers, source, target, committed)

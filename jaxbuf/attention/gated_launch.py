@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jaxbuf.attention.attention_plan import LaunchPositions, WholePositions
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.flash import MASKED, merge, split_heads
-from jaxbuf.attention.gated_pages import GatedKV, Places, add_pages, admit, tokens_at
+from jaxbuf.attention.gated_budget import admit_within
+from jaxbuf.attention.gated_lists import add_pages, admit
+from jaxbuf.attention.gated_pages import GatedKV, Places, tokens_at
 from jaxbuf.attention.gated_sequence import attend_admitted, attend_sequence
 from jaxbuf.attention.paged import BLOCK, as_tokens, write_tokens
 from jaxbuf.axes import Array, Bool, Float, Float32
@@ -38,13 +40,8 @@ class WholeGated(WholePositions):
     def shared_by(self, mixers: Iterable[Any]) -> Self:
         """As in `LaunchPositions`; and the window and threshold are these mixers'."""
         mixers = list(mixers)
-        rules = {(mixer.admission.window, mixer.admission.threshold) for mixer in mixers}
-        if len(rules) > 1:
-            raise ValueError(f"gated layers must have one window and threshold, got {sorted(rules)}")
-        changed = super().shared_by(mixers)
-        for window, threshold in rules:
-            changed = dataclasses.replace(changed, window=window, threshold=threshold)
-        return changed
+        rule = common_rule(mixers)
+        return dataclasses.replace(super().shared_by(mixers), window=rule.window, threshold=rule.threshold)
 
     def attend(
         self,
@@ -57,6 +54,20 @@ class WholeGated(WholePositions):
         """`attend_sequence`, and the gates."""
         how = {"window": self.window, "threshold": self.threshold, "lengths": self.lengths}
         return attend_sequence(q, k, v, gates, **how), gates
+
+
+def common_rule(mixers: Iterable[Any]) -> Any:
+    """The admission of these mixers, which may differ in what scores keys and in nothing else.
+
+    Raises:
+      ValueError: They do.
+    """
+    names = "window", "threshold", "keep", "when_full"
+    found = [mixer.admission for mixer in mixers]
+    rules = {tuple(getattr(each, name) for name in names) for each in found}
+    if len(rules) > 1:
+        raise ValueError(f"gated layers must have one {', one '.join(names)}, got {sorted(rules, key=repr)}")
+    return found[0]
 
 
 class LocalPages(NamedTuple):
@@ -83,12 +94,13 @@ class Incoming(NamedTuple):
     Attributes:
       token: int32 [rows, max_pending], tokens that leave the local pages, where they lie in the pools.
       kept: bool [layers, rows, max_pending, kv_heads], which of them are admitted.
-      taken: int32 [layers, rows, kv_heads, n], new pages of each list; 0 where there is none.
+      taken: int32 [layers, rows, kv_heads, n], new pages of each list; 0 where there is none. None where each slot has
+        pages of its own: the layer chooses among them.
     """
 
     token: Array
     kept: Array
-    taken: Array
+    taken: Array | None
 
 
 @partial(
@@ -167,9 +179,14 @@ def _attend(plan: LaunchedGated, memory: GatedKV, q: Array, k: Array, v: Array, 
 def _take_in(plan: LaunchedGated, memory: GatedKV) -> GatedKV:
     """Moves what leaves the local pages before the launch to the lists."""
     slots, (token, kept, taken) = plan.launch.slots, plan.incoming
-    memory = add_pages(memory, slots, taken[memory.number])
+    if taken is not None:
+        memory = add_pages(memory, slots, taken[memory.number])
     k, v, gates = (as_tokens(x)[token] for x in (memory.keys, memory.values, memory.gates))
-    return admit(memory, slots, k, v, gates, kept[memory.number])
+    return _appended(memory, slots, k, v, gates, kept[memory.number])
+
+
+def _appended(memory: GatedKV, *tokens: Any) -> GatedKV:
+    return admit(memory, *tokens) if memory.budget is None else admit_within(memory, *tokens)
 
 
 def _own(plan: LaunchedGated, q: Array, k: Array, v: Array, gates: Array) -> tuple[Array, Array]:
@@ -294,9 +311,10 @@ def _admit_leaving(
 
     older = tuple(as_tokens(x)[token] for x in (memory.keys, memory.values, memory.gates))
     (older_k, older_v, older_gates), at = jax.lax.optimization_barrier((older, at))
-    memory = admit(memory, slots, older_k, older_v, older_gates, leaves[..., None] & (older_gates >= threshold))
+    older_kept = leaves[..., None] & (older_gates >= threshold)
+    memory = _appended(memory, slots, older_k, older_v, older_gates, older_kept)
     own = start[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None] < local.end[:, None]
-    return admit(memory, slots, k, v, gates, own[..., None] & (gates >= threshold)), at
+    return _appended(memory, slots, k, v, gates, own[..., None] & (gates >= threshold)), at
 
 
 def _write(plan: LaunchedGated, memory: GatedKV, k: Array, v: Array, gates: Array, at: Array) -> GatedKV:

@@ -2,6 +2,7 @@
 share, and in each layer a list a slot and head of the keys that were admitted before those."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,34 +10,55 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from jaxbuf.attention.gated_launch import Incoming, LaunchedGated, LocalPages, WholeGated
-from jaxbuf.attention.gated_pages import (
+from jaxbuf.attention.gated_budget import forget_dropped, fork_within, raised_thresholds
+from jaxbuf.attention.gated_launch import Incoming, LaunchedGated, LocalPages, WholeGated, common_rule
+from jaxbuf.attention.gated_lists import (
     ForkedLists,
-    GatedKV,
-    GatedTable,
-    Moves,
     admissions,
     count_pages,
-    find_moves,
-    forget_rejected,
     fork_lists,
     fork_owners,
-    fork_table,
-    init_gated_table,
     pages_between,
     pages_needed,
     partial_lists,
+    take_pages,
+)
+from jaxbuf.attention.gated_pages import (
+    GatedKV,
+    GatedTable,
+    Moves,
+    find_moves,
+    forget_rejected,
+    fork_table,
+    init_gated_table,
     place_tokens,
     put_rows,
     reset_table,
-    take_pages,
 )
-from jaxbuf.axes import Array, Bool, Int32
+from jaxbuf.axes import Array, Bool, Float32, Int32
 from jaxbuf.memory.claims import Claim
 from jaxbuf.memory.kind import Sizes
 from jaxbuf.memory.ownership import Ownership, PoolExhausted, clear_flag, flag_missing, is_shared, release_rows
 from jaxbuf.memory.sequences import Commit, Launch, put
 from jaxbuf.target import Target
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Admitted:
+    """What the lists of slots hold.
+
+    Attributes:
+      passed: Tokens that have left the local pages: their keys were admitted or are gone.
+      kept: Keys on each list.
+      dropped: Keys that each list had to let go, see `jaxbuf.attention.gated_budget`.
+      threshold: Which gates have to reach to be admitted.
+    """
+
+    passed: Int32[Array, "rows"]
+    kept: Int32[Array, "rows layers kv_heads"]
+    dropped: Int32[Array, "rows layers kv_heads"]
+    threshold: Float32[Array, "rows"]
 
 
 class GatedMemory:
@@ -48,23 +70,19 @@ class GatedMemory:
     """
 
     def init(self, mixers: Sequence[Any], sizes: Sizes) -> GatedTable:
-        admission, heads = {mixer.admission for mixer in mixers}, {mixer.kv_heads for mixer in mixers}
-        rules = {(each.window, each.threshold) for each in admission}
-        if len(rules) > 1 or len(heads) > 1:
-            raise ValueError(
-                f"gated layers must have one window, threshold and number of kv_heads, got {rules}, {heads}"
-            )
-        ((window, threshold),), (kv_heads,) = rules, heads
-        if threshold is None:
+        heads = {mixer.kv_heads for mixer in mixers}
+        if len(heads) > 1:
+            raise ValueError(f"gated layers must have one number of kv_heads, got {sorted(heads)}")
+        (kv_heads,), rule = heads, common_rule(mixers)
+        if rule.threshold is None:
             raise ValueError("threshold must be a number where there is a memory, got None: that is for training")
-        pages = sizes.pages
-        if pages is None:
-            pages = sizes.slots * -(-sizes.capacity // sizes.page_size)
+        each = math.ceil(rule.keep * -(-sizes.capacity // sizes.page_size) * kv_heads)
+        pages = sizes.slots * each
+        if sizes.pages is not None and rule.when_full == "rest":  # else slots share none
+            pages = math.ceil(rule.keep * sizes.pages * kv_heads)
         names = "slots", "max_pending", "page_size", "trees", "capacity"
-        given = {name: getattr(sizes, name) for name in names}
-        return init_gated_table(
-            **given, layers=len(mixers), kv_heads=kv_heads, window=window, threshold=threshold, pages=pages * kv_heads
-        )
+        given = {name: getattr(sizes, name) for name in names} | {"window": rule.window, "when_full": rule.when_full}
+        return init_gated_table(**given, layers=len(mixers), kv_heads=kv_heads, threshold=rule.threshold, pages=pages)
 
     def whole(self, time: int, lengths: Array | None, chunk_size: int, target: Target | None) -> WholeGated:
         return WholeGated(time, lengths, target)
@@ -87,6 +105,8 @@ class GatedMemory:
           launch: With all rows that want to be served.
           admitted: For each layer which of the launch's tokens its heads admit, where that is known; None: all.
         """
+        if shared.budget is not None:
+            return ()
         served = launch.lengths > 0
         moves = find_moves(shared, launch.slots, launch.start, served)
         _, held, more = _incoming(shared, layers, launch, moves, admitted)
@@ -99,6 +119,8 @@ class GatedMemory:
     def claim_fork(
         self, shared: GatedTable, layers: Sequence[GatedKV], source: Array, target: Array, committed: Array
     ) -> tuple[Claim, ...]:
+        if shared.budget is not None:
+            return ()
         return tuple(
             Claim(jnp.sum(partial_lists(layer, source, target), axis=1, dtype=jnp.int32), shared.admitted.left[number])
             for number, layer in enumerate(layers)
@@ -115,6 +137,8 @@ class GatedMemory:
         return fewest
 
     def note_missing(self, shared: GatedTable, missing: Sequence[Array]) -> GatedTable:
+        if shared.budget is not None:
+            return shared
         lacking = jnp.stack(list(missing))
         cleared, noted = clear_flag(shared.admitted), jax.vmap(flag_missing)
         self.raise_missing(dataclasses.replace(shared, admitted=noted(cleared, lacking)))
@@ -148,27 +172,24 @@ class GatedMemory:
         slots, start, served = launch.slots, launch.start, launch.lengths > 0
         moves = find_moves(shared, slots, start, served)
         end = _end(shared, launch, moves.frontier)
-        kept, held, more = _incoming(shared, layers, launch, moves, admitted)
-        most = shared.max_pending
-        if launch.commits:
-            most = most + shared.window + shared.max_pending + launch.time
-        needed = pages_needed(held, more, shared.page_size)
-        needed = jnp.where(served[None, :, None], needed, 0)
-        taken, owners = take_pages(shared.admitted, needed, -(-most // shared.page_size) + 1)
+        if shared.budget is None:
+            kept, taken, shared = _with_pages(shared, layers, launch, moves, admitted)
+        else:
+            kept, taken = jnp.stack([admissions(layer, moves, shared.threshold[slots]) for layer in layers]), None
         incoming = Incoming(moves.token, kept, taken)
         reads = LocalPages(shared.table[slots], shared.position[slots], moves.frontier, end, shared.threshold[slots])
         where = slots, start, launch.lengths, start[:, None] + launch.depth
         places, shared = place_tokens(shared, *where, end, commits=launch.commits)
-        surplus = shared.surplus
-        if launch.commits and admitted is None:
-            surplus = put(surplus, slots, served)
-        owned = put_rows(shared.owned, slots, count_pages(held, shared.page_size) + needed)
-        frontier = put(shared.frontier, slots, end)
-        shared = dataclasses.replace(shared, admitted=owners, owned=owned, surplus=surplus, frontier=frontier)
+        shared = dataclasses.replace(shared, frontier=put(shared.frontier, slots, end))
         return LaunchedGated(launch, reads, incoming, places, shared.window), shared, tuple(layers)
 
     def settle(self, shared: GatedTable, layers: Sequence[GatedKV]) -> GatedTable:
-        """Gives back the pages that chunks of prompts claimed and that hold no key."""
+        """What is shared once the layers are done with the launch before: pages that a chunk of a prompt claimed and
+        that hold no key are given back, and thresholds are raised where keys had to leave."""
+        if shared.when_full == "raise":
+            return dataclasses.replace(shared, threshold=raised_thresholds(layers, shared.threshold))
+        if shared.when_full == "evict":
+            return shared
 
         def returned(owners: Ownership, owned: Array) -> tuple[Ownership, Array]:
             used = count_pages(jnp.stack([layer.counts for layer in layers]), shared.page_size)
@@ -191,19 +212,20 @@ class GatedMemory:
     ) -> tuple[GatedTable, tuple[GatedKV, ...]]:
         shared = self.settle(shared, layers)
         (read, written), shared = fork_table(shared, source, target, committed)
-        pages, shared = fork_owners(shared, layers, source, target)
 
-        def forked(layer: GatedKV, new: ForkedLists) -> GatedKV:
-            names = "keys", "values", "gates"
-            local = {name: getattr(layer, name) for name in names}
+        def with_local(layer: GatedKV) -> GatedKV:
+            local = {name: getattr(layer, name) for name in ("keys", "values", "gates")}
             local = {name: x.at[written].set(x[read], mode="drop") for name, x in local.items()}
-            return dataclasses.replace(fork_lists(layer, new, source, target), **local)
+            return dataclasses.replace(layer, **local)
 
-        layers = tuple(
-            forked(layer, jax.tree.map(lambda x, number=number: x[number], pages))
-            for number, layer in enumerate(layers)
-        )
-        return shared, layers
+        layers = tuple(with_local(layer) for layer in layers)
+        if shared.budget is not None:
+            return shared, tuple(fork_within(layer, source, target) for layer in layers)
+        pages, shared = fork_owners(shared, layers, source, target)
+        each: list[ForkedLists] = [
+            jax.tree.map(lambda x, number=number: x[number], pages) for number in range(len(layers))
+        ]
+        return shared, tuple(fork_lists(layer, new, source, target) for layer, new in zip(layers, each, strict=True))
 
     def reset(
         self, shared: GatedTable, layers: Sequence[GatedKV], slots: Array
@@ -212,10 +234,46 @@ class GatedMemory:
         held = pages_between(jnp.stack([layer.lists[slots] for layer in layers]), jnp.zeros_like(owned), owned)
         owners = jax.vmap(release_rows)(shared.admitted, held)
         layers = tuple(
-            dataclasses.replace(layer, counts=put(layer.counts, slots, jnp.zeros_like(layer.counts[slots])))
+            dataclasses.replace(
+                forget_dropped(layer, slots), counts=put(layer.counts, slots, jnp.zeros_like(layer.counts[slots]))
+            )
             for layer in layers
         )
         return dataclasses.replace(reset_table(shared, slots), admitted=clear_flag(owners)), layers
+
+
+def admissions_so_far(shared: GatedTable, layers: Sequence[GatedKV], slots: Int32[Array, "rows"]) -> Admitted:
+    """What slots keep, as it was when their last launch was done."""
+    none = jnp.zeros((slots.shape[0], layers[0].counts.shape[1]), jnp.int32)
+    return Admitted(
+        passed=shared.frontier[slots],
+        kept=jnp.stack([layer.counts[slots] for layer in layers], axis=1),
+        dropped=jnp.stack([none if layer.budget is None else layer.budget.dropped[slots] for layer in layers], axis=1),
+        threshold=GatedMemory().settle(shared, layers).threshold[slots],
+    )
+
+
+def _with_pages(
+    shared: GatedTable,
+    layers: Sequence[GatedKV],
+    launch: Launch,
+    moves: Moves,
+    admitted: Sequence[Bool[Array, "rows time kv_heads"]] | None,
+) -> tuple[Bool[Array, "layers rows max_pending kv_heads"], Int32[Array, "layers rows kv_heads n"], GatedTable]:
+    """Which of the tokens that leave are admitted, and new pages for the lists, from those that slots share."""
+    slots, served = launch.slots, launch.lengths > 0
+    kept, held, more = _incoming(shared, layers, launch, moves, admitted)
+    most = shared.max_pending
+    if launch.commits:
+        most = most + shared.window + shared.max_pending + launch.time
+    needed = pages_needed(held, more, shared.page_size)
+    needed = jnp.where(served[None, :, None], needed, 0)
+    taken, owners = take_pages(shared.admitted, needed, -(-most // shared.page_size) + 1)
+    surplus = shared.surplus
+    if launch.commits and admitted is None:
+        surplus = put(surplus, slots, served)
+    owned = put_rows(shared.owned, slots, count_pages(held, shared.page_size) + needed)
+    return kept, taken, dataclasses.replace(shared, admitted=owners, owned=owned, surplus=surplus)
 
 
 def _incoming(

@@ -12,8 +12,7 @@ launch fills first, and nothing is moved. Pages without a live token are given b
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,8 @@ from jaxbuf.memory.ownership import (
 )
 from jaxbuf.memory.sequences import put
 
+WhenFull = Literal["rest", "evict", "raise"]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class GatedTable:
       surplus: Whether a list of the slot may have pages that it does not need.
       owners: Of the local pages. There are as many as all slots can ever need.
       admitted: Of each layer's pages of admitted keys: every array has the layers first.
-      window, max_pending, page_size, capacity: As in `init_gated_table` (static).
+      window, max_pending, page_size, capacity, when_full: As in `init_gated_table` (static).
       initial_threshold: Of slots that were emptied (static).
     """
 
@@ -65,7 +66,31 @@ class GatedTable:
     max_pending: int = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})
     capacity: int | None = dataclasses.field(metadata={"static": True})
+    when_full: WhenFull = dataclasses.field(metadata={"static": True})
     initial_threshold: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def budget(self) -> int | None:
+        """The pages of admitted keys that are each slot's own in a layer; None where slots share all of them."""
+        if self.when_full == "rest":
+            return None
+        return (self.admitted.owners.shape[1] - 1) // (self.table.shape[0] - 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What a layer remembers where each slot has pages of its own, and keys leave when these are full.
+
+    Attributes:
+      dropped: How many keys each list admitted and had to let go.
+      floor: The lowest gate of those that stayed, of all heads, the highest such number so far; 0 at first.
+      pages: Of each slot, for all heads together: slot s has those from 1 + (s - 1) · pages on (static).
+    """
+
+    dropped: Int32[Array, "slots kv_heads"]
+    floor: Float32[Array, "slots"]
+    pages: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -80,6 +105,7 @@ class GatedKV:
       lists: The pages of each slot's and head's admitted keys, in the order of their tokens: the first ones, as many as
         it owns. What stands behind is left from before.
       counts: How many keys each of them holds.
+      budget: None where slots share the pages.
     """
 
     keys: Float[Array, "local_pages page_size kv_heads head_dim"]
@@ -91,6 +117,7 @@ class GatedKV:
     number: Int32[Array, ""]
     lists: Int32[Array, "slots kv_heads max_pages"]
     counts: Int32[Array, "slots kv_heads"]
+    budget: Budget | None
 
     @property
     def page_size(self) -> int:
@@ -120,6 +147,7 @@ def init_gated_table(
     trees: bool = False,
     capacity: int | None = None,
     threshold: float = 0.0,
+    when_full: WhenFull = "rest",
 ) -> GatedTable:
     """The table of empty slots 1 to `slots`, and of the null slot.
 
@@ -133,15 +161,29 @@ def init_gated_table(
       trees: Whether launches have parents.
       capacity: The most tokens of a slot; None: as many as one head could keep if it had all pages.
       threshold: Of every slot, at first.
+      when_full: What happens where pages do not suffice. "rest": slots share them, and a row that lacks some is not
+        served. With the others each slot has an equal share of each layer's pages for good, and where the keys of its
+        heads need more, those of the lowest gates leave: "evict" does no more, "raise" also raises the slot's threshold
+        to the lowest gate that stayed, in whichever layer that is highest.
 
     Raises:
-      ValueError: A size is below 1 or not a whole number.
+      ValueError: A size is below 1 or not a whole number; when_full is another; or pages are fewer than the slots and
+        each has its own.
     """
+    if when_full not in get_args(WhenFull):
+        raise ValueError(f"when_full must be one of {', '.join(get_args(WhenFull))}, got {when_full!r}")
     check_sizes(
         slots=slots, kv_heads=kv_heads, window=window, max_pending=max_pending, pages=pages, page_size=page_size
     )
     if capacity is not None:
         check_sizes(capacity=capacity)
+    if when_full != "rest":
+        if pages < slots:
+            raise ValueError(f"pages must be at least slots ({slots}) where each has its own, got {pages}")
+        each = pages // slots
+        if capacity is not None:
+            each = min(each, kv_heads * -(-capacity // page_size))
+        pages = slots * each
     columns = local_columns(window=window, max_pending=max_pending, page_size=page_size, trees=trees)
     count = slots + 1
     return GatedTable(
@@ -158,6 +200,7 @@ def init_gated_table(
         max_pending=max_pending,
         page_size=page_size,
         capacity=capacity,
+        when_full=when_full,
         initial_threshold=threshold,
     )
 
@@ -178,10 +221,14 @@ def init_gated_kv(table: GatedTable, *, head_dim: int, dtype: jnp.dtype, number:
     pages, local, size = table.admitted.owners.shape[1], table.owners.owners.shape[0], table.page_size
     check_places(pages, size)
     check_places(local, size)
-    columns = pages - 1
-    if table.capacity is not None:
-        columns = min(columns, -(-table.capacity // size))
     slots, kv_heads = table.table.shape[0], table.owned.shape[2]
+    columns, budget = pages - 1, None
+    if table.budget is not None:
+        columns = table.budget
+        dropped = jnp.zeros((slots, kv_heads), jnp.int32)
+        budget = Budget(dropped, jnp.zeros(slots, jnp.float32), table.budget)
+    elif table.capacity is not None:
+        columns = min(columns, -(-table.capacity // size))
     near, far = (local, size, kv_heads, head_dim), (pages, size, head_dim)
     return GatedKV(
         keys=jnp.zeros(near, dtype),
@@ -193,6 +240,7 @@ def init_gated_kv(table: GatedTable, *, head_dim: int, dtype: jnp.dtype, number:
         number=jnp.asarray(number, jnp.int32),
         lists=jnp.zeros((slots, kv_heads, columns), jnp.int32),
         counts=jnp.zeros((slots, kv_heads), jnp.int32),
+        budget=budget,
     )
 
 
@@ -330,11 +378,7 @@ def forget_rejected(
     rejected = jnp.where(node < accepted[:, None], NOWHERE, latest)
     row = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
     held = shared.position[slots].at[row, rejected].set(-1, mode="drop")
-    return dataclasses.replace(
-        shared,
-        position=put(shared.position, slots, held),
-        latest=put(shared.latest, slots, jnp.full_like(latest, NOWHERE)),
-    )
+    return dataclasses.replace(_without_latest(shared, slots), position=put(shared.position, slots, held))
 
 
 def fork_table(
@@ -361,14 +405,10 @@ def fork_table(
     owners = release_rows(owners, jnp.where(real, shared.table[target], 0))
     taken, owners = take_rows(owners, partial)
     held = jnp.where(jnp.repeat(alive, size, axis=1), held, -1)
-    latest = shared.latest
-    if latest is not None:
-        latest = put(latest, target, jnp.full((target.shape[0], latest.shape[1]), NOWHERE, jnp.int32))
     shared = dataclasses.replace(
-        shared,
+        _without_latest(shared, target),
         table=put(shared.table, target, jnp.where(partial, taken, whole)),
         position=put(shared.position, target, held),
-        latest=latest,
         frontier=put(shared.frontier, target, shared.frontier[source]),
         threshold=put(shared.threshold, target, shared.threshold[source]),
         owners=owners,
@@ -380,99 +420,17 @@ def reset_table(shared: GatedTable, slots: Int32[Array, "rows"]) -> GatedTable:
     """Empties slots, each there once, and gives their local pages back."""
     real = (slots > 0)[:, None]
     zero = jnp.zeros_like(slots)
-    latest = shared.latest
-    if latest is not None:
-        latest = put(latest, slots, jnp.full((slots.shape[0], latest.shape[1]), NOWHERE, jnp.int32))
     columns, places = shared.table.shape[1], shared.position.shape[1]
     return dataclasses.replace(
-        shared,
+        _without_latest(shared, slots),
         owners=release_rows(shared.owners, jnp.where(real, shared.table[slots], 0)),
         table=put(shared.table, slots, jnp.zeros((slots.shape[0], columns), jnp.int32)),
         position=put(shared.position, slots, jnp.full((slots.shape[0], places), -1, jnp.int32)),
-        latest=latest,
         frontier=put(shared.frontier, slots, zero),
         threshold=put(shared.threshold, slots, jnp.full(slots.shape, shared.initial_threshold, jnp.float32)),
         owned=put_rows(shared.owned, slots, jnp.zeros_like(shared.owned[:, slots])),
         surplus=put(shared.surplus, slots, jnp.zeros_like(slots, bool)),
     )
-
-
-def admissions(
-    kv: GatedKV, moves: Moves, threshold: Float32[Array, "rows"]
-) -> Bool[Array, "rows max_pending kv_heads"]:
-    """Which of the tokens that leave the local pages each head admits."""
-    gates = kv.gates.reshape(-1, kv.gates.shape[2])[moves.token]
-    return moves.leaves[..., None] & (gates >= threshold[:, None, None])
-
-
-def pages_needed(held: Int32[Array, "*n"], more: Int32[Array, "*n"], page_size: int) -> Int32[Array, "*n"]:
-    """How many pages lists with `held` keys need to take in `more`, beside those that their keys are on."""
-    return count_pages(held + more, page_size) - count_pages(held, page_size)
-
-
-def take_pages(
-    owners: Ownership, needed: Int32[Array, "layers rows kv_heads"], most: int
-) -> tuple[Int32[Array, "layers rows kv_heads _"], Ownership]:
-    """As many free pages of each layer for each list as it needs, at most `most`, zeros behind; enough are free."""
-    wanted = jnp.arange(most, dtype=jnp.int32)[None, None, None] < needed[..., None]
-    return jax.vmap(take_rows)(owners, wanted)
-
-
-def add_pages(kv: GatedKV, slots: Int32[Array, "rows"], taken: Int32[Array, "rows kv_heads n"]) -> GatedKV:
-    """Puts pages (0: none) behind those that each list's keys are on."""
-    head = jnp.arange(taken.shape[1], dtype=jnp.int32)[None, :, None]
-    index = jnp.arange(taken.shape[2], dtype=jnp.int32)[None, None]
-    column = count_pages(kv.counts[slots], kv.page_size)[..., None] + index
-    at = slots[:, None, None], head, jnp.where(taken > 0, column, NOWHERE)
-    return dataclasses.replace(kv, lists=kv.lists.at[at].set(taken, mode="drop"))
-
-
-def admit(
-    kv: GatedKV,
-    slots: Int32[Array, "rows"],
-    k: Float[Array, "rows n kv_heads head_dim"],
-    v: Float[Array, "rows n kv_heads head_dim"],
-    gates: Float32[Array, "rows n kv_heads"],
-    admitted: Bool[Array, "rows n kv_heads"],
-) -> GatedKV:
-    """Appends the keys that are admitted to their lists, which have pages for them, see `add_pages`."""
-    size, heads = kv.page_size, kv.counts.shape[1]
-    number = jnp.cumsum(admitted, axis=1, dtype=jnp.int32)
-    index = kv.counts[slots][:, None] + number - 1
-    head = jnp.arange(heads, dtype=jnp.int32)[None, None]
-    column = jnp.clip(index // size, 0, kv.lists.shape[2] - 1)
-    page = kv.lists[slots[:, None, None], head, column]
-    page = jnp.where(admitted & (slots > 0)[:, None, None] & (page > 0), page, NOWHERE)
-    at = page, index % size
-
-    def added(pool, new):
-        return pool.at[at].set(new.astype(pool.dtype), mode="drop")
-
-    return dataclasses.replace(
-        kv,
-        admitted_keys=added(kv.admitted_keys, k),
-        admitted_values=added(kv.admitted_values, v),
-        admitted_gates=added(kv.admitted_gates, gates),
-        counts=put(kv.counts, slots, kv.counts[slots] + number[:, -1]),
-    )
-
-
-def pages_between(
-    lists: Int32[Array, "*n max_pages"], first: Int32[Array, "*n"], end: Int32[Array, "*n"]
-) -> Int32[Array, "*n max_pages"]:
-    """The pages of lists from place `first` up to `end`; 0 elsewhere."""
-    column = jnp.arange(lists.shape[-1], dtype=jnp.int32).reshape((1,) * first.ndim + lists.shape[-1:])
-    return jnp.where((column >= first[..., None]) & (column < end[..., None]), lists, 0)
-
-
-def count_pages(counts: Int32[Array, "*n"], page_size: int) -> Int32[Array, "*n"]:
-    """How many pages so many keys are on."""
-    return -(-counts // page_size)
-
-
-def partial_lists(kv: GatedKV, source: Int32[Array, "rows"], target: Int32[Array, "rows"]) -> Bool[Array, "rows heads"]:
-    """Which lists end in a page that is not full: a fork copies that."""
-    return (kv.counts[source] % kv.page_size > 0) & (target > 0)[:, None]
 
 
 def put_rows(
@@ -482,57 +440,9 @@ def put_rows(
     return owned.at[:, jnp.where(slots > 0, slots, NOWHERE)].set(new, mode="drop")
 
 
-class ForkedLists(NamedTuple):
-    """What a fork gives the targets' lists.
-
-    Attributes:
-      lists: int32 [rows, kv_heads, max_pages], their pages.
-      read, written: int32 [rows, kv_heads], the pages that are copied; past the pool where none is.
-    """
-
-    lists: Array
-    read: Array
-    written: Array
-
-
-def fork_owners(
-    shared: GatedTable, layers: Sequence[GatedKV], source: Int32[Array, "rows"], target: Int32[Array, "rows"]
-) -> tuple[ForkedLists, GatedTable]:
-    """Shares full pages of the sources' lists with the targets, and takes one for each list that ends in another.
-
-    Returns:
-      As `fork_lists` needs it, with the layers first; and what is shared.
-    """
-    theirs, counts = (jnp.stack([getattr(layer, name)[source] for layer in layers]) for name in ("lists", "counts"))
-    partial = jnp.stack([partial_lists(layer, source, target) for layer in layers])
-    size, columns = layers[0].page_size, theirs.shape[3]
-    real = (target > 0)[None, :, None]
-    column, none = jnp.arange(columns, dtype=jnp.int32)[None, None, None], jnp.zeros_like(counts)
-    whole = pages_between(theirs, none, jnp.where(real, counts // size, 0))
-    mine = jnp.stack([layer.lists[target] for layer in layers])
-    replaced = pages_between(mine, none, jnp.where(real, shared.owned[:, target], 0))
-    owners = jax.vmap(release_rows)(jax.vmap(share_rows)(shared.admitted, whole), replaced)
-    taken, owners = jax.vmap(take_rows)(owners, partial)
-    last = jnp.minimum(counts // size, columns - 1)[..., None]
-    read = jnp.take_along_axis(theirs, last, axis=3)[..., 0]
-    lists = jnp.where((column == last) & partial[..., None], taken[..., None], whole)
-    owned = put_rows(shared.owned, target, count_pages(counts, size))
-    return ForkedLists(lists, read, jnp.where(partial, taken, NOWHERE)), dataclasses.replace(
-        shared, admitted=owners, owned=owned
-    )
-
-
-def fork_lists(kv: GatedKV, new: ForkedLists, source: Int32[Array, "rows"], target: Int32[Array, "rows"]) -> GatedKV:
-    """A layer whose targets have what `fork_owners` gave them."""
-
-    def copied(pool):
-        return pool.at[new.written].set(pool[new.read], mode="drop")
-
-    return dataclasses.replace(
-        kv,
-        admitted_keys=copied(kv.admitted_keys),
-        admitted_values=copied(kv.admitted_values),
-        admitted_gates=copied(kv.admitted_gates),
-        lists=put(kv.lists, target, new.lists),
-        counts=put(kv.counts, target, kv.counts[source]),
-    )
+def _without_latest(shared: GatedTable, slots: Int32[Array, "rows"]) -> GatedTable:
+    """No pending token of these slots has a place any more."""
+    if shared.latest is None:
+        return shared
+    none = jnp.full((slots.shape[0], shared.latest.shape[1]), NOWHERE, jnp.int32)
+    return dataclasses.replace(shared, latest=put(shared.latest, slots, none))

@@ -31,6 +31,7 @@ HINT = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an
 def chat(
     model: options.Model,
     gates: options.Gates = None,
+    keep: options.Keep = None,
     system: Annotated[
         str | None, typer.Option(help="An instruction that the conversation starts with.", **options.text())
     ] = None,
@@ -61,7 +62,7 @@ def chat(
     err = error_console()
     shared = {"limit": limit, "form": form, "state_dtype": state_dtype}
     check_arguments(sampling, drafting, max_new_tokens=max_new_tokens, **shared)
-    lm = load_model(err, model, dtype, gates)
+    lm = load_model(err, model, dtype, gates, keep)
     if lm.chat_template is not None and lm.tokenizer is None:
         raise ValueError(
             f"the model {lm.name!r} has no tokenizer.json, which a conversation needs; `jaxbuf generate --token-ids` "

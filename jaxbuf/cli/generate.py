@@ -50,6 +50,7 @@ def generate(
     ],
     model: options.Model = "demo",
     gates: options.Gates = None,
+    keep: options.Keep = None,
     max_new_tokens: options.MaxNewTokens = 64,
     limit: options.Limit = 16,
     form: options.Form = "auto",
@@ -86,6 +87,8 @@ def generate(
 
       jaxbuf generate "To install it" --beams 4 --max-new-tokens 20
 
+      jaxbuf generate "To install it" --gates gates.safetensors --keep 0.25
+
       jaxbuf generate - --model ./checkpoint --dtype bfloat16 < prompt.txt
 
       jaxbuf generate "12 7 305" --token-ids --stop-token-id 2
@@ -106,9 +109,8 @@ def generate(
     text = read_text("-") if prompt == "-" else prompt
     if prompt == "-" and not text:
         raise ValueError("standard input is empty: there is no prompt")
-    asked = Asked(
-        parse_ids(text, "standard input" if prompt == "-" else "PROMPT") if token_ids else text, model, dtype, gates
-    )
+    given = parse_ids(text, "standard input" if prompt == "-" else "PROMPT") if token_ids else text
+    asked = Asked(given, model, dtype, gates, keep)
     if beams is not None:
         with end_at_interrupt():
             _search(err, asked, settings | search | sampling)
@@ -124,12 +126,13 @@ def generate(
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What to continue, a text or token ids, and the model, dtype and gates to do it with."""
+    """What to continue, a text or token ids, and the model, dtype, gates and room for keys to do it with."""
 
     prompt: str | list[int]
     model: str
     dtype: str | None
     gates: Path | None = None
+    keep: float | None = None
 
     @property
     def token_ids(self) -> bool:
@@ -138,7 +141,7 @@ class Asked:
 
     def load(self, err: Console) -> "LanguageModel":
         """The model; ValueError if there is text and no tokenizer."""
-        lm = load_model(err, self.model, self.dtype, self.gates)
+        lm = load_model(err, self.model, self.dtype, self.gates, self.keep)
         if not self.token_ids:
             need_tokenizer(lm)
         return lm
@@ -248,6 +251,14 @@ def _print_statistics(err: Console, marks: "list[tuple[float, Stats]]", steps: s
         f"{stats.live_entries} live entries read, {stats.bytes / 1e6:.2f} MB moved",
         style="dim",
     )
+    if stats.kept_keys:
+        shares = [share for heads in stats.kept_shares for share in heads]
+        dropped = sum(sum(heads) for heads in stats.dropped_keys)
+        err.print(
+            f"gates: {stats.passed_tokens} tokens left the window, of whose keys {sum(shares) / len(shares):.0%} are "
+            f"kept ({min(shares):.0%} to {max(shares):.0%} a head); {dropped} left because memory was full",
+            style="dim",
+        )
     if stats.drafted:
         err.print(
             f"drafts: {stats.drafted} checked, {stats.accepted} accepted, {stats.mean_accepted_length:.2f} tokens a "

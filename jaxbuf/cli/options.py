@@ -72,6 +72,15 @@ Gates = Annotated[
         show_default=False,
     ),
 ]
+Keep = Annotated[
+    float | None,
+    typer.Option(
+        help="With --gates: the share of a request's keys, of all heads of a layer together, that there is memory for "
+        "behind the window. When it is full, the keys of the lowest gates leave. By default all.",
+        show_default=False,
+        **number(),
+    ),
+]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Dtype = Annotated[
     DtypeName | None,

@@ -117,12 +117,22 @@ def progress_bar(err: Console) -> Progress:
     return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
 
-def load_model(err: Console, model: str, dtype: str | None, gates: "Path | None" = None) -> "LanguageModel":
+def load_model(
+    err: Console, model: str, dtype: str | None, gates: "Path | None" = None, keep: float | None = None
+) -> "LanguageModel":
     """Starts JAX, says on what device, and loads the model behind a bar, and its gates, if a file of some is given.
 
+    Args:
+      err: Of the device and the progress.
+      model, dtype: As in `jaxbuf.load`.
+      gates: A file of gates.
+      keep: The share of a request's keys that its memory has room for, see `jaxbuf.models.gates.with_room`.
+
     Raises:
-      ValueError: JAX has no device, or what `jaxbuf.load` raises, its other errors likewise.
+      ValueError: JAX has no device, or keep without gates; or what `jaxbuf.load` raises, its other errors likewise.
     """
+    if keep is not None and gates is None:
+        raise ValueError("keep must come with --gates: without gates all keys are kept")
     with err.status("starting JAX"):
         import jax
 
@@ -140,12 +150,13 @@ def load_model(err: Console, model: str, dtype: str | None, gates: "Path | None"
         raise FileNotFoundError(f"--model: {error}") from error
     if gates is None:
         return lm
-    from jaxbuf.models.gates import load_gates
+    from jaxbuf.models.gates import load_gates, with_room
 
     try:
-        return load_gates(lm, gates)
+        lm = load_gates(lm, gates)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"--gates: {error}") from error
+    return lm if keep is None else with_room(lm, keep=keep)
 
 
 def load_drafter(err: Console, drafting: dict[str, Any], dtype: str | None) -> dict[str, Any]:

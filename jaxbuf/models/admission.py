@@ -9,7 +9,7 @@ Parameters of scores are float32 whatever the model computes in, and are saved a
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxbuf.arguments import check_sizes
 from jaxbuf.attention.contraction import contract
+from jaxbuf.attention.gated_pages import WhenFull
 from jaxbuf.axes import Array, Float, Float32, Int32
 from jaxbuf.models.layers import Norm, normal, ones, parameter, rms_norm, zeros
 from jaxbuf.models.tensor_parallel import Part
@@ -60,14 +61,23 @@ class Admission:
       score: What scores them.
       window: A query sees the latest so many keys, its own among them, whatever their scores are.
       threshold: None: all keys behind the window are seen, with the logarithm of their score added, as in training.
+      keep: For which share of a text's keys, of all heads of a layer together, a cache has pages behind the window.
+      when_full: What happens where these do not suffice: "rest", "evict" or "raise", see
+        `jaxbuf.attention.gated_pages.init_gated_table`.
     """
 
     score: Score
     window: int
     threshold: float | None = 0.1
+    keep: float = 1.0
+    when_full: WhenFull = "rest"
 
     def __post_init__(self):
         check_sizes(window=self.window)
+        if not isinstance(self.keep, int | float) or not 0 < self.keep <= 1:
+            raise ValueError(f"keep must be a number above 0 and at most 1, got {self.keep!r}")
+        if self.when_full not in get_args(WhenFull):
+            raise ValueError(f"when_full must be one of {', '.join(get_args(WhenFull))}, got {self.when_full!r}")
         if self.threshold is not None and not isinstance(self.threshold, int | float):
             raise ValueError(f"threshold must be a number or None, got {self.threshold!r}")
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_fork, distinct_slots
-from jaxbuf.attention.gated_memory import GatedMemory
+from jaxbuf.attention.gated_memory import Admitted, GatedMemory, admissions_so_far
 from jaxbuf.attention.paged_memory import PagedMemory
 from jaxbuf.axes import Array, Int, Int32
 from jaxbuf.memory import sequences
@@ -110,7 +110,8 @@ def init_cache(
         capacity + max_pending is that number, and the ring is no longer than that needs.
       max_pending, block_size: Of the buffered recurrence, see `buffered.init`.
       page_size: Tokens of one page of the softmax layers. A page of admitted keys (see `Attention.admission`) holds
-        one head's, so that `pages` of those layers are as many times the heads of keys and values.
+        one head's, so that those layers have as many pages as `pages` times the heads of keys and values, times the
+        admission's `keep`.
       trees: Whether `extend` takes `parents`: keeps the index lists that trees need in the softmax layers and the
         convolutions.
       holds: Further slots that never run, behind the others: `fork` to one of them holds a prefix, `fork` from it
@@ -453,9 +454,19 @@ def recurrent_work(before: Cache, after: Cache) -> Work | None:
     return recurrent_memory.work(before.shared[RECURRENCE], after.shared[RECURRENCE], all_slots(before))
 
 
+def admitted_keys(cache: Cache) -> Admitted | None:
+    """What the gated layers keep for each slot that runs; None for a model without such layers."""
+    if GATED not in cache.shared:
+        return None
+    return _admitted_keys(cache.shared[GATED], _layers_of(cache, GATED), all_slots(cache))
+
+
 def all_slots(cache: Cache) -> Int32[Array, "rows"]:
     """Every physical slot that runs, in order."""
     return sequences.slots_in_order(cache.rows)
+
+
+_admitted_keys = jax.jit(admissions_so_far)
 
 
 def _cut(cache: Cache, source: Array, target: Array, committed: Array, tokens: Array) -> tuple[Array, Array]:

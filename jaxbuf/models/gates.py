@@ -19,6 +19,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxbuf.attention.gated_pages import WhenFull
 from jaxbuf.axes import Array, Int
 from jaxbuf.models.admission import Admission, HeadScore, HiddenScore, Rule, Score, WriteGate
 from jaxbuf.models.config import LayerConfig, Mixer, ModelConfig
@@ -71,14 +72,21 @@ def with_threshold(lm: LanguageModel, threshold: float | None) -> LanguageModel:
     Raises:
       ValueError: The model has no gates.
     """
-    admission_of(lm)  # raises an error where there is none
-    layers = gated_layers(lm.config)
+    return _with_rule(lm, threshold=threshold)
 
-    def of_layer(place: tuple[int, int]) -> Admission | None:
-        found = layers[place].admission if place in layers else None
-        return None if found is None else dataclasses.replace(found, threshold=threshold)
 
-    return _rebuilt(lm, _changed(lm.config, of_layer))
+def with_room(lm: LanguageModel, *, keep: float = 1.0, when_full: WhenFull = "evict") -> LanguageModel:
+    """The model with the same gates, whose caches have pages for a share of the keys behind the window.
+
+    Args:
+      lm: With gates.
+      keep, when_full: As in `jaxbuf.models.admission.Admission`: with "evict" and "raise" each request keeps at most
+        that share in each layer, with "rest" all of a cache's requests together do.
+
+    Raises:
+      ValueError: The model has no gates, or one of them is out of range.
+    """
+    return _with_rule(lm, keep=keep, when_full=when_full)
 
 
 def admission_of(lm: LanguageModel) -> Admission:
@@ -233,6 +241,18 @@ def _of_layer(admission: Admission, place: tuple[int, int]) -> Admission:
     if isinstance(score, Rule) and score.keeps == "random":
         return dataclasses.replace(admission, score=dataclasses.replace(score, seed=_folded(score.seed, place)))
     return admission
+
+
+def _with_rule(lm: LanguageModel, **changes: Any) -> LanguageModel:
+    """The model whose admissions differ in that; ValueError where it has none."""
+    admission_of(lm)
+    layers = gated_layers(lm.config)
+
+    def of_layer(place: tuple[int, int]) -> Admission | None:
+        found = layers[place].admission if place in layers else None
+        return None if found is None else dataclasses.replace(found, **changes)
+
+    return _rebuilt(lm, _changed(lm.config, of_layer))
 
 
 def _changed(config: ModelConfig, of_layer: Callable[[tuple[int, int]], Admission | None]) -> ModelConfig:

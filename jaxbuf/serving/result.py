@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.attention.gated_memory import Admitted
+from jaxbuf.models.cache import admitted_keys
 from jaxbuf.models.scoring import Logprobs
 from jaxbuf.recurrence.state_format import state_format
 from jaxbuf.serving import carry as rows
@@ -117,7 +119,16 @@ class Row:
         self._top_logprobs: list[dict[int, float]] = []
         self._prompt: dict[str, Any] = {}
 
-    def read(self, new: list[int], state: int, logprobs: Logprobs, counted: dict[str, int], prompt_read: bool) -> Event:
+    def read(
+        self,
+        new: list[int],
+        state: int,
+        logprobs: Logprobs,
+        counted: dict[str, int],
+        admitted: Admitted | None,
+        *,
+        prompt_read: bool,
+    ) -> Event:
         """Adds the tokens since the last call and what belongs to them.
 
         Args:
@@ -125,6 +136,7 @@ class Row:
           state: The row's, after them.
           logprobs: Of all rows and places of their texts.
           counted: The row's counters, and how many drafts it had and kept.
+          admitted: What gated layers keep, of all rows; None without such layers.
           prompt_read: Whether the prompt was read to its end, in this row or another.
         """
         self.running = state in (RUNNING, EMPTY)
@@ -152,12 +164,12 @@ class Row:
             places = slice(1, self.prompt_tokens)
             chosen, top = _read(logprobs, self.reader, places, self._setting.prompt_logprobs)
             self._prompt = {"prompt_logprobs": [None, *chosen], "prompt_top_logprobs": [None, *top]}
-        stats = self._stats(len(tokens), counted)
+        stats = self._stats(len(tokens), counted, admitted)
         result = GenerationResult(self._text.text, tokens, reason, stats, **told, **self._prompt, stop_reason=stop)
         seen, self.seen = self.seen, len(tokens)
         return Event(self._index, text, tokens[seen:], result, done=not self.running, sample=self._sample)
 
-    def _stats(self, new_tokens: int, counted: dict[str, int]) -> Stats:
+    def _stats(self, new_tokens: int, counted: dict[str, int], admitted: Admitted | None) -> Stats:
         config, batch = self._batch.lm.config, self._batch
         spec, layers = config.spec, len(config.specs)
         work = {name: number for name, number in counted.items() if name != "accepted"}
@@ -166,7 +178,8 @@ class Row:
         work = {name: counted[name] for name in ("steps", "drafted")}
         state_dtype = state_format(batch.sizes.state_dtype).written_each_step
         snapshots = 0 if spec is None else snapshot_traffic(spec, layers, **work, state_dtype=state_dtype)
-        return Stats(self.prompt_tokens, new_tokens, **counted, form=batch.form, bytes=moved, snapshot_bytes=snapshots)
+        told = counted | {"form": batch.form, "bytes": moved, "snapshot_bytes": snapshots}
+        return Stats(self.prompt_tokens, new_tokens, **told, **_admissions(admitted, self._row))
 
 
 class Reader:
@@ -185,19 +198,30 @@ class Reader:
         """The carry with the rows stopped that met a stop string, and an event of each row that ran until now."""
         counters = {field.name: getattr(carry.counters, field.name) for field in dataclasses.fields(carry.counters)}
         counters |= {name: getattr(carry.speculation, name, None) for name in ("drafted", "accepted")}
-        fetched = (carry.history.tokens, carry.history.length, carry.state, carry.logprobs, counters)
-        tokens, length, state, logprobs, counters = jax.device_get(fetched)
+        admitted = admitted_keys(carry.cache)
+        fetched = (carry.history.tokens, carry.history.length, carry.state, carry.logprobs, counters, admitted)
+        tokens, length, state, logprobs, counters, admitted = jax.device_get(fetched)
         events, met_stop = [], np.zeros(state.shape, bool)
         for place, row in enumerate(self._rows):
             if not row.running:
                 continue
             counted = {name: 0 if counts is None else int(counts[place]) for name, counts in counters.items()}
             new = tokens[place, row.prompt_tokens + row.seen : length[place]].tolist()
-            events.append(row.read(new, int(state[place]), logprobs, counted, bool(length[row.reader] > 0)))
+            prompt_read = bool(length[row.reader] > 0)
+            events.append(row.read(new, int(state[place]), logprobs, counted, admitted, prompt_read=prompt_read))
             met_stop[place] = state[place] == RUNNING and not row.running
         if met_stop.any():  # by an operation on the old state: its result lies where the program was compiled for
             carry = dataclasses.replace(carry, state=jnp.where(met_stop, STOPPED, carry.state))
         return carry, events
+
+
+def _admissions(admitted: Admitted | None, row: int) -> dict[str, Any]:
+    """What `Stats` tells of a row's gated layers."""
+    if admitted is None:
+        return {}
+    of = {"kept_keys": admitted.kept, "dropped_keys": admitted.dropped}
+    keys = {name: tuple(map(tuple, counts[row].tolist())) for name, counts in of.items()}
+    return keys | {"passed_tokens": int(admitted.passed[row]), "threshold": float(admitted.threshold[row])}
 
 
 def _read(logprobs: Logprobs, row: int, places: slice, top: int) -> tuple[list[float], list[dict[int, float]]]:

@@ -28,6 +28,11 @@ class Stats:
         half once. A drafter's own memory is not counted.
       snapshot_bytes: What the same steps move in the design that keeps a state for each token that is verified, to
         return to: layers * state * (2 * steps + drafted). Without drafts it is the plain recurrence.
+      passed_tokens: Of a model with gates: tokens that have left the local pages of its gated layers, where they were
+        admitted or are gone.
+      kept_keys, dropped_keys: Of each gated layer and each of its heads of keys and values: how many of their keys are
+        kept, and how many were admitted and had to leave because pages were full (see `Admission.when_full`).
+      threshold: That gates had to reach at the end; None without gates.
     """
 
     prompt_tokens: int
@@ -41,6 +46,16 @@ class Stats:
     form: str
     bytes: int
     snapshot_bytes: int
+    passed_tokens: int = 0
+    kept_keys: tuple[tuple[int, ...], ...] = ()
+    dropped_keys: tuple[tuple[int, ...], ...] = ()
+    threshold: float | None = None
+
+    @property
+    def kept_shares(self) -> tuple[tuple[float, ...], ...]:
+        """Of each gated layer and head, which share of the keys that left the local pages it still has; 0 of none."""
+        passed = max(self.passed_tokens, 1)
+        return tuple(tuple(kept / passed for kept in heads) for heads in self.kept_keys)
 
     @property
     def mean_accepted_length(self) -> float:

@@ -7,7 +7,7 @@ import pytest
 import jaxbuf
 from jaxbuf.models.admission import Admission, WriteGate
 from jaxbuf.models.families import llama
-from jaxbuf.models.gates import with_gates
+from jaxbuf.models.gates import with_gates, with_room, with_threshold
 from jaxbuf.models.language_model import LanguageModel
 from tests.tiny import random_model
 
@@ -50,6 +50,43 @@ def test_greedy_tokens_are_those_of_whole_sequences_and_some_keys_are_kept(lm, p
         assert (np.max(found, axis=1) - found[np.arange(NEW), result.tokens] < 1e-4).all()
     kept = np.asarray(decoder.forward_with_gates(lm.model, jnp.asarray(text[None]))[1]) >= 0.88
     assert 0.1 < kept.mean() < 0.9
+
+
+def test_statistics_tell_which_keys_are_kept(lm, prompts, greedy):
+    from jaxbuf.models import decoder
+
+    for prompt, result in zip(prompts, greedy, strict=True):
+        text = np.array([prompt + result.tokens])
+        gates = np.asarray(decoder.forward_with_gates(lm.model, jnp.asarray(text))[1])[:, 0]
+        passed = result.stats.passed_tokens
+        assert len(prompt) + NEW - 4 - 8 <= passed or passed == 0
+        kept = np.sum(gates[:, :passed] >= 0.88, axis=1)
+        np.testing.assert_array_equal(result.stats.kept_keys, kept)
+        np.testing.assert_allclose(result.stats.kept_shares, kept / max(passed, 1))
+        assert not np.any(result.stats.dropped_keys)
+        assert result.stats.threshold == pytest.approx(0.88)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when_full", ["evict", pytest.param("raise", marks=pytest.mark.exhaustive)])
+def test_room_for_few_keys_is_each_requests_own(lm, when_full):
+    prompts = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in (150, 140)]
+    small = with_room(with_threshold(lm, 0.0), keep=0.2, when_full=when_full)
+    results = jaxbuf.generate(small, prompts, max_new_tokens=NEW)
+    (alone,) = jaxbuf.generate(small, prompts[1:], max_new_tokens=NEW)
+    assert results[1].tokens == alone.tokens
+    for result in results:
+        stats = result.stats
+        assert result.finish_reason == "length"
+        kept, dropped = np.array(stats.kept_keys), np.array(stats.dropped_keys)
+        if when_full == "evict":
+            np.testing.assert_array_equal(kept + dropped, np.full((2, 2), stats.passed_tokens))
+            assert stats.threshold == 0
+        else:
+            assert stats.threshold > 0.5
+        assert (dropped.sum(axis=1) > 0).all()
+        assert (kept.sum(axis=1) <= 0.2 * 2 * 320).all()  # a capacity of 320 tokens or less
+        assert (kept.sum(axis=1) > 0).all()
 
 
 @pytest.mark.slow
