@@ -40,8 +40,11 @@ class WholeGated(WholePositions):
     def shared_by(self, mixers: Iterable[Any]) -> Self:
         """As in `LaunchPositions`; and the window and threshold are these mixers'."""
         mixers = list(mixers)
+        changed = super().shared_by(mixers)
+        if not mixers:  # a model without gated layers
+            return changed
         rule = common_rule(mixers)
-        return dataclasses.replace(super().shared_by(mixers), window=rule.window, threshold=rule.threshold)
+        return dataclasses.replace(changed, window=rule.window, threshold=rule.threshold)
 
     def attend(
         self,
@@ -57,7 +60,7 @@ class WholeGated(WholePositions):
 
 
 def common_rule(mixers: Iterable[Any]) -> Any:
-    """The admission of these mixers, which may differ in what scores keys and in nothing else.
+    """The admission of these mixers, at least one, which may differ in what scores keys and in nothing else.
 
     Raises:
       ValueError: They do.

@@ -110,6 +110,23 @@ def plan(
             help="Of the weights, where they are not what the configuration says (quantised ones).",
         ),
     ] = None,
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the keys behind the window that write gates keep in softmax layers; by default there are no "
+            "gates.",
+            show_default=False,
+            **options.number(),
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="With --keep: latest tokens that are kept whatever their gates are; by default 256.",
+            show_default=False,
+            **options.whole(1),
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON: a list with a plan for each context.")] = False,
 ) -> None:
     """Tell what a request costs in memory, and how many fit; no weights are loaded.
@@ -134,12 +151,17 @@ def plan(
 
       jaxbuf plan Qwen3-Next-80B-A3B --memory 320GB --draft-tokens 4
 
+      jaxbuf plan Llama-3.1-8B --context 32768 --keep 0.25
+
       jaxbuf plan ./checkpoint --memory 24GB --context 4096 --json
     """
     from jaxbuf.planning.memory_plan import plan as make_plan
 
     if model is not None and named is not None and model != named:
         raise ValueError(f"--model must be left out or the same as MODEL ({model!r}), got {named!r}")
+    if window is not None and keep is None:
+        raise ValueError("window must come with --keep: without gates there is none")
+    near: dict[str, int] = {} if window is None else {"window": window}
     source = "demo" if model is None and named is None else named if model is None else model
     try:
         plans = [
@@ -156,6 +178,8 @@ def plan(
                 entry_dtype=entry_dtype,
                 workspace_bytes=workspace,
                 parameter_bytes=parameters,
+                keep=keep,
+                **near,
             )
             for tokens in context or (1024, 8192)
         ]
@@ -180,6 +204,8 @@ def _print_model(console: Console, found: "Plan") -> None:
     )
     if found.request_memory_bytes < 0:
         console.print("The parameters and the workspace do not fit.")
+    if found.keep is not None:
+        console.print(f"write gates: the latest {found.window} keys, and {found.keep:.0%} of those before")
     drafts = f", {found.draft_tokens} drafts, {found.accepted:g} tokens kept a step" if found.draft_tokens else ""
     states = found.state_dtype
     if states in ("split", "split8"):

@@ -48,7 +48,7 @@ def with_gates(lm: LanguageModel, admission: Admission, *, seed: int = 0) -> Lan
     """
     if lm.config.mesh is not None:
         raise ValueError("lm must lie on one device to have gates, got one that is spread over a mesh")
-    config = _changed(lm.config, lambda place: _of_layer(admission, place))
+    config = gated_config(lm.config, admission)
     if not gated_layers(config):
         raise ValueError(f"lm must have softmax layers with keys and values to be gated, got {lm!r}")
     values = {}
@@ -59,6 +59,11 @@ def with_gates(lm: LanguageModel, admission: Admission, *, seed: int = 0) -> Lan
         if new is not None:
             values |= {f"{_path(place)}.{name}": param[...] for name, param in named_parameters(new).items()}
     return _rebuilt(lm, config, values)
+
+
+def gated_config(config: ModelConfig, admission: Admission) -> ModelConfig:
+    """The configuration of a model whose softmax layers with keys and values have such an admission."""
+    return _changed(config, lambda place: _of_layer(admission, place))
 
 
 def without_gates(lm: LanguageModel) -> LanguageModel:

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.attention.gated_memory import GatedMemory
 from jaxbuf.memory.kind import Sizes
 from jaxbuf.memory.sequences import init_sequences
+from jaxbuf.models.admission import Admission, WriteGate
 from jaxbuf.models.cache import Dtypes
 from jaxbuf.models.config import ModelConfig
+from jaxbuf.models.gates import gated_config, gated_layers
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.loading.checkpoint import compute_dtype
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
@@ -29,6 +32,7 @@ INDEX = 4  # bytes of an int32
 RECURRENT = ("checkpoints", "entries", "convolution", "integers")  # what recurrent layers hold
 MOST_BYTES, MOST_TOKENS = 2**63 - 1, 2**31 - 1
 MOST_ENTRIES = 2**20  # of a ring, which is made to be counted
+WINDOW = 256  # the paper's
 WORKSPACE = 10  # a tenth of the memory, unless told
 
 
@@ -46,8 +50,9 @@ class FormCost:
       checkpoints: States held, in all layers.
       checkpoint_bytes, entry_bytes: Of the states, and of the rings' entries.
       convolution_bytes: Of the rings of the convolutions' last inputs.
-      kv_bytes: Of the softmax layers' keys and values, whole pages.
-      index_bytes: Of the counts of tokens, the cursor and the table of pages.
+      kv_bytes: Of the softmax layers' keys and values, whole pages; with write gates those of the window and those
+        behind it, and their gates.
+      index_bytes: Of the counts of tokens, the cursor and the table of pages; with write gates the lists, too.
       fixed_bytes: Null rows, blocks and pages: there once, however many the requests. Not in `request_bytes`.
       requests: How many fit.
       state_step_bytes: Checkpoints and entries that a step reads and writes, the mean over a fold cycle: what
@@ -99,6 +104,7 @@ class Plan:
       context, draft_tokens, accepted, limit, block_size, page_size: As they were asked for.
       dtype, state_dtype, entry_dtype: Names of the dtypes of the parameters, keys, values and convolution inputs; of
         the checkpoints; of the rings' entries.
+      keep, window: Of write gates, as they were asked for; None without.
       best_limit: The limit of the fewest bytes a step, with these drafts.
       crossover: Entries up to which a request is cheaper without a checkpoint.
       forms: The costs, "kv-only" third and "snapshots" last, or the one.
@@ -119,6 +125,8 @@ class Plan:
     dtype: str
     state_dtype: str
     entry_dtype: str
+    keep: float | None
+    window: int | None
     best_limit: int | None
     crossover: int | None
     forms: tuple[FormCost, ...]
@@ -170,6 +178,8 @@ def plan(
     entry_dtype: str | jnp.dtype | None = None,
     workspace_bytes: int | None = None,
     parameter_bytes: int | None = None,
+    keep: float | None = None,
+    window: int = WINDOW,
 ) -> Plan:
     """Plans the memory of serving: what a request costs in each form, and how many fit. No weights are loaded.
 
@@ -195,6 +205,9 @@ def plan(
       workspace_bytes: Left for activations, compiled programs and the allocator; None: a tenth of the memory. It is an
         allowance, not a measurement.
       parameter_bytes: Instead of the count, as for quantised weights; None: the configuration's parameters in dtype.
+      keep: The model's softmax layers have write gates, and pages for this share of the keys behind their window, in
+        (0, 1]; None: no gates. The gates' parameters are counted, those of `jaxbuf.models.admission.WriteGate`.
+      window: With keep: the latest tokens that are kept whatever their gates are.
 
     Raises:
       FileNotFoundError: No such model; as `jaxbuf.load`.
@@ -218,6 +231,8 @@ def plan(
     if not _is_number(accepted) or not 1 <= accepted <= tokens:
         raise ValueError(f"accepted must be a number in [1, 1 + draft_tokens ({tokens})], got {accepted!r}")
     shape = _shape(model)
+    if keep is not None:
+        shape = _gated(shape, keep, _whole("window", window, 1, MOST_TOKENS))
     chosen = _dtype("dtype", shape.dtype if dtype is None else dtype)
     state = _state_format(state_dtype)
     entry = _dtype("entry_dtype", chosen if entry_dtype is None else entry_dtype)
@@ -254,6 +269,8 @@ def plan(
         dtype=chosen.name,
         state_dtype=state.name,
         entry_dtype=entry.name,
+        keep=keep,
+        window=None if keep is None else window,
         best_limit=best_limit,
         crossover=crossover,
         forms=tuple(_fit(cost, room) for cost in costs),
@@ -337,7 +354,11 @@ class _Counter:
     ) -> FormCost:
         """Adds what is the same in every form: the keys and values, and the convolutions' inputs."""
         shape, size = self.shape, self.dtype.itemsize
-        keys_and_values = shape.attention_layers * shape.kv_numbers * size * (context + self.tokens)
+        read = context
+        if (admission := shape.admission) is not None:
+            near = min(context, admission.window)
+            read = near + admission.keep * (context - near)
+        keys_and_values = shape.attention_layers * shape.kv_numbers * size * (read + self.tokens)
         state_step = shape.recurrent_layers * layer_step
         step = state_step + held.each["convolution"] + keys_and_values
         return FormCost(
@@ -367,8 +388,10 @@ class _Counter:
             recurrent, ring = (dict.fromkeys(RECURRENT, 0), 0) if limit is None else self._rings(context, limit, slots)
             sequences = jax.eval_shape(lambda: init_sequences(slots=slots, max_pending=self.tokens))
             places = 1 + slots * pages
+            recurrent["integers"] += _bytes(sequences)
+            if shape.gated:
+                return recurrent | self._lists(context, slots), ring
             return recurrent | {
-                "integers": recurrent["integers"] + _bytes(sequences),
                 # The table of long contexts is an array of numpy's even there, and too long to be made.
                 "table": INDEX * (slots + 1) * pages if shape.attention_layers else 0,
                 "kv": shape.attention_layers * places * self.page_size * shape.kv_numbers * self.dtype.itemsize,
@@ -378,16 +401,33 @@ class _Counter:
         each = {name: two[name] - one[name] for name in one}
         return _Held(each, sum(one.values()) - sum(each.values()), ring)
 
+    def _lists(self, context: int, slots: int) -> dict[str, int]:
+        """The bytes of gated layers: "kv", the pages of keys and values, and "table", their integers."""
+        sizes, gated = self._sizes(context, slots, None), self.shape.gated
+        dtypes = Dtypes(self.dtype, self.entry_dtype, self.state)
+
+        def make():
+            shared = GatedMemory().init(gated, sizes)
+            return shared, gated[0].memory(shared, dtypes, 0)
+
+        shared, layer = jax.eval_shape(make)
+        pools = layer.keys, layer.values, layer.gates, layer.admitted_keys, layer.admitted_values, layer.admitted_gates
+        integers = layer.lists, layer.counts, layer.number, layer.budget
+        return {"kv": len(gated) * _bytes(pools), "table": len(gated) * _bytes(integers) + _bytes(shared)}
+
+    def _sizes(self, context: int, slots: int, limit: int | None) -> Sizes:
+        given: dict[str, Any] = {"capacity": context, "max_pending": self.tokens, "block_size": self.block_size}
+        given |= {"page_size": self.page_size, "limit": limit, "kv_limit": None, "trees": False, "slots": slots}
+        return Sizes(**given, states=None, blocks=None, pages=None)
+
     def _rings(self, context: int, limit: int, slots: int) -> tuple[dict[str, int], int]:
         """The bytes of RECURRENT, of all recurrent layers and so many slots, and the entries of a ring."""
         mixer, layers = RecurrentMixer(self.spec, self.shape.convolution_width, 0.0), self.shape.recurrent_layers
         dtypes = Dtypes(self.dtype, self.entry_dtype, self.state)
-        given: dict[str, Any] = {"capacity": context, "max_pending": self.tokens, "block_size": self.block_size}
-        given |= {"page_size": self.page_size, "limit": limit, "kv_limit": None, "trees": False, "slots": slots}
-        given |= dict.fromkeys(("states", "blocks", "pages"))
+        sizes = self._sizes(context, slots, limit)
 
         def make():
-            shared = RecurrentMemory().init([mixer], Sizes(**given))
+            shared = RecurrentMemory().init([mixer], sizes)
             return shared, mixer.memory(shared, dtypes, 0)
 
         shared, layer = jax.eval_shape(make)
@@ -419,6 +459,18 @@ class _Held:
 
 def _bytes(arrays: object) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+
+
+def _gated(shape: ModelSizes, keep: float, window: int) -> ModelSizes:
+    """The sizes of the same model with write gates."""
+    admission = Admission(WriteGate(), window, keep=keep, when_full="evict")
+    config = gated_config(shape.config, admission)
+    if len(gated_layers(config)) != shape.attention_layers or not shape.attention_layers:
+        raise ValueError(
+            f"keep must be left out for {shape.name}, which has no softmax layers with keys and values of each head, "
+            f"got {keep!r}"
+        )
+    return from_config(config, shape.name, shape.dtype)
 
 
 def _fit(cost: FormCost, room: int) -> FormCost:

@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxbuf.models.admission import Admission
 from jaxbuf.models.config import RECURRENCE, ModelConfig
 from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.families import read_config
+from jaxbuf.models.gates import gated_layers
 from jaxbuf.models.known_models import find_known, known_models, plain
 from jaxbuf.models.loading.checkpoint import CONFIG, read_description
 from jaxbuf.models.loading.hub import ACCEPTED, download, find_directory, parse_id
+from jaxbuf.models.mixers.attention import Attention
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.recurrence.state_format import state_format
 from jaxbuf.shown import shown
@@ -46,6 +49,16 @@ class ModelSizes:
     kv_numbers: int
     config: ModelConfig
     dtype: str = "bfloat16"
+
+    @property
+    def gated(self) -> list[Attention]:
+        """The softmax mixers with write gates."""
+        return list(gated_layers(self.config).values())
+
+    @property
+    def admission(self) -> Admission | None:
+        """Which keys these keep; None without write gates."""
+        return self.gated[0].admission if self.gated else None
 
     def parameter_bytes(self, dtype) -> int:
         """Bytes of the parameters as `load` holds them, in `dtype` but for the gates' float32.

@@ -11,6 +11,8 @@ import pytest
 
 import jaxbuf
 from jaxbuf.models import decoder
+from jaxbuf.models.admission import Admission, WriteGate
+from jaxbuf.models.gates import gated_config
 from jaxbuf.planning import model_sizes
 from jaxbuf.planning.memory_plan import plan
 from jaxbuf.planning.model_sizes import find_sizes
@@ -27,12 +29,12 @@ def tree_bytes(tree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def cache_bytes(found, *, slots: int, **sizes) -> int:
+def cache_bytes(found, config=None, *, slots: int, **sizes) -> int:
     """Of a real cache with the settings of a plan."""
     settings = {"capacity": found.context, "limit": found.limit, "max_pending": 1 + found.draft_tokens}
     settings |= {"block_size": found.block_size, "page_size": found.page_size, "dtype": jnp.dtype(found.dtype)}
     settings |= {"entry_dtype": jnp.dtype(found.entry_dtype), "state_dtype": found.state_dtype} | sizes
-    config = find_sizes(found.model).config
+    config = find_sizes(found.model).config if config is None else config
     return tree_bytes(jax.eval_shape(lambda: decoder.init_cache(config, slots=slots, **settings)))
 
 
@@ -54,6 +56,22 @@ def test_counted_bytes_are_those_of_the_cache(model, dtype, rng):
         rows = slots * buffered.checkpoint_bytes
         total = cache_bytes(found, slots=slots, limit=kv_only.limit, capacity=kv_only.context)
         assert kv_only.fixed_bytes + slots * kv_only.request_bytes + rows == total
+
+
+@pytest.mark.parametrize("model", ["demo", str(FIXTURES / "llama_plain" / "checkpoint")])
+def test_counted_bytes_with_write_gates_are_those_of_the_cache(model, rng):
+    drafts, context, window = (int(n) for n in rng.integers((0, 1, 1), (9, 500, 300)))
+    keep = float(rng.uniform(0.01, 1))
+    found = plan(model, 10**9, drafts, context, keep=keep, window=window, page_size=int(rng.choice([4, 16])))
+    (cost,) = [each for each in found.forms if each.form == "buffered"]
+    config = gated_config(find_sizes(model).config, Admission(WriteGate(), window, keep=keep, when_full="evict"))
+    for slots in (1, 7):
+        assert cost.fixed_bytes + slots * cost.request_bytes == cache_bytes(found, config, slots=slots)
+    plain = plan(model, 10**9, drafts, 100_000)
+    gated = plan(model, 10**9, drafts, 100_000, keep=0.25, window=64)
+    assert 0.2 < gated["buffered"].kv_bytes / plain["buffered"].kv_bytes < 0.35
+    assert gated["buffered"].step_bytes < plain["buffered"].step_bytes
+    assert gated.parameter_bytes > plain.parameter_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
