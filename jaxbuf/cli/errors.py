@@ -41,7 +41,7 @@ def print_error(err: Console, message: str) -> None:
 def option_name(parameter: Any) -> str:
     """An option or an argument as it is typed and as the help shows it."""
     if parameter.param_type_name == "argument":
-        return (parameter.metavar or parameter.name.upper()).removesuffix("...")
+        return (parameter.metavar or parameter.name.upper()).strip("[]").removesuffix("...")
     return max(parameter.opts, key=len)
 
 

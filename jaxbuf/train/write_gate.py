@@ -9,7 +9,8 @@ Source: Write-Gated KV (2025), sections 3.2 and 4.1.
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,15 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbuf.arguments import check_sizes
-from jaxbuf.axes import Array, Float32, Int
+from jaxbuf.axes import Array, Float32, Int, Int32
 from jaxbuf.models import decoder
 from jaxbuf.models.admission import Admission, Score, WriteGate
 from jaxbuf.models.decoder import Decoder
-from jaxbuf.models.gates import gate_parameters, with_gates, with_threshold, without_gates
+from jaxbuf.models.gates import gate_parameters, identity, with_gates, with_threshold, without_gates
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters, replace_parameters
+from jaxbuf.train.sequences import DocumentSequences, Sequences, Stream
+
+ROWS = PartitionSpec(None, "devices")  # of int32 [pieces, rows, time]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,14 +125,15 @@ def distillation_loss(
       recipe: Which penalty, and its weight.
 
     Returns:
-      distance + sparsity · penalty. "distance" is the mean square of the difference between the final hidden states,
-      over that of the teacher's own, so that a weight means the same for every model; "penalty"; and "kept", the share
-      of keys whose gates reach the threshold.
+      distance + sparsity · penalty. "distance" is, of each row, the mean square of the difference between the final
+      hidden states, over that of the teacher's own, so that a weight means the same for every model; "penalty"; and
+      "kept", the share of keys whose gates reach the threshold. All are means over rows, so that those of parts of a
+      batch add up to those of the whole.
     """
     expected = jax.lax.stop_gradient(decoder.forward(teacher, tokens)).astype(jnp.float32)
     hidden, gates = decoder.forward_with_gates(model, tokens, remat=recipe.remat)
-    apart = jnp.mean(jnp.square(hidden.astype(jnp.float32) - expected))
-    distance = apart / jnp.mean(jnp.square(expected))
+    apart = jnp.mean(jnp.square(hidden.astype(jnp.float32) - expected), axis=(1, 2))
+    distance = jnp.mean(apart / jnp.mean(jnp.square(expected), axis=(1, 2)))
     penalty = penalty_of(gates, recipe.window, recipe.penalty)
     kept = jnp.mean((gates >= recipe.threshold).astype(jnp.float32))
     metrics = {"distance": distance, "penalty": penalty, "kept": kept}
@@ -139,48 +145,74 @@ class GateTraining:
 
     Args:
       lm: The model, which stays as it is; gates that it has are dropped.
-      tokens: int [n], the text, at least one sequence.
+      data: int [n], a text, of which steps read sequences in a random order; or sequences of steps: anything with
+        `batch(step)`, which gives int32 [rows, length] for a step from 0, always the same for the same step.
+        `jaxbuf.train.sequences` has some.
       recipe: What to do.
+      devices: The rows of a step are split evenly over them, and all of them hold the model and the gates; None: one.
+        The numbers are those of one device, up to rounding.
 
     Raises:
-      ValueError: The model has no softmax layer that can be gated, or the text is too short.
+      ValueError: The model has no softmax layer that can be gated, the text is too short, or the devices do not divide
+        the rows that are read at once.
     """
 
-    def __init__(self, lm: LanguageModel, tokens: np.ndarray, recipe: Recipe):
-        tokens = np.asarray(tokens)
-        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(f"tokens must be integers [n], got {tokens.dtype} {tokens.shape}")
-        if tokens.size < recipe.length:
-            raise ValueError(f"tokens must be a sequence of length ({recipe.length}) or more, got {tokens.size}")
+    def __init__(
+        self,
+        lm: LanguageModel,
+        data: np.ndarray | Sequences,
+        recipe: Recipe,
+        *,
+        devices: Sequence[Any] | None = None,
+    ):
         if lm.max_length < recipe.length:
             raise ValueError(f"length must be at most the model's ({lm.max_length}), got {recipe.length}")
-        self.recipe, self._tokens = recipe, tokens
+        if devices is not None and (not devices or recipe.rows // recipe.pieces % len(devices)):
+            raise ValueError(
+                f"devices must divide rows / pieces ({recipe.rows // recipe.pieces}), got {len(devices)} of them"
+            )
+        self.recipe, self._data = recipe, _sequences(data, recipe)
         base = without_gates(lm)
         soft = with_gates(base, Admission(recipe.score, recipe.window, None), seed=recipe.seed)
-        self._lm, self._teacher = soft, base.model
+        self._lm = soft
         first = {name: param[...] for name, param in gate_parameters(soft.model).items()}
         if not first:
             raise ValueError(f"score must learn something, got {recipe.score!r}")
         self._optimiser = _optimiser(recipe)
-        self.state = GateState(first, self._optimiser.init(first))
+        self._mesh = None if devices is None else Mesh(np.asarray(devices), ("devices",))
+        self._models = self._on_all((soft.model, base.model))
+        self.state = self._on_all(GateState(first, self._optimiser.init(first)))
         self.step = 0
 
-        def advance(state: GateState, model: Decoder, teacher: Decoder, tokens: Array) -> tuple[GateState, dict]:
-            return _advance(self._optimiser, recipe, state, model, teacher, tokens)
+        def advance(state: GateState, models: tuple[Decoder, Decoder], tokens: Array) -> tuple[GateState, dict]:
+            return _advance(self._optimiser, recipe, self._mesh, state, *models, tokens)
 
         self._advance = jax.jit(advance)
 
     @property
     def lm(self) -> LanguageModel:
         """The model with the gates as they are now, and the recipe's threshold."""
-        model = _with(self._lm.model, self.state.gates)
-        return with_threshold(self._lm.replace(model=model), self.recipe.threshold)
+        gates = {name: jnp.asarray(np.asarray(value)) for name, value in self.state.gates.items()}
+        return with_threshold(self._lm.replace(model=_with(self._lm.model, gates)), self.recipe.threshold)
 
-    def batch(self, step: int) -> np.ndarray:
-        """int32 [rows, length]: the sequences of a step, which depend on the seed and the step alone."""
-        rng = np.random.default_rng([self.recipe.seed, step])
-        starts = rng.integers(0, self._tokens.size - self.recipe.length + 1, self.recipe.rows)
-        return np.stack([self._tokens[start : start + self.recipe.length] for start in starts]).astype(np.int32)
+    def batch(self, step: int) -> Int32[np.ndarray, "rows length"]:
+        """The sequences of a step.
+
+        Args:
+          step: From 0.
+
+        Raises:
+          ValueError: The data give something else, or ids that the model does not have.
+        """
+        expected = (self.recipe.rows, self.recipe.length)
+        found = np.asarray(self._data.batch(step))
+        if found.shape != expected or found.dtype != np.int32:
+            raise ValueError(f"data must give int32 {expected} for a step, got {found.dtype} {found.shape}")
+        if not 0 <= found.min() <= found.max() < self._lm.vocab_size:
+            raise ValueError(
+                f"data must give ids in [0, {self._lm.vocab_size}), got {found.min()} to {found.max()} for step {step}"
+            )
+        return found
 
     def run(self, until: int | None = None) -> Iterator[dict[str, float]]:
         """Takes steps up to number `until` (None: all), and yields the metrics of each.
@@ -189,7 +221,9 @@ class GateTraining:
           FloatingPointError: The loss is not finite; the state is that before the step.
         """
         while self.step < (self.recipe.steps if until is None else min(until, self.recipe.steps)):
-            state, found = self._advance(self.state, self._lm.model, self._teacher, self.batch(self.step))
+            pieces = self.batch(self.step).reshape(self.recipe.pieces, -1, self.recipe.length)
+            tokens = pieces if self._mesh is None else jax.device_put(pieces, NamedSharding(self._mesh, ROWS))
+            state, found = self._advance(self.state, self._models, tokens)
             metrics = {"step": self.step + 1} | {name: float(value) for name, value in found.items()}
             if not np.isfinite(metrics["loss"]):
                 raise FloatingPointError(f"the loss of step {self.step + 1} is not finite: {metrics}")
@@ -197,12 +231,17 @@ class GateTraining:
             yield metrics
 
     def save(self, directory: Path) -> None:
-        """Writes a checkpoint to a directory, where it counts once it is whole; the two newest are kept."""
+        """Writes a checkpoint to a directory, where it counts once it is whole; the two newest are kept.
+
+        It holds the gates, the optimiser's state, the step, from which the order of the data follows, and the position
+        of data that are a `jaxbuf.train.sequences.Stream`.
+        """
         import orbax.checkpoint as ocp
 
         with ocp.CheckpointManager(directory.resolve(), options=_options(ocp)) as manager:
-            arrays = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(self.state))}
-            host = ocp.args.JsonSave({"recipe": _described(self.recipe)})
+            arrays = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(self.state))}
+            position = self._data.get_state() if isinstance(self._data, Stream) else None
+            host = ocp.args.JsonSave({"made of": self._described(), "position": position})
             manager.save(self.step, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), host=host))
             manager.wait_until_finished()
 
@@ -210,7 +249,7 @@ class GateTraining:
         """Goes on from the newest checkpoint of a directory; False where there is none.
 
         Raises:
-          ValueError: It was made with another recipe.
+          ValueError: It was made with another recipe, of another model or with other data.
         """
         import orbax.checkpoint as ocp
 
@@ -221,53 +260,122 @@ class GateTraining:
             if step is None:
                 return False
             leaves = jax.tree.leaves(self.state)
-            like = {str(i): leaf for i, leaf in enumerate(leaves)}
-            found = manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]["recipe"]
-            if found != _described(self.recipe):
-                theirs = {name: value for name, value in found.items() if value != _described(self.recipe).get(name)}
-                raise ValueError(f"recipe must be that of the checkpoint in {directory}, which differs: {theirs}")
+            host = manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+            ours = self._described()
+            for name, theirs in host["made of"].items():
+                if theirs != ours[name]:
+                    differing = _differing(theirs, ours[name])
+                    raise ValueError(
+                        f"{name} must be that of the checkpoint in {directory}, which differs: {differing}"
+                    )
+            like = {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
             restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"]
         arrays = [jnp.asarray(np.asarray(restored[str(i)])) for i in range(len(leaves))]
-        self.state, self.step = jax.tree.unflatten(jax.tree.structure(self.state), arrays), step
+        self.state, self.step = self._on_all(jax.tree.unflatten(jax.tree.structure(self.state), arrays)), step
+        if isinstance(self._data, Stream):
+            self._data.set_state(host["position"])
         return True
+
+    def _described(self) -> dict[str, Any]:
+        """What a checkpoint must have been made of for this training to go on from it."""
+        recipe = dataclasses.asdict(self.recipe) | {"score": repr(self.recipe.score)}
+        data = getattr(self._data, "identity", "")
+        return json.loads(json.dumps({"recipe": recipe, "lm": identity(self._lm), "data": data}))
+
+    def _on_all(self, tree: Any) -> Any:
+        """Arrays on every device of the mesh."""
+        return tree if self._mesh is None else jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+
+
+def trim_metrics(path: Path, step: int) -> None:
+    """Leaves of a file of metrics the whole lines up to a step, from which a run goes on.
+
+    Later ones are of steps that will be taken again, and the last may be half a line: its process was killed.
+
+    Args:
+      path: Of the file, which need not be there.
+      step: Its line is the last one that stays.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    new = path.with_name(f".{path.name}.new")
+    new.write_text("".join(kept), encoding="utf-8")
+    os.replace(new, path)
 
 
 def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
-    """Writes a line of JSON behind those that are there. Those of later steps, of a run that was resumed before them,
-    are dropped."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    if lines and json.loads(lines[-1])["step"] >= metrics["step"]:
-        lines = [line for line in lines if json.loads(line)["step"] < metrics["step"]]
-        new = path.with_name(f".{path.name}.new")
-        new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        os.replace(new, path)
+    """Writes a line of JSON behind those that are there.
+
+    Args:
+      path: Of the file.
+      metrics: Of a step.
+    """
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(metrics) + "\n")
+
+
+def _sequences(data: np.ndarray | Sequences, recipe: Recipe) -> Sequences:
+    if hasattr(data, "batch"):
+        return data  # pyright: ignore[reportReturnType]
+    tokens = np.asarray(data)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"data must be integers [n] or have batch(step), got {tokens.dtype} {tokens.shape}")
+    if tokens.size < recipe.length:
+        raise ValueError(f"data must hold a sequence of length ({recipe.length}) or more, got {tokens.size} tokens")
+    return DocumentSequences([tokens], recipe.rows, recipe.length, seed=recipe.seed)
 
 
 def _advance(
     optimiser: optax.GradientTransformation,
     recipe: Recipe,
+    mesh: Mesh | None,
     state: GateState,
     model: Decoder,
     teacher: Decoder,
-    tokens: Array,
+    pieces: Int32[Array, "pieces rows time"],
 ) -> tuple[GateState, dict[str, Array]]:
+    gradient_of = partial(_gradient, recipe)
+    if mesh is not None:
+
+        def of_own_rows(*arguments: Any) -> Any:
+            return jax.lax.pmean(_gradient(recipe, *arguments), mesh.axis_names)
+
+        everywhere = PartitionSpec()
+        # What varies over devices is not checked: custom gradients do not say it.
+        gradient_of = jax.shard_map(
+            of_own_rows,
+            mesh=mesh,
+            in_specs=(everywhere, everywhere, everywhere, ROWS),
+            out_specs=everywhere,
+            check_vma=False,
+        )
+    gradient, metrics = gradient_of(state.gates, model, teacher, pieces)
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        updates, moments = optimiser.update(gradient, state.moments, state.gates)
+        gates: Any = optax.apply_updates(state.gates, updates)
+    return GateState(gates, moments), metrics | {"gradient_norm": optax.tree.norm(gradient)}
+
+
+def _gradient(
+    recipe: Recipe,
+    gates: dict[str, Array],
+    model: Decoder,
+    teacher: Decoder,
+    pieces: Int32[Array, "pieces rows time"],
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The mean gradient of the pieces, which are read one after the other, and their mean metrics."""
+
     def loss(gates: dict[str, Array], tokens: Array) -> tuple[Array, dict[str, Array]]:
         return distillation_loss(_with(model, gates), teacher, tokens, recipe)
 
     def add_piece(total: dict[str, Array], tokens: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(state.gates, tokens)
+        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(gates, tokens)
         return jax.tree.map(jnp.add, total, gradient), metrics | {"loss": value}
 
-    pieces = tokens.reshape(recipe.pieces, -1, tokens.shape[1])
-    summed, metrics = jax.lax.scan(add_piece, jax.tree.map(jnp.zeros_like, state.gates), pieces)
-    gradient = jax.tree.map(lambda x: x / recipe.pieces, summed)
-    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
-        updates, moments = optimiser.update(gradient, state.moments, state.gates)
-        gates: Any = optax.apply_updates(state.gates, updates)
-    metrics = jax.tree.map(jnp.mean, metrics) | {"gradient_norm": optax.tree.norm(gradient)}
-    return GateState(gates, moments), metrics
+    summed, metrics = jax.lax.scan(add_piece, jax.tree.map(jnp.zeros_like, gates), pieces)
+    return jax.tree.map(lambda x: x / pieces.shape[0], summed), jax.tree.map(jnp.mean, metrics)
 
 
 def _optimiser(recipe: Recipe) -> optax.GradientTransformation:
@@ -281,8 +389,11 @@ def _with(model: Decoder, gates: dict[str, Array]) -> Decoder:
     return replace_parameters(model, [gates[name] if name in gates else param[...] for name, param in held.items()])
 
 
-def _described(recipe: Recipe) -> dict[str, Any]:
-    return json.loads(json.dumps(dataclasses.asdict(recipe) | {"score": repr(recipe.score)}))
+def _differing(theirs: Any, ours: Any) -> Any:
+    """What differs of theirs: of a dict the entries."""
+    if not isinstance(theirs, dict):
+        return theirs
+    return {name: value for name, value in theirs.items() if value != ours.get(name)}
 
 
 def _options(ocp: Any) -> Any:

@@ -12,8 +12,9 @@ from jaxbuf.models.admission import Admission, HiddenScore, Rule, WriteGate
 from jaxbuf.models.families import llama
 from jaxbuf.models.gates import gate_parameters, kept_shares, load_gates, save_gates, with_gates, without_gates
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.layers import replace_parameters
 from jaxbuf.models.loading.fields import CheckpointError
-from jaxbuf.train.write_gate import GateTraining, Recipe, append_metrics, distillation_loss, penalty_of
+from jaxbuf.train.write_gate import GateTraining, Recipe, append_metrics, distillation_loss, penalty_of, trim_metrics
 from tests.tiny import random_model
 
 CONFIG = llama.Config(
@@ -138,14 +139,55 @@ def test_settings_that_do_not_fit_are_named(lm, tokens):
     ):
         with pytest.raises(ValueError, match=message):
             Recipe(**{**vars(RECIPE), **change})
-    with pytest.raises(ValueError, match="tokens must be a sequence of length"):
+    with pytest.raises(ValueError, match="data must hold a sequence of length"):
         GateTraining(lm, tokens[:10], RECIPE)
+    with pytest.raises(ValueError, match=r"devices must divide rows / pieces \(4\), got 3 of them"):
+        GateTraining(lm, tokens, RECIPE, devices=jax.devices() * 3)
     with pytest.raises(ValueError, match="score must learn something"):
         GateTraining(lm, tokens, Recipe(**{**vars(RECIPE), "score": Rule("all")}))
 
 
+class OfSteps:
+    """Data of a caller's own: a step's sequences are drawn from its number."""
+
+    def __init__(self, vocab_size=61, rows=4):
+        self.vocab_size, self.rows = vocab_size, rows
+
+    def batch(self, step):
+        rng = np.random.default_rng([7, step])
+        return rng.integers(0, self.vocab_size, (self.rows, 24)).astype(np.int32)
+
+
+@pytest.mark.foreign
+def test_whatever_gives_sequences_of_a_step_can_be_trained_on(lm):
+    training = GateTraining(lm, OfSteps(), RECIPE)
+    np.testing.assert_array_equal(training.batch(3), OfSteps().batch(3))
+    assert [found["step"] for found in training.run(until=2)] == [1, 2]
+    with pytest.raises(ValueError, match=r"data must give int32 \(4, 24\) for a step, got int32 \(3, 24\)"):
+        GateTraining(lm, OfSteps(rows=3), RECIPE).batch(0)
+    with pytest.raises(ValueError, match=r"data must give ids in \[0, 61\), got 0 to 99 for step 0"):
+        GateTraining(lm, OfSteps(vocab_size=100), RECIPE).batch(0)
+
+
+@pytest.mark.foreign
+def test_a_model_in_bfloat16_has_gates_in_float32(lm, tokens):
+    model = replace_parameters(lm.model, [x.astype(jnp.bfloat16) for x in jax.tree.leaves(lm.model)])
+    half = LanguageModel(model, lm.config, None, {}, jnp.dtype("bfloat16"), "tiny")
+    training = GateTraining(half, tokens, RECIPE)
+    metrics = list(training.run(until=3))
+    assert all(np.isfinite(found["loss"]) for found in metrics)
+    assert {str(value.dtype) for value in training.state.gates.values()} == {"float32"}
+    held = gate_parameters(training.lm.model)
+    assert {str(param[...].dtype) for param in held.values()} == {"float32"}
+
+
 def test_metrics_of_steps_that_are_taken_again_replace_the_old(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    for step in (1, 2, 3, 2):
+    trim_metrics(file, 0)  # there is none yet
+    for step in (1, 2, 3):
         append_metrics(file, {"step": step, "loss": float(step)})
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2]
+    with file.open("a") as half:
+        half.write('{"step": 4, "lo')
+    trim_metrics(file, 2)
+    append_metrics(file, {"step": 3, "loss": 0.0})
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
