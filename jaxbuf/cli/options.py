@@ -68,7 +68,8 @@ Texts = Annotated[
 Gates = Annotated[
     Path | None,
     typer.Option(
-        help="A file of gates from jaxbuf train-gate: softmax layers keep the keys that these admit, not all.",
+        help="A file of gates from jaxbuf train-gate, or [bold]demo[/bold], the embedded model's: softmax layers keep "
+        "the keys that these admit, not all.",
         show_default=False,
     ),
 ]

@@ -1,5 +1,7 @@
 """`jaxbuf train-gate`."""
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +18,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jaxbuf.models.language_model import LanguageModel
+    from jaxbuf.train.sequences import Sequences
     from jaxbuf.train.write_gate import GateTraining, Recipe
 
 HELD_OUT = 0.05  # of the text, its end
+PAGE = 16  # tokens of a page of keys and values
 SCORED = 16  # held-out sequences that the table at the end is made of
 
 
@@ -26,7 +30,7 @@ def train_gate(
     files: options.Texts = None,
     model: options.Model = "demo",
     output: Annotated[
-        Path, typer.Option(help="Where the gates go; beside them their checkpoints, metrics and plot.")
+        Path, typer.Option(help="Where the gates go; beside them their checkpoints, metrics, plot and the last table.")
     ] = Path("gates.safetensors"),
     score: Annotated[
         str,
@@ -44,11 +48,34 @@ def train_gate(
     rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of the first gates and of the sequences.", **options.whole(0))] = 0,
     dtype: options.Dtype = None,
+    devices: Annotated[
+        int, typer.Option(help="Devices that share the rows of a step, each with the whole model.", **options.whole(1))
+    ] = 1,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="Train on a Hugging Face data set in place of files: its name, with a configuration behind a colon, "
+            "or a directory of its files. It is streamed, in its own order.",
+            metavar="NAME[:CONFIG]",
+            show_default=False,
+            **options.text(),
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Of the data set.", **options.text())] = "train",
+    field: Annotated[str, typer.Option(help="The texts' name in the data set's examples.", **options.text())] = "text",
+    held_out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text in UTF-8, or a .npy of token ids, to try the gates on; by default the last twentieth of FILE, "
+            "or the first documents of the data set, which are not trained on.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train gates that keep few keys of a model's softmax layers, and try them.
 
     The model itself is not changed. A run that was stopped goes on from its last checkpoint when it is started again
-    with the same options. At the end the gates are tried on the last twentieth of the text: how well the model predicts
+    with the same options. At the end the gates are tried on text that was not trained on: how well the model predicts
     it with all keys, with those that the gates keep, and with as many that were drawn at random.
 
     [bold]Examples[/bold]
@@ -57,8 +84,13 @@ def train_gate(
 
       jaxbuf train-gate book.txt --model ./checkpoint --window 256 --sparsity 0.3 --output book-gates.safetensors
 
+      jaxbuf train-gate tokens.npy --model ./checkpoint --devices 8 --rows 64 --pieces 2
+
+      jaxbuf train-gate --dataset HuggingFaceFW/fineweb-edu:sample-10BT --model ./checkpoint
+
       jaxbuf generate --gates gates.safetensors "The configuration file"
     """
+    from jaxbuf.bench import report
     from jaxbuf.models.admission import HiddenScore, WriteGate
     from jaxbuf.train.write_gate import GateTraining, Recipe
 
@@ -69,32 +101,80 @@ def train_gate(
     recipe = Recipe(score=scores[score], window=window, threshold=threshold, sparsity=sparsity, **sizes)
     if not output.parent.is_dir():
         raise typer.BadParameter(f"must be in a directory that is there, got {output}", param_hint="--output")
+    if dataset is not None and files:
+        raise typer.BadParameter("must come without FILE: it takes its place", param_hint="--dataset")
     err = error_console()
     lm = load_model(err, model, dtype)
-    tokens = read_tokens(lm, files or [])
-    end = len(tokens) - max(int(HELD_OUT * len(tokens)), length)
-    if end < length:
-        raise typer.BadParameter(f"must hold at least {2 * length} tokens, got {len(tokens)}", param_hint="FILE")
-    training = GateTraining(lm, tokens[:end], recipe)
-    _run(err, training, output)
-    found = _try(lm, training.lm, tokens[end:], recipe)
-    table = Table("keys behind the window", "kept", "nats a token")
-    for name, (kept, nats) in found.items():
-        table.add_row(name, f"{kept:.3f}", f"{nats:.4f}")
+    data, tried = _read(lm, files or [], dataset, split, field, held_out, recipe)
+    training = GateTraining(lm, data, recipe, devices=_devices(devices))
+    run_training(err, training, output)
+    rows_tried = _rows(tried, length)
+    found = {"recipe": _settings(recipe), "tokens": rows_tried.size, "keys": _try(lm, training.lm, rows_tried, recipe)}
+    report.write(output.with_suffix(".json"), found)
+    table = Table("keys behind the window", "kept", "of all bytes", "nats a token", "more")
+    full = found["keys"]["all"]["nats"]
+    for name, (kept, share, nats) in ((name, each.values()) for name, each in found["keys"].items()):
+        table.add_row(name, f"{kept:.3f}", f"{share:.3f}", f"{nats:.4f}", f"{nats / full - 1:.2%}")
     print_table(table)
 
 
-def _run(err: Console, training: "GateTraining", output: Path) -> None:
-    """Trains to the end, behind a bar, and leaves gates, checkpoints, metrics and a plot."""
+def _read(
+    lm: "LanguageModel",
+    files: list[str],
+    dataset: str | None,
+    split: str,
+    field: str,
+    held_out: Path | None,
+    recipe: "Recipe",
+) -> "tuple[Sequences, np.ndarray]":
+    """What is trained on, and tokens that are not."""
+    import numpy as np
+
+    from jaxbuf.train.sequences import DocumentSequences, end_of, read_documents, stream_dataset
+
+    kept = None if held_out is None else np.concatenate(read_documents(lm, [held_out], name="held_out"))
+    if dataset is not None:
+        sequences, first = stream_dataset(lm, dataset, recipe.rows, recipe.length, split=split, field=field)
+        kept = np.concatenate(first) if kept is None else kept
+    else:
+        documents = read_documents(lm, files) if files else [read_tokens(lm, [])]
+        count = sum(document.size for document in documents)
+        if kept is None:
+            if count < 2 * recipe.length:
+                raise ValueError(f"files must hold at least {2 * recipe.length} tokens, got {count}")
+            documents, kept = end_of(documents, max(int(HELD_OUT * count), recipe.length))
+        sequences = DocumentSequences(documents, recipe.rows, recipe.length, seed=recipe.seed)
+    if kept.size < recipe.length:
+        where = "dataset" if held_out is None else "held_out"
+        raise ValueError(f"{where} must hold {recipe.length} tokens to try gates on, got {kept.size}")
+    return sequences, kept
+
+
+def _devices(count: int) -> "list[Any] | None":
+    import jax
+
+    if count > jax.device_count():
+        raise ValueError(f"devices must be at most those that there are ({jax.device_count()}), got {count}")
+    return None if count == 1 else jax.devices()[:count]
+
+
+def _settings(recipe: "Recipe") -> dict[str, Any]:
+    return dataclasses.asdict(recipe) | {"score": repr(recipe.score)}
+
+
+def run_training(err: Console, training: "GateTraining", output: Path) -> None:
+    """Trains to the end, behind a bar, and leaves gates, checkpoints, metrics and a plot.
+
+    A process that was killed at any moment and is started again leaves the same.
+    """
     from jaxbuf.models.gates import save_gates
     from jaxbuf.progress import progress_bar
-    from jaxbuf.train.write_gate import append_metrics
+    from jaxbuf.train.write_gate import append_metrics, trim_metrics
 
     checkpoints, metrics = output.with_suffix(".checkpoints"), output.with_suffix(".jsonl")
     if training.restore(checkpoints):
         err.print(f"goes on behind step {training.step}, from {checkpoints}", markup=False)
-    elif metrics.exists():
-        metrics.unlink()
+    trim_metrics(metrics, training.step)
     every = max(1, training.recipe.steps // 10)
     with progress_bar(training.recipe.steps, console=err) as report:
         report("compiling", training.step)
@@ -110,8 +190,6 @@ def _run(err: Console, training: "GateTraining", output: Path) -> None:
 
 def _plot(metrics: Path, path: Path) -> Path | None:
     """A plot of the metrics; None where matplotlib is not installed."""
-    import json
-
     try:
         import matplotlib
     except ImportError:
@@ -130,17 +208,24 @@ def _plot(metrics: Path, path: Path) -> Path | None:
     return path
 
 
+def _rows(tokens: "np.ndarray", length: int) -> "np.ndarray":
+    """int32 [rows, length]: at most `SCORED` sequences, spread over a text."""
+    import numpy as np
+
+    starts = np.linspace(0, len(tokens) - length, min(SCORED, len(tokens) // length)).astype(int)
+    return np.stack([tokens[start : start + length] for start in starts]).astype(np.int32)
+
+
 def _try(
-    lm: "LanguageModel", gated: "LanguageModel", tokens: "np.ndarray", recipe: "Recipe"
-) -> dict[str, tuple[float, float]]:
-    """For each way to keep keys the share that is kept and the held-out text's nats a token."""
+    lm: "LanguageModel", gated: "LanguageModel", text: "np.ndarray", recipe: "Recipe"
+) -> dict[str, dict[str, float]]:
+    """For each way to keep keys the share that is kept behind the window, the share of the bytes, and the text's nats a
+    token."""
     import numpy as np
 
     from jaxbuf.models.admission import Admission, Rule
     from jaxbuf.models.gates import kept_shares, with_gates
 
-    rows = min(SCORED, len(tokens) // recipe.length)
-    text = np.asarray(tokens[: rows * recipe.length], np.int32).reshape(rows, recipe.length)
     kept = float(np.mean(kept_shares(gated, text)))
 
     def ruled(**rule: Any) -> "LanguageModel":
@@ -152,4 +237,24 @@ def _try(
         "as many, at random": (kept, ruled(keeps="random", rate=kept)),
         "none": (0.0, ruled(keeps="none")),
     }
-    return {name: (share, -float(np.mean(each.score(text)[:, 1:]))) for name, (share, each) in models.items()}
+    found = {}
+    for name, (share, each) in models.items():
+        bytes_share = 1.0 if each is lm else _share_of_bytes(each, text, recipe)
+        nats = -float(np.mean(each.score(text)[:, 1:]))
+        found[name] = {"kept": share, "bytes": bytes_share, "nats": nats}
+    return found
+
+
+def _share_of_bytes(gated: "LanguageModel", text: "np.ndarray", recipe: "Recipe") -> float:
+    """Of the pages of keys and values of softmax layers at the end of the text, over those of all keys.
+
+    Whole pages count: of a row's window, which has room for three tokens more, and of each head's admitted keys.
+    """
+    import numpy as np
+
+    from jaxbuf.models.gates import kept_keys
+
+    behind = kept_keys(gated, text)[:, :, : -recipe.window]
+    pages = np.ceil(np.sum(behind, axis=2) / PAGE)
+    window = np.ceil((recipe.window + 3) / PAGE)
+    return float(np.mean(pages + window) / np.ceil(recipe.length / PAGE))

@@ -31,6 +31,7 @@ from jaxbuf.models.mixers.attention import Attention
 from jaxbuf.shown import shown
 
 FORMAT = "jaxbuf gates 1"
+DEMO = Path(__file__).parent / "demo" / "gates.safetensors"  # those of the embedded model
 SCORES: dict[str, type] = {"write_gate": WriteGate, "hidden": HiddenScore, "head": HeadScore, "rule": Rule}
 STRIDE = 997  # of the numbers of a key projection that a model's identity is made of
 
@@ -132,11 +133,23 @@ def kept_shares(lm: LanguageModel, tokens: Int[Array, "batch time"] | np.ndarray
     Raises:
       ValueError: The model has no gates, or they are soft.
     """
+    return np.mean(kept_keys(lm, tokens), axis=(1, 2))
+
+
+def kept_keys(lm: LanguageModel, tokens: Int[Array, "batch time"] | np.ndarray) -> np.ndarray:
+    """Which keys each gated layer's heads keep behind their windows: bool [layers, batch, time, kv_heads].
+
+    Args:
+      lm: With gates that have a threshold.
+      tokens: Whole sequences.
+
+    Raises:
+      ValueError: The model has no gates, or they are soft.
+    """
     threshold = admission_of(lm).threshold
     if threshold is None:
         raise ValueError("lm must have gates with a threshold, got soft ones")
-    gates = _forward(lm.model, jnp.asarray(tokens, jnp.int32))
-    return np.mean(np.asarray(gates) >= threshold, axis=(1, 2))
+    return np.asarray(_forward(lm.model, jnp.asarray(tokens, jnp.int32))) >= threshold
 
 
 @jax.jit
@@ -182,14 +195,14 @@ def load_gates(lm: LanguageModel, path: str | Path) -> LanguageModel:
 
     Args:
       lm: The model; gates that it has are dropped.
-      path: Of the file.
+      path: Of the file; "demo": those of the embedded model, which are in the package.
 
     Raises:
       FileNotFoundError: There is no such file.
       CheckpointError: It is no file of gates, or it is of another model; the message says of which.
       ValueError: The model is spread over a mesh.
     """
-    path = Path(path)
+    path = DEMO if str(path) == "demo" else Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no gates at {shown(str(path))}: expected a file that jaxbuf train-gate wrote")
     if lm.config.mesh is not None:

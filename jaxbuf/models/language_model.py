@@ -394,8 +394,8 @@ def load(
       mesh: Spreads the layers' heads over its axis "tensor", with their parameters and their memory, and routed experts
         over its axis "expert", see `jaxbuf.models.tensor_parallel`; it has one of the two, or both. None: everything on
         the default device.
-      gates: A file of gates that were trained for the model, see `jaxbuf.models.gates`: its softmax layers then keep
-        the keys that these admit. None: they keep all.
+      gates: A file of gates that were trained for the model, see `jaxbuf.models.gates`, or "demo", those of the
+        embedded model: its softmax layers then keep the keys that these admit. None: they keep all.
       progress: Whether to show a bar on standard error; None: on a terminal and in a notebook. Or a function, called
         with the bytes of the checkpoint that were read and how many there are, before the first tensor and after each
         one. (Downloads show huggingface-hub's own progress bar.)

@@ -242,18 +242,19 @@ class _PackedIterator(grain.DatasetIterator):
             self._used = state["used"]
 
 
-def read_documents(lm: LanguageModel, files: Sequence[str | Path]) -> list[np.ndarray]:
+def read_documents(lm: LanguageModel, files: Sequence[str | Path], *, name: str = "files") -> list[np.ndarray]:
     """The documents of files: integers [n] each.
 
     Args:
       lm: Whose tokenizer reads texts; the model's end token, if it has one, is put behind each.
       files: A name that ends in .npy is that of a tokenised array, which is memory-mapped and taken as it is; others
         are texts in UTF-8.
+      name: What errors call the files.
 
     Raises:
       ValueError: A file cannot be read or holds something else; or it is a text, and the model has no tokenizer.
     """
-    return [_array(Path(name)) if str(name).endswith(".npy") else _text(lm, Path(name)) for name in files]
+    return [_array(name, Path(file)) if str(file).endswith(".npy") else _text(lm, name, Path(file)) for file in files]
 
 
 def stream_dataset(
@@ -330,21 +331,21 @@ def _need_tokenizer(lm: LanguageModel, argument: str) -> None:
         raise ValueError(f"{argument} must hold token ids in .npy, got text: the model {lm.name!r} has no tokenizer")
 
 
-def _array(path: Path) -> np.ndarray:
+def _array(name: str, path: Path) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
-        raise ValueError(f"files must be readable, got {path}: {error}") from error
+        raise ValueError(f"{name} must be readable, got {path}: {error}") from error
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"files must hold token ids [n], got {array.dtype} {array.shape} in {path}")
+        raise ValueError(f"{name} must hold token ids [n], got {array.dtype} {array.shape} in {path}")
     return array
 
 
-def _text(lm: LanguageModel, path: Path) -> np.ndarray:
-    _need_tokenizer(lm, "files")
+def _text(lm: LanguageModel, name: str, path: Path) -> np.ndarray:
+    _need_tokenizer(lm, name)
     try:
         return np.asarray(_encoded(lm, path.read_text(encoding="utf-8")), np.int32)
     except UnicodeDecodeError as error:
-        raise ValueError(f"files must be UTF-8 texts or .npy, got {path}: {error}") from error
+        raise ValueError(f"{name} must be UTF-8 texts or .npy, got {path}: {error}") from error
     except OSError as error:
-        raise ValueError(f"files must be readable, got {path}: {error.strerror or error}") from error
+        raise ValueError(f"{name} must be readable, got {path}: {error.strerror or error}") from error
