@@ -46,5 +46,6 @@ PROGRAMS = (
         "the first generation of a shape: traced, lowered, compiled, or from the compilation cache",
         "compile.json",
     ),
+    Program("write_gate", "what keeping fewer keys costs in answers and likelihood, against the bytes that are held"),
     Program("sample", "how a step chooses its tokens: greedy, sampled, with top_k and top_p", "sample.json"),
 )

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -297,13 +297,19 @@ class RetrievalTraining:
         metrics |= {name: float(column.mean()) for name, column in columns.items()}
         if not math.isfinite(metrics["total"] + metrics["gradient_norm"]):
             raise FloatingPointError(f"the loss or its gradient before step {self.step} is not finite: {metrics}")
-        return metrics | {
-            name: dict(zip(names, map(float, column), strict=True)) for name, column in per_task.items()
-        }
+        return metrics | {name: dict(zip(names, map(float, column), strict=True)) for name, column in per_task.items()}
 
 
-def run_for[Training: Any](
-    training: Training,
+class Resumable(Protocol):
+    """What `run_for` saves."""
+
+    step: int
+
+    def save(self, directory: Path) -> None: ...
+
+
+def run_for(
+    training: Resumable,
     advance: Callable[[], Iterator[dict[str, Any]]],
     checkpoints: Path,
     *,
@@ -314,7 +320,7 @@ def run_for[Training: Any](
     """Yields the metrics of a training, and saves it every so many steps, at its end, and when the time is over.
 
     Args:
-      training: With `step` and `save`.
+      training: What is saved.
       advance: Makes the iterator of its metrics.
       checkpoints: Where they go.
       seconds: After how many it stops; None: it runs to the end. What the last metrics took is counted in, so that it
