@@ -155,7 +155,8 @@ def show(console: Console, found: Points, budgets: Sequence[float], plan: Plan, 
         table.caption += f"; accuracy, nats and bytes: of {', '.join(plan.tasks)}"
     print_table(table, console)
     table = Table("keys", *(f"{budget:.1%} of the bytes" for budget in budgets), title=f"{heading} at equal bytes")
-    for line in dict.fromkeys(point["line"] for point in found):
+    table.caption = f"full has {found[0][value]:.4f}"
+    for line in dict.fromkeys(point["line"] for point in found if point["kind"] != "full"):
         values = [at_budget(found, line, value, budget) for budget in budgets]
         table.add_row(line, *("" if each is None else f"{each:.4f}" for each in values))
     print_table(table, console)

@@ -37,8 +37,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "prefill into the memory that generation uses, and the bytes are those of that memory's arrays afterwards: "
         "whole pages for each layer and head, the latest tokens' pages, gates, tables, lists and counters, as a share "
         "of the same for all keys. --decoded reads the end of some examples one token at a time, as generation does, "
-        "and counts answers that differ. Lines are compared at --budgets by linear interpolation between their points; "
-        "the exit status is 1 if a file of gates misses the bounds that are printed.",
+        "and counts answers that differ, with the first file of gates or else at random. Lines are compared at "
+        "--budgets by linear interpolation between their points; the exit status is 1 if a file of gates misses the "
+        "bounds that are printed.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("measurement", nargs="?", choices=("tasks", "text"), default="tasks", help="what is read")
@@ -64,9 +65,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--length", type=whole(16), default=2048, help="tokens of a stretch of text")
     parser.add_argument("--stretches", type=whole(1), default=8, help="of the text, evenly spread over it")
     parser.add_argument("--rows", type=whole(1), default=8, help="sequences that are read at once")
-    parser.add_argument(
-        "--decoded", type=whole(0), default=4, help="examples whose end is decoded, too, with each line"
-    )
+    parser.add_argument("--decoded", type=whole(0), default=4, help="examples whose end is decoded, too")
     parser.add_argument(
         "--json", type=output, default=None, help="write the figures to this file, and a plot beside it"
     )
@@ -107,12 +106,7 @@ def measure(way: Way, groups: Sequence[Group], full: Sequence[np.ndarray] | None
         whole_bytes = reading.bytes if full is None else full[number]
         right = (reading.best[:, :-1] == group.tokens[:, 1:]) & group.asked[:, :-1]
         asked = group.asked.sum(1)
-        share = right.sum(1) / asked
-        figure = {
-            "line": way.line,
-            "kind": way.kind,
-            "setting": way.setting,
-        }
+        figure: dict[str, Any] = {name: getattr(way, name) for name in ("line", "kind", "setting")}
         figure |= {
             "gate_seed": way.seed,
             "seed": group.seed,
@@ -124,13 +118,14 @@ def measure(way: Way, groups: Sequence[Group], full: Sequence[np.ndarray] | None
             "kept": float(np.nanmean(reading.kept)) if np.isfinite(reading.kept).any() else 1.0,
         }
         if group.oracle is not None:
+            columns = {
+                "oracle": group.oracle,
+                "accuracy": right.sum(1) / asked,
+                "bytes_share": reading.bytes / whole_bytes,
+            }
+            rows_of = zip(*columns.values(), strict=True)
             figure["by_example"] = [
-                {
-                    "oracle": round(float(oracle), 4),
-                    "accuracy": round(float(hits), 4),
-                    "bytes_share": round(float(b), 4),
-                }
-                for oracle, hits, b in zip(group.oracle, share, reading.bytes / whole_bytes, strict=True)
+                {name: round(float(x), 4) for name, x in zip(columns, row, strict=True)} for row in rows_of
             ]
         figures.append(figure)
     return figures, held
@@ -186,18 +181,17 @@ def main(arguments: Sequence[str]) -> int:
         groups = task_groups(plan, options.examples or plan.examples)
         settings |= {"plan": options.plan, "examples": options.examples or plan.examples}
     console.print(f"{lm.name}, {options.dtype}, on {jax.devices()[0].device_kind}", soft_wrap=True, markup=False)
-    figures, decoded = [], {}
+    figures, ways = [], []
     for way, found in compare(lm, groups, options):
         figures += found
-        if way.line not in decoded and options.decoded:
-            tokens, asked = (np.concatenate([getattr(group, name) for group in groups]) for name in ("tokens", "asked"))
-            some = np.linspace(0, len(tokens) - 1, min(options.decoded, len(tokens))).astype(int)
-            decoded[way.line] = count_different(way, tokens[some], asked[some], TAIL)
+        ways.append(way)
+    decoded = _decoded(ways, groups, options.decoded)
     points = admission_figures.points(figures, None if text else plan.tasks, bytes_a_token)
     verdicts = admission_figures.verdicts(points, plan, text=text)
     admission_figures.show(console, points, options.budgets, plan, text=text)
-    for line, (different, number) in decoded.items():
-        console.print(f"{line}: of {number} tokens decoded one by one {different} are others than read at once")
+    if decoded:
+        told = "{line}, {setting}: of {answers} answers {different} differ when they are decoded one by one"
+        console.print(told.format(**decoded), soft_wrap=True)
     for told, held in verdicts.items():
         console.print(f"{'holds' if held else 'DOES NOT HOLD'}: {told}", soft_wrap=True)
     if options.json:
@@ -207,6 +201,17 @@ def main(arguments: Sequence[str]) -> int:
         admission_figures.plot(points, options.json.with_suffix(".png"), plan, text=text)
         report.tell_written(console, options.json, plot=True)
     return 0 if all(verdicts.values()) else 1
+
+
+def _decoded(ways: Sequence[Way], groups: Sequence[Group], number: int) -> dict[str, Any]:
+    """What the end of some examples is when it is decoded, with the first gates, or else the first rule."""
+    if not number:
+        return {}
+    way = next((way for way in ways if way.kind == "gates"), ways[1])
+    tokens, asked = (np.concatenate([getattr(group, name) for group in groups]) for name in ("tokens", "asked"))
+    some = np.linspace(0, len(tokens) - 1, min(number, len(tokens))).astype(int)
+    different, answers = count_different(way, tokens[some], asked[some], TAIL)
+    return {"line": way.line, "setting": way.setting, "answers": answers, "different": different}
 
 
 def _check_length(lm: LanguageModel, option: str, length: int) -> None:

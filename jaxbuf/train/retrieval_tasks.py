@@ -26,6 +26,7 @@ FIRST_WORD = 16  # token ids from here on are keys, then values, then fillers
 SHORTEST = 32  # tokens of an example
 SHARES = (0.05, 0.40)  # between which the oracle share is drawn
 PASSKEY = 5  # its tokens
+ASKED = 4  # of a short example, if it has so many: the fewer, the longer a training takes
 NEAR = 0.01  # the exponent a of MQAR: the distance r of a question from its pair is drawn in proportion to r^(a - 1)
 
 
@@ -151,7 +152,7 @@ def _spread(draws: Draws, number: int, width: int, room: int) -> np.ndarray:
 
 def _key_value(page: _Page, draws: Draws, length: int, vocabulary: Vocabulary) -> None:
     pairs = max(1, round(draws.share(*SHARES) * length / 2))
-    asked = min(pairs, max(1, length // 32))
+    asked = min(pairs, max(ASKED, length // 32))
     keys, values = draws.distinct(pairs, vocabulary.keys), draws.integers(pairs, vocabulary.values)
     keys, values = FIRST_WORD + keys, vocabulary.first_value + values
     page.write(1 + _spread(draws, pairs, 2, length - 2 - 2 * asked), keys, values)
@@ -160,7 +161,7 @@ def _key_value(page: _Page, draws: Draws, length: int, vocabulary: Vocabulary) -
 
 
 def _needle(page: _Page, draws: Draws, length: int, vocabulary: Vocabulary) -> None:
-    asked = max(1, length // 256)
+    asked = max(ASKED, length // 256)
     pairs = (length - 2 - 2 * asked) // 2
     keys, values = draws.distinct(pairs, vocabulary.keys), draws.integers(pairs, vocabulary.values)
     keys, values = FIRST_WORD + keys, vocabulary.first_value + values
@@ -194,7 +195,7 @@ def _passkey(page: _Page, draws: Draws, length: int, vocabulary: Vocabulary) -> 
 
 def _selective_copy(page: _Page, draws: Draws, length: int, vocabulary: Vocabulary) -> None:
     number = max(2, round(draws.share(*SHARES) * length))
-    recited = min(number, 1 + max(1, length // 16))
+    recited = min(number, 1 + max(ASKED, length // 16))
     data = vocabulary.first_value + draws.distinct(number, vocabulary.values)
     page.write(1 + _spread(draws, number, 1, length - 2 - recited), data)
     first = int(draws.integers(1, number - recited + 1)[0])
@@ -202,7 +203,7 @@ def _selective_copy(page: _Page, draws: Draws, length: int, vocabulary: Vocabula
 
 
 def _copy(page: _Page, draws: Draws, length: int, vocabulary: Vocabulary) -> None:
-    recited = 1 + max(1, length // 16)
+    recited = 1 + max(ASKED, length // 16)
     number = length - 2 - recited
     data = FIRST_WORD + draws.distinct(number, vocabulary.size - FIRST_WORD)
     first = int(draws.integers(1, number - recited + 1)[0])
@@ -214,7 +215,7 @@ def _copy(page: _Page, draws: Draws, length: int, vocabulary: Vocabulary) -> Non
 def _variables(page: _Page, draws: Draws, length: int, vocabulary: Vocabulary) -> None:
     statements = 2 + int(draws.integers(1, 2)[0])  # of a chain: a name gets a value, each other one that of the last
     chains = max(1, round(draws.share(*SHARES) * length / 3 / statements))
-    asked = min(chains, max(1, length // 64))
+    asked = min(chains, max(ASKED, length // 64))
     names = FIRST_WORD + draws.distinct(chains * statements, vocabulary.keys).reshape(chains, statements)
     values = vocabulary.first_value + draws.integers(chains, vocabulary.values)
     right = np.concatenate([values[:, None], names[:, :-1]], axis=1)
