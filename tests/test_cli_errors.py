@@ -245,6 +245,7 @@ NUMBERS_OF_BENCHMARKS = [
     ("experts", "--hidden --experts --chosen --size --tokens --layers --steps --budget --seed"),
     ("short", "--layers --batch --lengths --steps --limit --seed"),
     ("sample", "--batches --vocab --steps --seed"),
+    ("write_gate", "--examples --window --local-windows --length --stretches --rows"),
     ("step", "--attention-heads --kv-heads --attention-dim --devices --experts --chosen --expert-ffn"),
 ]
 

@@ -95,7 +95,7 @@ def at_budget(found: Points, line: str, value: str, budget: float) -> float | No
 
 
 def verdicts(found: Points, plan: Plan, *, text: bool) -> dict[str, bool]:
-    """What has to hold for each line of gates, in words, and whether it does."""
+    """What has to hold for each line of gates, in words, and whether it does; nothing holds that was not measured."""
     lines = {point["line"]: point["kind"] for point in found}
     full = next(point for point in found if point["kind"] == "full")
     told: dict[str, bool] = {}
@@ -109,7 +109,7 @@ def verdicts(found: Points, plan: Plan, *, text: bool) -> dict[str, bool]:
             others = {name: at_budget(found, name, "bits_per_byte", TEXT_BUDGET) for name in lines if name == "random"}
             for name, theirs in others.items():
                 words = f"{line}, at {TEXT_BUDGET:.0%} of the bytes: {name} has more bits a byte"
-                told[f"{words} ({_ratio(theirs, own)})"] = own is not None and (theirs is None or theirs > own)
+                told[f"{words} ({_ratio(theirs, own)})"] = own is not None and theirs is not None and theirs > own
             continue
         own, budget = at_budget(found, line, "accuracy", plan.judged_at), f"at {plan.judged_at:.0%} of the bytes"
         words = f"{line}, {budget}: at least {plan.least_share:.0%} of full's accuracy"
@@ -120,7 +120,7 @@ def verdicts(found: Points, plan: Plan, *, text: bool) -> dict[str, bool]:
             theirs = at_budget(found, name, "accuracy", plan.judged_at)
             words = f"{line}, {budget}: {name} is {100 * plan.least_gap:.0f} points lower or more"
             gap = "no point there" if own is None or theirs is None else f"{100 * (own - theirs):.1f}"
-            told[f"{words} ({gap})"] = own is not None and (theirs is None or theirs <= own - plan.least_gap)
+            told[f"{words} ({gap})"] = own is not None and theirs is not None and theirs <= own - plan.least_gap
     return told
 
 
