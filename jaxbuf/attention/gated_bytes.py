@@ -32,9 +32,12 @@ def gated_slot_bytes(shared: GatedTable, layers: Sequence[GatedKV]) -> np.ndarra
         far = layer.admitted_keys, layer.admitted_values, layer.admitted_gates
         pages = np.sum(np.asarray(count_pages(layer.counts, layer.page_size)), axis=1)
         total += local * sum(map(_row_bytes, near)) + pages * sum(map(_row_bytes, far))
-        total += pages * _owner_bytes(jax.tree.map(lambda x: x[0], shared.admitted))
         total += _row_bytes(layer.lists) + _row_bytes(layer.counts)
-        total += shared.owned.nbytes // shared.owned.shape[0] // shared.owned.shape[1]
+        if layer.budget is None:
+            total += pages * _owner_bytes(jax.tree.map(lambda x: x[0], shared.admitted))
+            total += shared.owned.nbytes // shared.owned.shape[0] // shared.owned.shape[1]
+        else:  # a slot's pages are its own for good
+            total += sum(map(_row_bytes, jax.tree.leaves(layer.budget)))
     own = shared.table, shared.position, shared.latest, shared.frontier, shared.threshold, shared.surplus
     return _without_null(total + sum(_row_bytes(array) for array in own if array is not None))
 
