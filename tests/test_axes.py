@@ -54,6 +54,7 @@ def test_what_a_function_returns_is_checked_by_its_arguments(monkeypatch):
         pages.init_order(slots=2, max_pending=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["n-grams", "mtp", "a model"])
 def test_what_a_generation_carries_is_what_its_fields_say(drafter):
     lm = five_token_model()

@@ -66,6 +66,7 @@ def test_stdout_holds_the_text_alone_and_stderr_the_statistics():
     assert f"{stats.bytes / 1e6:.2f} MB moved" in done.stderr
 
 
+@pytest.mark.slow
 def test_options_reach_the_generation():
     lm = jaxbuf.load("demo")
     sampling = {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 7, "repetition_penalty": 1.1}

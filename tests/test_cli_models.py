@@ -55,6 +55,7 @@ def test_failed_checks_and_dates_are_told(monkeypatch):
     assert checked["tpu"] is None
 
 
+@pytest.mark.slow
 def test_a_family_has_its_tests_and_the_sizes_of_its_models():
     done = invoke("nemotron_h")
     assert done.stdout.startswith("nemotron_h: Nemotron-H and Nemotron 3 text models (model_type nemotron_h)\n")
@@ -65,6 +66,7 @@ def test_a_family_has_its_tests_and_the_sizes_of_its_models():
     assert len(found["checks"]) == sum(check.family == "nemotron_h" for check in read_checks()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "qwen3.5 0.8b", "demo", "Kimi-Linear-48B-A3B", "llama-3.1-8b"])
 def test_a_model_has_its_sizes(name):
     done, told = invoke(name), json.loads(invoke(name, "--json").stdout)

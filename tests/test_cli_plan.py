@@ -17,6 +17,7 @@ def invoke(*arguments: str, **options):
     return CliRunner().invoke(app, ["plan", *arguments], **options)
 
 
+@pytest.mark.slow
 def test_json_is_a_plan_for_each_context():
     options = ("--memory", "320GB", "--draft-tokens", "4", "--accepted", "2.5", "--limit", "32", "--state-dtype")
     done = invoke(NEXT, "--json", *options, "bfloat16", "--workspace", "8GiB", "--context", "1000", "--context", "9")
@@ -26,6 +27,7 @@ def test_json_is_a_plan_for_each_context():
     assert json.loads(done.stdout) == json.loads(json.dumps(expected))
 
 
+@pytest.mark.slow
 def test_the_table_fits_a_terminal_and_compares_at_1k_and_8k():
     done = invoke(NEXT, "--memory", "320GB", "--draft-tokens", "4", env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.stderr
@@ -66,6 +68,7 @@ def test_a_model_of_latent_attention_is_planned_with_576_numbers_a_token():
     assert "98.2 GB parameters (bfloat16)" in invoke("Kimi-Linear-48B-A3B", "--context", "9").stdout
 
 
+@pytest.mark.slow
 def test_the_model_may_be_an_option_as_elsewhere():
     expected = invoke(NEXT, "--context", "9").stdout
     assert invoke("--model", NEXT, "--context", "9").stdout == expected

@@ -102,6 +102,7 @@ def test_no_two_modules_have_one_name():
     assert {name for name, number in names.items() if number > 1} <= shared
 
 
+@pytest.mark.slow
 def test_a_program_whose_python_lacks_jax_runs_in_the_environment_of_the_tests():
     programs = {path.name: path.read_text() for path in (ROOT / "scripts").iterdir() if path.is_file()}
     programs = [name for name, text in programs.items() if text.startswith("#!/usr/bin/env python3")]
@@ -216,6 +217,7 @@ def is_python_script(path: Path) -> bool:
     return first.startswith(b"#!") and b"python" in first
 
 
+@pytest.mark.slow
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, jaxbuf, jaxbuf.serving, jaxbuf.models; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

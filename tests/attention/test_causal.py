@@ -48,6 +48,7 @@ def test_half_precision_is_summed_in_float32(inputs):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("bfloat16", 0.02)])
 def test_gradients_in_blocks_are_those_of_the_definition(rng, dtype, bound):
     """Of three blocks of queries, the last of them with fewer, and of a row that is shorter than the others."""

@@ -32,6 +32,7 @@ def in_parts(launch, **how):
     return attend_parts(unspecified, q, k, v, kv, table, **launch.integers, **how), kv
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("bfloat16", 8e-3)])
 def test_parts_of_a_softmax_merge_to_that_of_float64(rng, dtype, bound, order):

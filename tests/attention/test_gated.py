@@ -338,6 +338,7 @@ def test_keys_of_the_lowest_gates_leave_full_pages(rng, when_full):
     np.testing.assert_array_equal(layer.budget.floor[1:], [schedule.floor[slot] for slot in EVERY])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "threshold", "page_size", "pages"), CASES)
 def test_random_schedules_give_what_the_definition_gives(rng, window, threshold, page_size, pages):
     schedule = Schedule(rng, window=window, threshold=threshold, page_size=page_size, pages=pages)
@@ -373,6 +374,7 @@ def play(schedule, rng, steps):
         actions[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when_full", ["rest", "evict"])
 def test_a_launch_copies_no_pool(when_full):
     sizes = {"slots": 3, "kv_heads": 2, "head_dim": 8, "window": 5, "max_pending": 4, "pages": 70, "page_size": 4}

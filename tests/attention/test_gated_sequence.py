@@ -52,6 +52,7 @@ def definition(q, k, v, gates, window, threshold=None):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 20, 300])
 @pytest.mark.parametrize("threshold", [None, 0.5])
 def test_a_query_sees_what_is_near_and_what_its_gate_admits(arrays, window, threshold):
@@ -80,6 +81,7 @@ def test_what_is_past_a_length_reaches_nobody(arrays):
     assert all(np.isfinite(x).all() and not np.asarray(x)[dead].any() for x in given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "window, threshold, dtype, bound",
     [(1, None, "float32", 1e-4), (20, None, "float32", 1e-4), (20, 0.5, "float32", 1e-4), (20, None, "bfloat16", 0.03)],

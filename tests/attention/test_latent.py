@@ -82,6 +82,7 @@ def run(given, integers):
         return append_and_attend_latent(*given, **integers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "time, kind",
     [
@@ -123,6 +124,7 @@ def test_rejected_drafts_leave_no_trace(rng, rejected):
     np.testing.assert_array_equal(out, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dims, dtype, bound",
     [(SMALL, "float32", 1e-5), (WIDE, "float32", 1e-5), (LARGE, "bfloat16", 8e-3)],

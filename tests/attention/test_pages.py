@@ -153,6 +153,7 @@ def path_to(parents, node):
     return path
 
 
+@pytest.mark.slow
 def test_trees_and_forks_equal_their_branches_alone(rng):
     """Trees, accepted paths with gaps, forks and resets, until there are too few pages, and on from there."""
     pages = 30

@@ -41,6 +41,7 @@ def test_seconds_are_those_of_the_two_programs_and_of_no_others():
     }
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_one_line(capsys):
     assert bench.main(["--model", "demo", "--tokens", "100000", "--drafter", "none"]) == 2
     error = capsys.readouterr().err

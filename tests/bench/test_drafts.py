@@ -60,6 +60,7 @@ def test_a_draft_is_right_where_the_model_chooses_it(rng):
         )
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_a_chain_that_reads_the_text(lm, rng):
     window, rows = 16, 2
     tokens = rng.integers(EOS, size=(rows, window)).astype(np.int32)

@@ -113,6 +113,7 @@ def test_a_trace_in_which_xla_tried_kernels_of_other_programs_is_taken_again(mon
         measure.timed(lambda calls: calls, 0, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_small_run_on_a_cpu_keeps_its_figures_and_a_plot(tmp_path, capsys):
     path = tmp_path / "kernels.json"
     assert kernels.main([*SMALL, "--only", "decode", "--json", str(path)]) == 0
@@ -136,6 +137,7 @@ def test_a_spent_budget_leaves_programs_out_and_says_so(tmp_path, capsys):
     assert len(json.loads((tmp_path / "a.json").read_text())["left_out"]) == 2
 
 
+@pytest.mark.slow
 def test_a_kernel_whose_results_are_wrong_is_seen(rng, monkeypatch):
     extend = buffered.extend_pool
 
@@ -163,6 +165,7 @@ def test_what_xla_takes_to_read_and_to_update_arrays_is_timed():
     assert all(row["read_us"] > 0 and row["update_us"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_companions_are_timed_on_a_cpu_and_have_a_table_of_their_own(tmp_path, capsys, monkeypatch):
     path = tmp_path / "kernels.json"
     monkeypatch.setattr(kernels, "bandwidths", lambda: {"read_bytes_per_s": 1e10, "copy_bytes_per_s": 1e10})
@@ -180,6 +183,7 @@ def test_the_companions_are_timed_on_a_cpu_and_have_a_table_of_their_own(tmp_pat
     assert "gated_norm" in out and "XLA us" in out and "decode" not in out
 
 
+@pytest.mark.slow
 def test_a_companion_that_agrees_with_xla_is_timed_and_one_that_differs_is_an_error(rng, monkeypatch):
     norm, prepare = companions.gated_norm, companions.prepare
 

@@ -76,6 +76,7 @@ def test_the_comparison_with_xla_runs_and_finds_no_error_of_xla(rng):
     assert set(found.values()) == {0.0}
 
 
+@pytest.mark.slow
 def test_the_checks_of_rejected_drafts_hold_of_xlas_path(rng):
     checks.check_rejected(rng, spec=TINY, implementation="xla")
     checks.check_rejected(rng, time=1, limit=1, spec=TINY, implementation="xla")

@@ -209,6 +209,7 @@ def test_shards_with_an_index(directory, tmp_path):
     assert_same(load(directory), expected)
 
 
+@pytest.mark.slow
 def test_a_float8_checkpoint_generates_and_is_saved_as_its_dequantized_weights(tmp_path, rng):
     write_pair(FIXTURES / "qwen3_plain" / "checkpoint", tmp_path / "q", tmp_path / "p", rng, BLOCK)
     lm, plain = load(tmp_path / "q"), load(tmp_path / "p")
@@ -239,6 +240,7 @@ print(sum(not param[...].sharding.is_fully_replicated for param in both[0].value
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_full", "qwen3_5_moe_plain"])
 def test_each_device_of_a_mesh_has_its_part_of_what_the_weights_stand_for(name, tmp_path, rng):
     write_pair(FIXTURES / name / "checkpoint", tmp_path / "q", tmp_path / "p", rng, BLOCK)

@@ -27,6 +27,7 @@ def test_every_family_was_compared_with_transformers_and_no_other_is_noted():
     assert {family for family, _ in noted} <= families().keys() and {kind for _, kind in noted} <= KINDS.keys()
 
 
+@pytest.mark.slow
 def test_what_is_noted_are_tests_that_there_are(marked):
     noted = {(check.family, check.kind, check.test) for check in read_checks()}
     assert noted - set(map(tuple, marked)) == set(), "scripts/test --record takes out what is no more"

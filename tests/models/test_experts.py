@@ -205,6 +205,7 @@ def on_device(parameters, places):
     return replace_parameters(parameters, values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "axis", "devices"),
     [(form, "tensor", 2) for form in ("shared, gated", "without a gate", "latent", "latent, biased")]

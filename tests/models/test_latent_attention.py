@@ -85,6 +85,7 @@ def test_whole_sequences_are_the_definition(layer):
     np.testing.assert_allclose(np.where(dead[..., None], 0, out), np.where(dead[..., None], 0, expected), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_launches_with_rejected_drafts_are_the_definition(layer, rng, monkeypatch):
     """Chunks behind what is committed, in several pieces; tokens that are verified, accepted in part."""
     monkeypatch.setattr(latent, "TOKENS", 1)

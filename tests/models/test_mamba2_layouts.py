@@ -61,6 +61,7 @@ def original_tensors(name, head):
     return found | ({"lm_head.weight": found["backbone.embedding.weight"].copy()} if head else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "config", "head"),
     [

@@ -240,6 +240,7 @@ class Twin:
         return granted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_any_memories_under_random_schedules(name, rng):
     config, _ = CASES[name]()
@@ -311,6 +312,7 @@ def test_tokens_are_not_taken_back_where_it_is_not_known_where_they_lie():
         decoder.rollback(cache, np.int32([1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("softmax", marks=pytest.mark.exhaustive), "recurrence"])
 def test_tokens_are_not_taken_back_where_another_slot_reads_them(name, rng):
     """A full page or block that a fork shares can't be written again, until its other owner is gone."""
@@ -331,6 +333,7 @@ def test_tokens_are_not_taken_back_where_another_slot_reads_them(name, rng):
     assert decoder.rollback(cache, np.int32([4]), slots=slots[:1]).sequences.committed[1] == 3
 
 
+@pytest.mark.slow
 def test_tokens_are_not_taken_back_where_a_convolution_forgot_what_came_before(rng):
     """Tokens that were read in vain have overwritten the oldest inputs, committed or not."""
     config, slots = CASES["recurrence"]().config, np.int32([1])
@@ -374,6 +377,7 @@ def test_a_fork_may_take_the_first_tokens_alone(name, pools, rng):
             twin.reset(int(slot)) if len(twin.tokens[slot]) > TIME - 2 * PROMPT else None
 
 
+@pytest.mark.slow
 def test_a_fork_is_not_cut_where_the_memory_does_not_reach(rng):
     config = CASES["both"]().config
     cache = decoder.init_cache(config, slots=2, capacity=16, limit=8, max_pending=4)

@@ -115,6 +115,7 @@ def test_reading_with_rejections_equals_whole_sequences(model, sequences, rng):
         position[position == TIME] = 0  # the slot's next owner
 
 
+@pytest.mark.slow
 def test_drafts_are_a_chain_over_what_was_committed(model, sequences, rng):
     """A generation by the docstring's scheme with random acceptance: each score equals that of the plain forward over
     the model's hidden states, then the layer's own."""

@@ -143,6 +143,7 @@ def test_random_fixtures_cover_what_differs_between_checkpoints():
         assert all(np.std(leaf) > 0 for leaf in jax.tree.leaves(lm.model)), "every parameter must be random"
 
 
+@pytest.mark.slow
 @pytest.mark.checks("parity")
 @pytest.mark.parametrize("name", FOUND)
 def test_logits(name):
@@ -161,6 +162,7 @@ def test_mtp_logits(name):
     assert np.abs(logits[tuple(expected.places.T)] - expected.mtp_place_logits).max() < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.checks("parity")
 @pytest.mark.parametrize("name", DECODED)
 def test_stepwise_decoding_is_the_full_forward(name, rng):
@@ -203,6 +205,7 @@ def test_at_most_one_greedy_row_in_24_differs():
     assert sum(len(first_differences(name)) for name in RANDOM) <= rows // 24
 
 
+@pytest.mark.slow
 @pytest.mark.checks("parity")
 @pytest.mark.parametrize("name", [name for name in RANDOM if name not in QWEN3_5])
 def test_a_saved_checkpoint_has_the_bits_that_were_loaded(name, tmp_path):

@@ -136,6 +136,7 @@ def test_no_token_sees_a_later_one(model, tokens, hidden):
     assert (np.abs(out[:, 70] - hidden[:, 70]).max(axis=-1) > 1e-3).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poisoned", [False, True], ids=["", "poisoned"])
 def test_cache_under_random_schedules(model, tokens, hidden, rng, poisoned):
     """Prefill and pending tokens, accepted in part, slots in any order: always the forward over what was committed."""
@@ -217,6 +218,7 @@ def cross_entropy(scores, targets, mask):
     return (nats * mask).sum() / mask.sum()
 
 
+@pytest.mark.slow
 def test_loss_counts_what_the_mask_says(model, tokens, hidden, rng):
     mask = rng.random(tokens.shape) < 0.7
     (loss, metrics), _ = run_loss(model, tokens, mask=mask)

@@ -115,6 +115,7 @@ def assert_owners(cache):
 SHARED = {"states": 3, "blocks": 9, "pages": 10}  # they run out now and then
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [SHARED, {}], ids=["shared", "own"])
 def test_compiled_calls_serve_the_first_row_of_a_slot_and_harm_no_other(rng, sizes):
     cache = new_cache(rng, sizes)

@@ -14,6 +14,7 @@ from tests.serving.speculating import random_llama, random_qwen3_5
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_serves_other_parameters():
     lm, other = random_qwen3_5(3), random_qwen3_5(4)
     expected = generate(other, [[1, 2, 3]], 8, GREEDY)[0].tokens

@@ -28,6 +28,7 @@ def draw(lm, rng, *shape):
     return rng.integers(0, lm.vocab_size, shape, dtype=np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "time"), [(3, 100), pytest.param(3, 2, marks=pytest.mark.exhaustive)])
 def test_scores_are_the_log_softmax_of_the_logits(lm, rng, batch, time):
     tokens = draw(lm, rng, batch, time)
@@ -44,6 +45,7 @@ def test_pieces_change_nothing_wherever_the_last_one_ends(lm, rng, time):
     np.testing.assert_allclose(scores[:, 1:], whole(lm, tokens), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bound", "value"), [pytest.param("ROWS", 2, marks=pytest.mark.exhaustive), ("CACHED", 2 * 64)]
 )
@@ -125,6 +127,7 @@ def test_what_cannot_be_scored_is_refused(lm, tokens, message):
         lm.logits(tokens)
 
 
+@pytest.mark.slow
 def test_a_text_follows_the_end_of_text_token(lm):
     text = "naïve — text"
     tokens = np.asarray([[EOS, *lm.encode(text)]], np.int32)
@@ -182,6 +185,7 @@ def test_sizes_are_rounded_to_powers_of_two():
     assert [power_of_two_to(n) for n in (0, 1, 3, 64, 127)] == [1, 1, 2, 64, 64]
 
 
+@pytest.mark.slow
 def test_rows_of_several_lengths_are_scored_one_by_one(lm, rng):
     """As lists, and as an array with lengths, whatever stands behind them; one row alone loses its axis."""
     rows = [draw(lm, rng, 1, n)[0].tolist() for n in (3, 70, 1, 25)]

@@ -31,6 +31,7 @@ def step(q, k, v, kv, table, where, **how):
     return append_and_attend(q, k, v, kv, table, **where, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, trees",
     [
@@ -47,6 +48,7 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(sizes, trees):
     assert lowered.count("output_operand_alias<output_tuple_indices") >= 2, "keys and values, in place"
 
 
+@pytest.mark.slow
 def test_the_gpu_kernel_is_attention_in_float64():
     environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
     command = [sys.executable, "tests/pallas/attending.py"]

@@ -99,6 +99,7 @@ def test_a_call_that_a_kernel_does_not_support_is_xlas_unless_it_was_named():
         ask("extend", "gpu", "H100").takes("it needs more")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", TRACED)
 def test_a_cpu_compiles_for_other_chips(operation):
     """And one function for two chips in one process is two programs."""

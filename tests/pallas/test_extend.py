@@ -44,6 +44,7 @@ def error(found, expected):
     return np.abs(found - expected).max() / np.abs(expected).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "time, limit, max_pending, state, entry",
     [
@@ -70,6 +71,7 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, limit, max_pendi
     assert "mosaic_gpu" in lowered(QWEN, time, limit=limit, max_pending=max_pending, **dtypes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time, state", [(1, "float32"), (5, "split")])
 def test_the_gpu_kernel_lowers_for_mamba_2s_heads(time, state):
     assert "mosaic_gpu" in lowered(MAMBA, time, limit=32, max_pending=8, state_dtype=state)
@@ -173,6 +175,7 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
     assert int(cache.cursor.folded.max()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec, state, entry, limit, bound",
     [
@@ -263,6 +266,7 @@ def test_rejected_drafts_that_are_not_finite_change_no_bit_of_recurrent_steps(rn
     checks.check_rejected(rng, 1, 1, spec=NARROW, implementation="gpu", interpret=True, steps=6, rows=SLOTS)
 
 
+@pytest.mark.slow
 def test_the_null_slot_gives_zeros_and_writes_nothing(rng):
     cache = poisoned(buffered.init(SMALL, slots=SLOTS, limit=4, max_pending=4))
     inputs = new_inputs(rng, SMALL, 2, 3, jnp.float32)

@@ -60,6 +60,7 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, rows, dtype):
     assert "output_operand_alias<output_tuple_indices = [5]" in lowered  # the ring, in place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps(rng, dtype):
     weights, ring, slots = new_weights(rng, SMALL, dtype), new_ring(SMALL, ROWS, dtype), jnp.array([2, 0, 3])

@@ -62,6 +62,7 @@ def test_the_gpu_kernel_multiplies_slices(rng, monkeypatch, rows, time):
     np.testing.assert_allclose(np.asarray(whole, np.float64), expected, rtol=2**-8, atol=4e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, time, products", [(1, 1, (1, 1)), (35, 2, (2, 1)), (43, 3, (2, 2))])
 def test_the_gpu_kernel_multiplies_with_every_weight(rng, monkeypatch, rows, time, products):
     """By one warpgroup, two, and two that multiply twice; a weight of whole tiles, and two that end within one."""
@@ -84,6 +85,7 @@ def test_the_gpu_kernel_gates(rng, monkeypatch):
     np.testing.assert_allclose(np.asarray(found, np.float64), gate / (1 + np.exp(-gate)) * up, rtol=2**-11, atol=4e-6)
 
 
+@pytest.mark.slow
 def test_the_gpu_kernels_have_the_gradients_of_the_products(rng):
     x, weights = new_arrays(rng, 2, 2, 64, (16, 16), jnp.bfloat16)
 

@@ -115,6 +115,7 @@ def test_limit_one_holds_the_recurrent_state_and_kv_only_never_reads_one(rng):
     assert np.isnan(np.asarray(cache.pool.checkpoints[5])).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [4, 16])
 def test_a_slot_folds_exactly_when_the_new_tokens_would_exceed_its_limit(rng, limit):
     cursor = buffered.init_cursor(slots=1, limit=limit, max_pending=MAX_PENDING)
@@ -283,6 +284,7 @@ def test_slots_outside_a_call_keep_every_bit(rng):
     assert (bits(2), bits(5)) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [{}, {"states": 40, "blocks": 150}, {"state_dtype": "split8"}],

@@ -30,6 +30,7 @@ def gradients(form, spec, arguments, cotangents):
     return jax.grad(loss, argnums=tuple(i for i, x in enumerate(arguments) if x is not None))(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "chunk_size"),
     FAST + [pytest.param(*case, marks=pytest.mark.slow if case[1] == 64 else pytest.mark.exhaustive) for case in CASES],

@@ -22,6 +22,7 @@ def only(length):
     return np.array([length, 0, 0, 0], np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORM)
 def test_forks_share_and_diverge_without_touching_each_other(rng, form):
     """The twin asserts after every call that no other slot changed a bit and that nothing shared was written."""

@@ -50,6 +50,7 @@ def test_chunks_and_steps_stay_kv_only_up_to_the_threshold_and_fold_by_the_limit
     assert definition.error(buffered.read(GDN, cache, slots), state) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_prompt_that_does_not_fit_beside_the_live_entries_folds_them_all(rng):
     cache = buffered.init(GDN, slots=1, limit=4, kv_limit=KV, max_pending=4, entry_dtype=jnp.float32)
     inputs, slots = definition.inputs(rng, GDN, 1, 24), jnp.array([1])
@@ -65,6 +66,7 @@ def test_a_prompt_that_does_not_fit_beside_the_live_entries_folds_them_all(rng):
     assert definition.error(buffered.read(GDN, cache, slots), state) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [{}, {"states": 5, "blocks": 30}])
 def test_any_schedule_equals_the_recurrence(rng, shared):
     """Among recurrent, buffered and KV-only slots, with forks, and with pools that run out."""

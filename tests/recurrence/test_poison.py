@@ -77,6 +77,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, tree", [(GDN, False), (GDN, True), *OTHERS])
 def test_what_is_not_finite_and_not_committed_changes_no_bit(rng, family, tree):
     clean, sick = (Twin(family, rng) for _ in range(2))

@@ -83,6 +83,7 @@ def run(family, state_dtype, examples):
     run_state_machine_as_test(machine, settings=bounded(max_examples=examples, stateful_step_count=30))
 
 
+@pytest.mark.slow
 def test_any_schedule_is_near_the_recurrence():
     run("Gated DeltaNet", "split8", 6)
 
@@ -132,6 +133,7 @@ def test_after_2000_tokens_outputs_and_states_are_those_of_float64(rng, family, 
     assert worst_row(state, after) < worst_row(found["bfloat16"][1], after) / (1.2 if spec.delta else 3)
 
 
+@pytest.mark.slow
 @both
 def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng, state_dtype):
     """Where the same entries are folded."""
@@ -152,6 +154,7 @@ def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng, state_dtype):
     chex.assert_trees_all_equal(at_once, one_by_one)
 
 
+@pytest.mark.slow
 @both
 def test_a_folding_launch_reads_the_new_high_half(rng, state_dtype):
     """Its output is what a fold and then a launch give, not what the state before it was rounded to would."""

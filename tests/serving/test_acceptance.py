@@ -182,6 +182,7 @@ def tails_of_runs(language, law, parents, text, count, path, accepted):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("law", ["drawn", "chosen"])
 def test_texts_are_distributed_as_without_drafts(rng, settings, law):
@@ -207,6 +208,7 @@ def may_refuse_all(language):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("law", ["drawn", "distinct", "chosen"])
 def test_texts_are_distributed_as_without_trees(rng, settings, law):
@@ -226,6 +228,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "tree"), [*((mutant, False) for mutant in MUTANTS), ("no residual", True)])
 def test_a_mutant_is_found_out(rng, monkeypatch, mutant, tree):
     language = Language(rng, {})

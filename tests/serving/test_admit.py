@@ -53,6 +53,7 @@ def drafter_named(name, lm):
 LENGTHS = (1, CHUNK, CHUNK + 1, 4 * CHUNK - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "name"), WITHOUT)
 def test_prompts_in_chunks_are_as_prompts_read_at_once(architecture, name, rng, monkeypatch):
     """Tokens, log-probabilities of both, and what a drafter knows of the prompt: as many of its drafts are kept."""
@@ -162,6 +163,7 @@ class Server:
         self.carry, self.request[row] = release(self.carry, np.int32([row, -1])), -1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "name"), PAIRS[1:])
 def test_rows_come_and_go_and_none_sees_another(architecture, name, rng):
     """Random chunks into rows that others left, while the rest decodes: the tokens of each prompt alone.
@@ -240,6 +242,7 @@ def test_owners_are_as_many_as_references_after_every_call(rng):
     assert all(int(owned.left) == owned.owners.shape[0] - 1 for owned, _ in pools_of(carry.cache))
 
 
+@pytest.mark.slow
 def test_what_no_row_waits_for_is_not_read(rng):
     """Rows that run, rows that are there twice or nowhere, and chunks out of turn: nothing of them changes anything."""
     lm = model_named("qwen3_5", 3)

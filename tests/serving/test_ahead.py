@@ -38,6 +38,7 @@ def nothing_known(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "placed"), [(None, False), ("ngram", True)])
 def test_a_generation_compiles_each_program_once_and_ahead(lm, compiled, drafter, placed):
     """Whether or not the parameters were put on a device explicitly, on which jit's key depends."""

@@ -121,6 +121,7 @@ def test_beams_are_those_of_the_search_over_the_plain_forward(lm, rng):
         test_beams.check(beams, plain, (256,))
 
 
+@pytest.mark.slow
 @pytest.mark.checks("forms")
 def test_no_score_depends_on_what_is_kept(lm, prompts):
     """`score` reads through a cache, `logits` does not."""

@@ -125,6 +125,7 @@ def ours(lm, prompts, stops, *, penalty=1.0, early=True, **arguments):
     return beam_search(lm, prompts, NEW, beams=BEAMS, limit=LIMIT, **settings, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.checks("beams", family="qwen3_5")
 @pytest.mark.parametrize("form", ["buffered", pytest.param("recurrent", marks=pytest.mark.exhaustive)])
 def test_it_is_the_search_over_the_plain_forward(lm, case, form):
@@ -182,6 +183,7 @@ def test_hypotheses_whose_logits_are_not_finite_are_given_up_with_a_warning(lm, 
     assert any("gave hypotheses up" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_a_search_is_one_compilation(lm, case):
     """The same one whatever the penalty, the form, the stop tokens, the prompts and the number of tokens."""
     prompts, stops, _ = case
@@ -204,6 +206,7 @@ def shape_of(lm, prompts, number):
     return jax.eval_shape(start, lm.model, carry.cache, carry.hidden, settings)
 
 
+@pytest.mark.slow
 def test_the_loop_transfers_nothing_and_copies_no_pool(lm):
     carry = shape_of(lm, [[1] * 900] * 2, 4)
     text = beams.search_beams.lower(lm.model, carry, np.int32(9)).compile().as_text()
@@ -309,6 +312,7 @@ def markov_search(tables, stops, penalty, early, new):
 choose = jax.jit(beams._choose)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("penalty", "early", "new"),
     [

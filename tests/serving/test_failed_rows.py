@@ -33,6 +33,7 @@ def poisoned(lm, token):
     return dataclasses.replace(lm, model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, NGram(2)])
 def test_a_row_without_an_allowed_token_ends_with_an_error_and_no_token(lm, drafter, caplog):
     settings = [greedy(**OPEN), greedy(**NOTHING), SamplingParams(seed=1, logprobs=3, ignore_eos=True, **OPEN)]

@@ -81,6 +81,7 @@ def test_generate_runs_the_form_that_the_table_says(lm, monkeypatch):
     assert make_batch(lm, prompts, GREEDY, Decoding(8, form="buffered")).form == "buffered"
 
 
+@pytest.mark.slow
 def test_the_stats_say_which_form_ran(lm):
     for form in ("recurrent", "buffered"):
         (result,) = jaxbuf.generate(lm, [[1, 2, 3]], 8, form=form)

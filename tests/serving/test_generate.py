@@ -63,6 +63,7 @@ def test_greedy_tokens_are_the_full_forwards(lm, prompts, greedy):
         assert (scores.max(-1) - scores[np.arange(NEW), new] < 1e-3).all()
 
 
+@pytest.mark.slow
 def test_batched_equals_one_by_one(lm, prompts, greedy, monkeypatch):
     monkeypatch.setattr(batches, "PROMPT_BUCKET", 256)  # every prompt alone in the long one's shape: compiled once
     sampled = generate(lm, prompts, NEW, settings(8))
@@ -72,6 +73,7 @@ def test_batched_equals_one_by_one(lm, prompts, greedy, monkeypatch):
     assert any(a.tokens != b.tokens for a, b in zip(sampled, greedy, strict=True))
 
 
+@pytest.mark.slow
 def test_recurrent_and_buffered_give_the_same_tokens(lm, prompts, greedy):
     for form, limit in (("recurrent", 16), ("buffered", 16)):
         results = generate(lm, prompts, NEW, GREEDY, form=form, limit=limit)
@@ -161,6 +163,7 @@ def test_the_carry_is_reused_in_place(lm):
     assert all(x.is_deleted() for x in jax.tree.leaves(carry.cache))
 
 
+@pytest.mark.slow
 def test_logprobs_are_what_score_gives_for_the_prompt_and_the_tokens(lm, prompts, greedy):
     """Of the unchanged distribution, whatever was drawn from; the tokens stay what they were without them."""
     plain = [setting if i % 2 else GREEDY for i, setting in enumerate(settings(8))]

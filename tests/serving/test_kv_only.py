@@ -38,6 +38,7 @@ def expected_reads(prompt, kv):
     return reads
 
 
+@pytest.mark.slow
 @pytest.mark.checks("forms", family="qwen3_5")
 @pytest.mark.parametrize("drafter", [None, pytest.param("ngram", marks=pytest.mark.exhaustive)])
 def test_short_texts_read_no_checkpoint_and_the_tokens_are_those_with_one(lm, prompts, drafter):

@@ -59,6 +59,7 @@ def batch(made):
     return make_batch(made, [[1] * 70] * 4, decoding=Decoding(40, form="buffered"))
 
 
+@pytest.mark.slow
 def test_a_step_traces_a_layer_of_each_kind_and_lowers_each_kernel_once(made, batch, calls):
     traced = generate_tokens.trace(made.model, carry_shape(batch), np.int32(9))
     assert calls == ONCE

@@ -27,6 +27,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, NGram(2)])
 def test_processed_log_probabilities_are_of_what_a_token_was_drawn_from(drafter):
     """By the definition, from the plain forward's logits: with drafts as without, and raw ones beside them."""
@@ -45,6 +46,7 @@ def test_processed_log_probabilities_are_of_what_a_token_was_drawn_from(drafter)
             np.testing.assert_allclose([*result.top_logprobs[place].values()], np.log(p[best]), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_how_many_and_which_log_probabilities_are_reported_is_data():
     lm = five_token_model()
     generate(lm, PROMPTS, NEW, greedy(logprobs=0))

@@ -47,6 +47,7 @@ class Registered(Plain):
     numbers: object = (1, 2)
 
 
+@pytest.mark.slow
 def test_a_drafter_of_a_plain_class_changes_no_greedy_token():
     """Its drafts are tokens in two rows, and outside the vocabulary in the others: those are never read."""
     lm, settings = five_token_model(), greedy()
@@ -88,6 +89,7 @@ class Alone(Plain):
         return super().propose(model, carry, most)[0]
 
 
+@pytest.mark.slow
 def test_a_proposal_without_a_state_is_an_error_that_names_the_drafter():
     expected = "propose of the drafter Alone must return a Proposal and its state, got a Proposal"
     with pytest.raises(ValueError, match=expected):

@@ -20,6 +20,7 @@ def profiled(lm, tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_every_part_of_the_model_is_in_the_profile_of_a_generation(profiled):
     rows = profiling.time_by_scope(profiled)
     parts = {row.scope for row in rows if row.program == "generate_tokens"}

@@ -62,6 +62,7 @@ def test_no_step_writes_a_checkpoint_unless_a_slot_folds(lm, decode_loop):
     assert written_in_loops(decode_loop, lm.config.spec.state_shape) == []
 
 
+@pytest.mark.slow
 def test_the_same_check_flags_a_fold_that_selects(lm, copying_loop):
     assert written_in_loops(copying_loop, lm.config.spec.state_shape)
 
@@ -89,6 +90,7 @@ def test_every_byte_of_the_carry_is_reused(carry, decode_loop):
     check_reused(decode_loop, carry)
 
 
+@pytest.mark.slow
 def test_a_cpu_lowers_the_whole_loop_for_a_gpu_with_its_kernels():
     """And for two targets in one process it is two programs."""
     demo, counts = load("demo"), {}

@@ -54,6 +54,7 @@ def test_samples_of_a_prompt_that_there_is_no_memory_for_end_with_it(rng):
         np.testing.assert_allclose(read.prompt_logprobs[1:], expected[1].prompt_logprobs[1:], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_a_row_had_that_ends_for_want_of_memory_serves_the_others_at_once(rng):
     lm = model_named("llama", 3)
     prompts, expected = expect(lm, rng, (30, 29), 60, PLAIN)
@@ -75,6 +76,7 @@ def test_what_a_row_had_that_ends_for_want_of_memory_serves_the_others_at_once(r
     assert carry.state.tolist() == [EMPTY, EMPTY] and free_pages(carry.cache) == 8
 
 
+@pytest.mark.slow
 def test_a_text_is_no_longer_than_the_carry_has_room_for(rng):
     """A generation ends there; a prompt that is longer rests; one that fills all of it gets no token."""
     lm = model_named("llama", 3)
@@ -89,6 +91,7 @@ def test_a_text_is_no_longer_than_the_carry_has_room_for(rng):
     assert make_room(carry).state.tolist() == [FULL, STARVED, FULL, EMPTY]
 
 
+@pytest.mark.slow
 def test_rows_begin_where_their_prompt_is_or_not_at_all(rng):
     """Without forks a row continues no prompt of another; with them, no row that is reading one of its own."""
     lm = model_named("llama", 3)
@@ -106,6 +109,7 @@ def test_rows_begin_where_their_prompt_is_or_not_at_all(rng):
     assert carry.position.tolist() == [3, 3, 0, 0]
 
 
+@pytest.mark.slow
 def test_rows_without_a_request_ask_for_nothing(rng):
     """So that the settings of requests that are gone cost later ones nothing."""
     lm = model_named("llama", 3)

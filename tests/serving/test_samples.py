@@ -84,6 +84,7 @@ def check_separate(lm, prompts, results, settings=SETTINGS, **arguments):
         assert [*map(len, ours.top_logprobs)] == [5] * NEW and len(ours.prompt_top_logprobs) == len(prompts[index])
 
 
+@pytest.mark.slow
 @pytest.mark.checks("samples", family="qwen3_5")
 def test_samples_are_the_requests_with_the_seeds_that_follow(lm, prompts, results):
     check_separate(lm, prompts, results)
@@ -92,6 +93,7 @@ def test_samples_are_the_requests_with_the_seeds_that_follow(lm, prompts, result
     assert different == [8, 1, 3, 1], "greedy samples are all the same"
 
 
+@pytest.mark.slow
 @pytest.mark.checks("samples", family="qwen3_5")
 def test_the_recurrent_form_gives_the_same_samples(lm, prompts, results):
     for ours, theirs in zip(generate(lm, prompts, NEW, SETTINGS, form="recurrent"), results, strict=True):
@@ -204,6 +206,7 @@ def carry(lm):
     return carry_shape(batch_of(lm, [[1] * 30, [2] * 4], SamplingParams(temperature=0.5, n=4), 200))
 
 
+@pytest.mark.slow
 def test_the_loop_transfers_nothing_and_copies_no_pool(lm, carry):
     text = generate_tokens.lower(lm.model, carry, np.int32(9)).compile().as_text()
     check_on_device(text)

@@ -42,6 +42,7 @@ def is_clear(logits, temperature, top_k, top_p, min_p=0.0):
     return (fewer == more).all() and np.diff(np.sort(logits)).min() > 1e-5 * temperature
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [

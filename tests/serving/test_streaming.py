@@ -41,6 +41,7 @@ def characters(text):
     return sum(character > "\x7f" and character != "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("round", range(4))
 def test_streamed_pieces_are_the_text_of_200_random_prompts(lm, rng, prompts, round):
     """A fourth of the prompts at a time, each without and with stop strings from its own text."""
@@ -86,6 +87,7 @@ def test_events_of_an_unfinished_stream_say_what_came_so_far(lm, prompts):
         assert event.done == (event.result.finish_reason != "unfinished")
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_closed_early_runs_no_further(lm, prompts, monkeypatch, tmp_path):
     calls = []
 

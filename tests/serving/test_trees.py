@@ -121,6 +121,7 @@ def test_no_step_goes_past_max_new_tokens(lm, prompts, greedy, rng):
         assert all(r.finish_reason == "length" for r in results)
 
 
+@pytest.mark.slow
 def test_parents_without_a_word_about_trees_are_an_error(lm, prompts, greedy, rng):
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)

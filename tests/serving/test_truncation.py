@@ -76,6 +76,7 @@ def left_of(value, p):
     return order, fewest, most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_what_is_left_is_what_sorting_leaves(rng, vocab):
     clear, searched = 0, 0
@@ -153,6 +154,7 @@ def test_one_token_that_is_allowed_is_left_and_drawn(rng):
     np.testing.assert_array_equal(chosen(logits, sampling, jnp.arange(ROWS, dtype=jnp.int32)), only)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_a_token_is_drawn_with_gumbel_noise_of_all(rng, vocab):
     """Whether the candidates alone are looked at, or all tokens because one row needs it."""

@@ -47,6 +47,7 @@ def reference(lm, texts):
     return bits, hits / tokens, agreements / pairs, tokens
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_whole_documents(lm):
     texts = ["a language model", "some text — naïve", "and about text " * 3, "x y"]
     scores = evaluation.score(lm, texts, context=64, rows=3)
