@@ -28,7 +28,7 @@ from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.gates import gate_parameters, identity, with_gates, with_threshold, without_gates
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters, replace_parameters
-from jaxbuf.train.sequences import DocumentSequences, Sequences, Stream
+from jaxbuf.train.text_sequences import DocumentSequences, Sequences, Stream
 
 ROWS = PartitionSpec(None, "devices")  # of int32 [pieces, rows, time]
 
@@ -147,7 +147,7 @@ class GateTraining:
       lm: The model, which stays as it is; gates that it has are dropped.
       data: int [n], a text, of which steps read sequences in a random order; or sequences of steps: anything with
         `batch(step)`, which gives int32 [rows, length] for a step from 0, always the same for the same step.
-        `jaxbuf.train.sequences` has some.
+        `jaxbuf.train.text_sequences` has some.
       recipe: What to do.
       devices: The rows of a step are split evenly over them, and all of them hold the model and the gates; None: one.
         The numbers are those of one device, up to rounding.
@@ -234,7 +234,7 @@ class GateTraining:
         """Writes a checkpoint to a directory, where it counts once it is whole; the two newest are kept.
 
         It holds the gates, the optimiser's state, the step, from which the order of the data follows, and the position
-        of data that are a `jaxbuf.train.sequences.Stream`.
+        of data that are a `jaxbuf.train.text_sequences.Stream`.
         """
         import orbax.checkpoint as ocp
 

@@ -97,13 +97,13 @@ class PackedDocuments:
           count: At most what is left.
         """
         number = int(np.searchsorted(self._ends, start, side="right"))
-        parts = []
+        parts = [np.zeros(0, np.int32)]
         while count > 0:
             document = self._documents[number]
             inside = start - (int(self._ends[number]) - document.size)
-            parts.append(np.asarray(document[inside : inside + count]))
+            parts.append(document[inside : inside + count].astype(np.int32))
             start, count, number = start + parts[-1].size, count - parts[-1].size, number + 1
-        return np.concatenate(parts).astype(np.int32)
+        return np.concatenate(parts)
 
 
 class DocumentSequences:
