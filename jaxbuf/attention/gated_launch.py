@@ -14,7 +14,7 @@ from jaxbuf.attention.flash import MASKED, merge, split_heads
 from jaxbuf.attention.gated_budget import admit_within
 from jaxbuf.attention.gated_lists import add_pages, admit
 from jaxbuf.attention.gated_pages import GatedKV, Places, tokens_at
-from jaxbuf.attention.gated_sequence import attend_admitted, attend_sequence
+from jaxbuf.attention.gated_sequence import Mixture, attend_admitted, attend_mixture, attend_sequence
 from jaxbuf.attention.paged import BLOCK, as_tokens, write_tokens
 from jaxbuf.axes import Array, Bool, Float, Float32
 
@@ -22,7 +22,7 @@ from jaxbuf.axes import Array, Bool, Float, Float32
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["lengths", "shared"],
-    meta_fields=["time", "target", "window", "threshold"],
+    meta_fields=["time", "target", "window", "threshold", "soft"],
 )
 @dataclasses.dataclass(frozen=True)
 class WholeGated(WholePositions):
@@ -32,19 +32,22 @@ class WholeGated(WholePositions):
 
     Attributes:
       window, threshold: As in `attend_sequence`, those of the mixers (static).
+      soft: How gates without a threshold count, see `jaxbuf.models.admission.Terms` (static).
     """
 
     window: int = 1
     threshold: float | None = None
+    soft: Mixture | None = None
 
     def shared_by(self, mixers: Iterable[Any]) -> Self:
-        """As in `LaunchPositions`; and the window and threshold are these mixers'."""
+        """As in `LaunchPositions`; and the window, the threshold and how gates are soft are these mixers'."""
         mixers = list(mixers)
         changed = super().shared_by(mixers)
         if not mixers:  # a model without gated layers
             return changed
         rule = common_rule(mixers)
-        return dataclasses.replace(changed, window=rule.window, threshold=rule.threshold)
+        soft = rule.score.terms.soft
+        return dataclasses.replace(changed, window=rule.window, threshold=rule.threshold, soft=soft)
 
     def attend(
         self,
@@ -54,22 +57,26 @@ class WholeGated(WholePositions):
         v: Float[Array, "rows time kv_heads head_dim"],
         gates: Float32[Array, "rows time kv_heads"],
     ) -> tuple[Float[Array, "rows time heads head_dim"], Float32[Array, "rows time kv_heads"]]:
-        """`attend_sequence`, and the gates."""
-        how = {"window": self.window, "threshold": self.threshold, "lengths": self.lengths}
-        return attend_sequence(q, k, v, gates, **how), gates
+        """`attend_sequence`, or `attend_mixture` where that is how gates are soft; and the gates."""
+        how: dict[str, Any] = {"window": self.window, "lengths": self.lengths}
+        if self.threshold is None and self.soft is not None:
+            return attend_mixture(q, k, v, gates, **how, sinks=self.soft.sinks, target=self.target), gates
+        return attend_sequence(q, k, v, gates, **how, threshold=self.threshold), gates
 
 
 def common_rule(mixers: Iterable[Any]) -> Any:
-    """The admission of these mixers, at least one, which may differ in what scores keys and in nothing else.
+    """The admission of these mixers, at least one, which may differ in the score and in nothing else.
 
     Raises:
-      ValueError: They do.
+      ValueError: They do, or scores are soft in different ways.
     """
     names = "window", "threshold", "keep", "when_full"
     found = [mixer.admission for mixer in mixers]
-    rules = {tuple(getattr(each, name) for name in names) for each in found}
+    rules = {(*(getattr(each, name) for name in names), each.score.terms.soft) for each in found}
     if len(rules) > 1:
-        raise ValueError(f"gated layers must have one {', one '.join(names)}, got {sorted(rules, key=repr)}")
+        raise ValueError(
+            f"gated layers must have one {', one '.join(names)} and one kind of softness, got {sorted(rules, key=repr)}"
+        )
     return found[0]
 
 

@@ -1,23 +1,38 @@
 """Write-gated attention: a query sees the keys of a local window, and of those before it the ones that a gate admits.
 
 While gates are trained, the admission is soft: a key outside the window counts with the logarithm of its gate added to
-its score. Afterwards it is binary: it is seen if its gate reaches a threshold, whoever asks.
+its score. Gates of whole heads are soft in another way: they mix what a head gives with all keys and with few of them.
+Afterwards the admission is binary: a key is seen if its gate reaches a threshold, whoever asks.
 
 Source: Write-Gated KV (2025), section 3; the floor of the logarithm is that of its authors' code.
 """
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows, check_sizes
+from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.flash import MASKED, check_heads, split_heads
 from jaxbuf.axes import Array, Bool, Float, Float32, Int, Int32
+from jaxbuf.target import Target
 
 FLOOR = 1e-3  # of a gate, before its logarithm is taken
 BLOCK = 128  # queries, and keys, whose scores exist at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """How gates of whole heads are soft: see `attend_mixture`.
+
+    Attributes:
+      sinks: How many first tokens of a text every query sees.
+    """
+
+    sinks: int = 0
 
 
 def attend_sequence(
@@ -69,6 +84,53 @@ def attend_sequence(
     padded = _whole_blocks(block, split_heads(q, k.shape[2]), k, v, weights)
     out: Array = _attend((window, block), *padded, lengths)  # pyright: ignore[reportAssignmentType]
     return out[:, :time].reshape(q.shape)
+
+
+def attend_mixture(
+    q: Float[Array, "batch time heads head_dim"],
+    k: Float[Array, "batch time kv_heads head_dim"],
+    v: Float[Array, "batch time kv_heads head_dim"],
+    gates: Float32[Array, "batch time kv_heads"],
+    *,
+    window: int,
+    sinks: int = 0,
+    lengths: Int[Array, "batch"] | None = None,
+    target: Target | str | None = None,
+) -> Float[Array, "batch time heads head_dim"]:
+    """Mixes the outputs of two attentions: gate · full + (1 - gate) · streaming.
+
+    The full one is causal over all keys. The streaming one sees the first `sinks` keys and the local window. What a
+    token's output is mixed with is the token's own gate, which is meant to be the same for all tokens of a head but the
+    sinks, for which both attentions are the same. Differentiable in all four arrays; memory is linear in time.
+
+    Args:
+      q, k, v, window, lengths: As in `attend_sequence`.
+      gates: Of each token's output, in [0, 1].
+      sinks: How many first tokens every query sees; 0: none but those of its window.
+      target: Of the full attention, as in `causal_attention`.
+
+    Returns:
+      The outputs in q's dtype, zeros past `lengths`.
+
+    Raises:
+      ValueError: As in `attend_sequence`, or sinks is below 0.
+
+    Source: DuoAttention (2024), section 2.3, eq. 2.
+    """
+    check_sizes(sinks=sinks, least=0)
+    _, time = check_gated(q, k, v, gates, None, lengths)
+    first = jnp.arange(time, dtype=jnp.int32)[None, :, None] < sinks
+    streaming = attend_sequence(
+        q, k, v, jnp.broadcast_to(first, gates.shape).astype(jnp.float32), window=window, threshold=0.5, lengths=lengths
+    )
+    if lengths is not None:
+        live = (jnp.arange(time, dtype=jnp.int32)[None] < jnp.asarray(lengths, jnp.int32)[:, None])[:, :, None]
+        gates = jnp.where(live, gates, 0.0)  # so that both summands are zero there
+        q, k, v = (jnp.where(live[..., None], x, jnp.zeros((), x.dtype)) for x in (q, k, v))
+    full = causal_attention(q, k, v, lengths=lengths, target=target)
+    share = jnp.repeat(gates, q.shape[2] // k.shape[2], axis=2)[..., None]
+    mixed = share * full.astype(jnp.float32) + (1.0 - share) * streaming.astype(jnp.float32)
+    return mixed.astype(q.dtype)
 
 
 def attend_admitted(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxbuf.train.write_gate import GateTraining, Recipe
 
 HELD_OUT = 0.05  # of the text, its end
+SPARSITY, RATE = 0.06, 5e-3  # where nobody says them, of scores of keys: what suits the embedded model
 PAGE = 16  # tokens of a page of keys and values
 SCORED = 16  # held-out sequences that the table at the end is made of
 
@@ -34,18 +35,46 @@ def train_gate(
     ] = Path("gates.safetensors"),
     score: Annotated[
         str,
-        typer.Option(help="What scores keys: write-gate, of the keys, or hidden, of what the layer reads."),
+        typer.Option(
+            help="What scores keys: write-gate, of the keys; hidden, of what the layer reads; head, a number for each "
+            "head; neuron, a channel of the queries, for which the model is tuned, too."
+        ),
     ] = "write-gate",
+    width: Annotated[
+        int | None,
+        typer.Option(
+            help="Numbers between a score's two layers; without it, 4 times those of a key, and hidden is one layer.",
+            **options.whole(1),
+        ),
+    ] = None,
+    sinks: Annotated[
+        int | None,
+        typer.Option(
+            help="First tokens that every head keeps, where heads are scored: 16 without it.", **options.whole(0)
+        ),
+    ] = None,
     window: Annotated[int, typer.Option(help="Latest tokens that are seen whatever their gates are.")] = 64,
     threshold: Annotated[float, typer.Option(help="Keys are kept if their gates reach it.")] = 0.1,
-    sparsity: Annotated[float, typer.Option(help="Weight of the penalty: the higher, the fewer keys are kept.")] = 0.06,
+    share: Annotated[
+        float | None,
+        typer.Option(help="The share of heads, or of keys, that are to be kept: it sets the threshold at the end."),
+    ] = None,
+    sparsity: Annotated[
+        float | None,
+        typer.Option(
+            help="Weight of the penalty: the higher, the fewer keys are kept. Without it 0.06; of heads 0.05."
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps of the optimizer.", **options.whole(1))] = 100,
     rows: Annotated[int, typer.Option(help="Sequences of a step.", **options.whole(1))] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.", **options.whole(2))] = 1024,
     pieces: Annotated[
         int, typer.Option(help="Parts of a step's rows that are read one after the other.", **options.whole(1))
     ] = 1,
-    rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 5e-3,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="The highest learning rate. Without it 5e-3; of heads 0.02, where the model is tuned 1e-4."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the first gates and of the sequences.", **options.whole(0))] = 0,
     dtype: options.Dtype = None,
     devices: Annotated[
@@ -74,10 +103,10 @@ def train_gate(
 ) -> None:
     """Train gates that keep few keys of a model's softmax layers, and try them.
 
-    What options are by default suits the embedded model and a few minutes of a CPU. The model itself is not changed. A
-    run that was stopped goes on from its last checkpoint when it is started again with the same options. At the end the
-    gates are tried on text that was not trained on: how well the model predicts it with all keys, with those that the
-    gates keep, and with as many that were drawn at random.
+    What options are by default suits the embedded model and a few minutes of a CPU. The model itself is not changed, but for
+    --score neuron, which writes a tuned one beside the gates. A run that was stopped goes on from its last checkpoint
+    when it is started again with the same options. At the end the gates are tried on text that was not trained on: how
+    well the model predicts it with all keys, with those that the gates keep, and with as many that were drawn at random.
 
     [bold]Examples[/bold]
 
@@ -92,14 +121,12 @@ def train_gate(
       jaxbuf generate --gates gates.safetensors "The configuration file"
     """
     from jaxbuf.bench import report
-    from jaxbuf.models.admission import HiddenScore, WriteGate
-    from jaxbuf.train.write_gate import GateTraining, Recipe
+    from jaxbuf.train.write_gate import GateTraining
 
-    scores = {"write-gate": WriteGate(), "hidden": HiddenScore()}
-    if score not in scores:
-        raise typer.BadParameter(f"must be one of {', '.join(scores)}, got {score!r}", param_hint="--score")
-    sizes = {"steps": steps, "rows": rows, "length": length, "pieces": pieces, "rate": rate, "seed": seed}
-    recipe = Recipe(score=scores[score], window=window, threshold=threshold, sparsity=sparsity, **sizes)
+    sizes = {"steps": steps, "rows": rows, "length": length, "pieces": pieces, "seed": seed}
+    recipe = _recipe(score, width, sinks, sparsity, rate, window=window, threshold=threshold, **sizes)
+    if share is not None and not 0 <= share <= 1:
+        raise typer.BadParameter(f"must be in [0, 1], got {share}", param_hint="--share")
     if not output.parent.is_dir():
         raise typer.BadParameter(f"must be in a directory that is there, got {output}", param_hint="--output")
     if dataset is not None and files:
@@ -108,14 +135,14 @@ def train_gate(
     lm = load_model(err, model, dtype)
     data, tried = _read(lm, files or [], dataset, split, field, held_out, recipe)
     training = GateTraining(lm, data, recipe, devices=_devices(devices))
-    run_training(err, training, output)
+    gated = run_training(err, training, output, share)
     rows_tried = _rows(tried, length)
-    found = {"recipe": _settings(recipe), "tokens": rows_tried.size, "keys": _try(lm, training.lm, rows_tried, recipe)}
+    found = {"recipe": _settings(recipe), "tokens": rows_tried.size, "keys": _try(lm, gated, rows_tried, recipe)}
     report.write(output.with_suffix(".json"), found)
     table = Table("keys behind the window", "kept", "of all bytes", "nats a token", "more")
     full = found["keys"]["all"]["nats"]
-    for name, (kept, share, nats) in ((name, each.values()) for name, each in found["keys"].items()):
-        table.add_row(name, f"{kept:.3f}", f"{share:.3f}", f"{nats:.4f}", f"{nats / full - 1:.2%}")
+    for name, (kept, held, nats) in ((name, each.values()) for name, each in found["keys"].items()):
+        table.add_row(name, f"{kept:.3f}", f"{held:.3f}", f"{nats:.4f}", f"{nats / full - 1:.2%}")
     print_table(table)
 
 
@@ -163,12 +190,48 @@ def _settings(recipe: "Recipe") -> dict[str, Any]:
     return dataclasses.asdict(recipe) | {"score": repr(recipe.score)}
 
 
-def run_training(err: Console, training: "GateTraining", output: Path) -> None:
+def _recipe(
+    name: str, width: int | None, sinks: int | None, sparsity: float | None, rate: float | None, **settings: Any
+) -> "Recipe":
+    """The recipe of a score, with the settings that were given."""
+    from jaxbuf.train.write_gate import RECIPES
+
+    if name not in RECIPES:
+        raise typer.BadParameter(f"must be one of {', '.join(RECIPES)}, got {name!r}", param_hint="--score")
+    recipe = RECIPES[name]
+    of_score = {"width": width, "sinks": sinks}
+    given = {option: value for option, value in of_score.items() if value is not None}
+    for option in given:
+        if option not in {field.name for field in dataclasses.fields(recipe.score)}:  # pyright: ignore[reportArgumentType]
+            raise typer.BadParameter(f"must not be given with --score {name}", param_hint=f"--{option}")
+    if given:
+        settings["score"] = dataclasses.replace(recipe.score, **given)  # pyright: ignore[reportArgumentType]
+    if sparsity is None and name != "head":
+        sparsity = SPARSITY
+    if rate is None and name in ("write-gate", "hidden"):
+        rate = RATE
+    learned = {"sparsity": sparsity, "rate": rate}
+    return dataclasses.replace(recipe, **settings, **{key: x for key, x in learned.items() if x is not None})
+
+
+def run_training(
+    err: Console, training: "GateTraining", output: Path, share: float | None = None
+) -> "LanguageModel":
     """Trains to the end, behind a bar, and leaves gates, checkpoints, metrics and a plot.
 
     A process that was killed at any moment and is started again leaves the same.
+
+    Args:
+      err: Where the bar is, and what is said.
+      training: From where it goes on, if there are checkpoints.
+      output: Of the gates; the other files lie beside it.
+      share: Of heads, or of the keys of the first step's text, that the threshold keeps; None: the recipe's threshold.
+
+    Returns:
+      The model with its gates.
     """
-    from jaxbuf.models.gates import save_gates
+    from jaxbuf.models.admission import HeadScore
+    from jaxbuf.models.gates import save_gates, threshold_for_share, with_threshold
     from jaxbuf.progress import progress_bar
     from jaxbuf.train.write_gate import append_metrics, trim_metrics
 
@@ -184,9 +247,19 @@ def run_training(err: Console, training: "GateTraining", output: Path) -> None:
             report(f"distance {found['distance']:.4f}, {found['kept']:.0%} kept", training.step)
             if training.step % every == 0 or training.step == training.recipe.steps:
                 training.save(checkpoints)
-    save_gates(training.lm, output)
-    made = _plot(metrics, output.with_suffix(".png"))
-    err.print(f"wrote {output}, {metrics}{f' and {made}' if made else ''}", markup=False)
+    gated = training.lm
+    if share is not None:
+        keys = None if isinstance(training.recipe.score, HeadScore) else training.batch(0)
+        gated = with_threshold(gated, threshold_for_share(gated, share, keys))
+    save_gates(gated, output)
+    written = [output, metrics]
+    if training.recipe.tunes == "model":
+        written.insert(0, output.with_suffix(".model"))
+        gated.save(written[0])
+    if made := _plot(metrics, output.with_suffix(".png")):
+        written.append(made)
+    err.print(f"wrote {', '.join(map(str, written[:-1]))} and {written[-1]}", markup=False)
+    return gated
 
 
 def _plot(metrics: Path, path: Path) -> Path | None:

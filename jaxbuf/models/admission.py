@@ -18,6 +18,7 @@ from flax import nnx
 from jaxbuf.arguments import check_sizes
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.gated_pages import WhenFull
+from jaxbuf.attention.gated_sequence import Mixture
 from jaxbuf.axes import Array, Float, Float32, Int32
 from jaxbuf.models.layers import Norm, normal, ones, parameter, rms_norm, zeros
 from jaxbuf.models.tensor_parallel import Part
@@ -32,17 +33,41 @@ class Keys(NamedTuple):
     Attributes:
       x: [rows, time, hidden], what the mixer reads.
       before, after: [rows, time, kv_heads, head_dim], the keys before and after they are turned to their positions.
+      queries: [rows, time, kv_heads, head_dim], of each group the first head's query, before it is turned.
       positions: int32 [1 or rows, time].
     """
 
     x: Float[Array, "rows time hidden"]
     before: Float[Array, "rows time kv_heads head_dim"]
     after: Float[Array, "rows time kv_heads head_dim"]
+    queries: Float[Array, "rows time kv_heads head_dim"]
     positions: Int32[Array, "#rows time"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a score asks of those who use it.
+
+    Attributes:
+      soft: What a score does while it is trained. None: its logarithm is added to what a query gives a key behind the
+        window; else it mixes two attentions, see `jaxbuf.attention.gated_sequence.attend_mixture`.
+      bounds: In what range training keeps the parameters; None: they are free.
+      borrows: Whose last channel the score reads in place of parameters of its own: that of the first "query" of each
+        group, or of each "key". Attention then sees a zero there.
+    """
+
+    soft: Mixture | None = None
+    bounds: tuple[float, float] | None = None
+    borrows: Literal["query", "key"] | None = None
 
 
 class Score(Protocol):
     """What gives every key a number in [0, 1]."""
+
+    @property
+    def terms(self) -> Terms:
+        """What it asks of those who use it."""
+        ...
 
     def parameters(self, hidden: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs) -> nnx.Module | None:
         """New parameters of one layer; None where nothing is learned."""
@@ -81,6 +106,22 @@ class Admission:
         if self.threshold is not None and not isinstance(self.threshold, int | float):
             raise ValueError(f"threshold must be a number or None, got {self.threshold!r}")
 
+    def without_borrowed(
+        self, q: Float[Array, "rows time heads head_dim"], k: Float[Array, "rows time kv_heads head_dim"]
+    ) -> tuple[Float[Array, "rows time heads head_dim"], Float[Array, "rows time kv_heads head_dim"]]:
+        """Queries and keys with zeros in the channels that the score borrows, see `Terms`; most borrow none."""
+        borrows = self.score.terms.borrows
+        if borrows is None:
+            return q, k
+        heads, head_dim = q.shape[2:] if borrows == "query" else k.shape[2:]
+        group = q.shape[2] // k.shape[2] if borrows == "query" else 1
+        first = jnp.arange(heads, dtype=jnp.int32) % group == 0
+        last = jnp.arange(head_dim, dtype=jnp.int32) == head_dim - 1
+        taken = (first[:, None] & last[None])[None, None]
+        if borrows == "query":
+            return jnp.where(taken, jnp.zeros((), q.dtype), q), k
+        return q, jnp.where(taken, jnp.zeros((), k.dtype), k)
+
 
 @dataclasses.dataclass(frozen=True)
 class WriteGate:
@@ -93,6 +134,10 @@ class WriteGate:
     """
 
     width: int | None = None
+
+    @property
+    def terms(self) -> Terms:
+        return Terms()
 
     def parameters(self, hidden: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs) -> "WriteGateParameters":
         """As in `Score.parameters`."""
@@ -140,6 +185,10 @@ class HiddenScore:
 
     width: int | None = None
 
+    @property
+    def terms(self) -> Terms:
+        return Terms()
+
     def parameters(self, hidden: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs) -> "HiddenScoreParameters":
         """As in `Score.parameters`."""
         return HiddenScoreParameters(hidden, kv_heads, self.width, rngs=rngs)
@@ -163,10 +212,8 @@ class HiddenScoreParameters(nnx.Module):
     def __init__(self, hidden: int, kv_heads: int, width: int | None, *, rngs: nnx.Rngs):
         heads = (Part("key_heads", kv_heads),)
         self.norm = _weight(rngs, (hidden,), None, ones)
-        self.up, self.up_bias = None, None
-        if width is not None:
-            self.up = _weight(rngs, (width, hidden), None, normal(hidden**-0.5))
-            self.up_bias = _weight(rngs, (width,), None, zeros)
+        self.up = None if width is None else _weight(rngs, (width, hidden), None, normal(hidden**-0.5))
+        self.up_bias = None if width is None else _weight(rngs, (width,), None, zeros)
         read = hidden if width is None else width
         self.down = _weight(rngs, (kv_heads, read), heads, normal(0.1 * read**-0.5))
         self.down_bias = _weight(rngs, (kv_heads,), heads, _opened)
@@ -177,7 +224,8 @@ class HeadScore:
     """One number a head, whatever the key is, but for the first tokens, which are always kept.
 
     Heads above the threshold keep everything, the others only their window: DuoAttention's retrieval and streaming
-    heads.
+    heads. While it is trained, the number mixes what both give. `jaxbuf.models.gates.threshold_for_share` is the
+    threshold that a share of the heads reaches.
 
     Attributes:
       sinks: How many first tokens of a text are kept.
@@ -187,12 +235,19 @@ class HeadScore:
 
     sinks: int = 0
 
+    def __post_init__(self):
+        check_sizes(sinks=self.sinks, least=0)
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(soft=Mixture(self.sinks), bounds=(0.0, 1.0))
+
     def parameters(self, hidden: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs) -> "HeadScoreParameters":
         """As in `Score.parameters`."""
         return HeadScoreParameters(kv_heads, rngs=rngs)
 
     def __call__(self, parameters: "HeadScoreParameters", keys: Keys) -> Array:
-        score = jnp.clip(parameters.alpha[...], 0.0, 1.0)[None, None]
+        score = _clipped(parameters.alpha[...])[None, None]
         sink = (keys.positions < self.sinks)[..., None]
         shape = (*keys.after.shape[:2], keys.after.shape[2])
         return jnp.broadcast_to(jnp.where(sink, 1.0, score), shape)
@@ -203,6 +258,58 @@ class HeadScoreParameters(nnx.Module):
 
     def __init__(self, kv_heads: int, *, rngs: nnx.Rngs):
         self.alpha = _weight(rngs, (kv_heads,), (Part("key_heads", kv_heads),), ones)
+
+
+@jax.custom_jvp
+def _clipped(alpha: Float32[Array, "kv_heads"]) -> Float32[Array, "kv_heads"]:
+    """alpha in [0, 1]. Its gradient is that of the identity: at a bound it has to say whether to come back."""
+    return jnp.clip(alpha, 0.0, 1.0)
+
+
+_clipped.defjvp(lambda primals, tangents: (_clipped(*primals), *tangents))
+
+
+@dataclasses.dataclass(frozen=True)
+class BorrowedNeuron:
+    """A score without parameters of its own: a channel of the layer's queries or keys says which key may go.
+
+    The channel is the last one, before it is turned to its position, of the first query of each group of heads, or of
+    the key. A key is given up where scale · channel - offset is high: the score is the sigmoid of its negative. What
+    the channel held is lost to attention, which sees a zero there before and after the rotation; and the score learns
+    by the projection that makes the channel. So it is trained together with the model, whose first act is to set the
+    channel's weights to zero (`jaxbuf.models.gates.with_idle_neurons`): every score then starts at sigmoid(offset).
+
+    What is given up goes when it leaves the window, as with every score. The published training differs in three
+    points: it adds noise to the decisions, and makes them binary at once, with the gradient of soft ones; it asks for a
+    share of keys that grows with the steps, where the penalty here has a weight; and it compares the models' logits.
+
+    Attributes:
+      source: Whose channel it is.
+      scale, offset: See above.
+
+    Source: the form of Dynamic Memory Sparsification (NVIDIA, 2025), section 3.2, with the channel, the scale and the
+    offset of its authors' code.
+    """
+
+    source: Literal["query", "key"] = "query"
+    scale: float = 100.0
+    offset: float = 5.0
+
+    def __post_init__(self):
+        if self.source not in ("query", "key"):
+            raise ValueError(f"source must be 'query' or 'key', got {self.source!r}")
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(borrows=self.source)
+
+    def parameters(self, hidden: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs) -> None:
+        """As in `Score.parameters`: they are the model's."""
+        return None
+
+    def __call__(self, parameters: None, keys: Keys) -> Array:
+        read = keys.queries if self.source == "query" else keys.before
+        return jax.nn.sigmoid(self.offset - self.scale * read[..., -1].astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +335,10 @@ class Rule:
         check_sizes(sinks=self.sinks, least=0)
         if not 0 <= self.rate <= 1:
             raise ValueError(f"rate must be in [0, 1], got {self.rate!r}")
+
+    @property
+    def terms(self) -> Terms:
+        return Terms()
 
     def parameters(self, hidden: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs) -> None:
         """As in `Score.parameters`: there are none."""

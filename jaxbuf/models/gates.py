@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from jaxbuf.attention.gated_pages import WhenFull
 from jaxbuf.axes import Array, Int
-from jaxbuf.models.admission import Admission, HeadScore, HiddenScore, Rule, Score, WriteGate
+from jaxbuf.models.admission import Admission, BorrowedNeuron, HeadScore, HiddenScore, Rule, Score, WriteGate
 from jaxbuf.models.config import LayerConfig, Mixer, ModelConfig
 from jaxbuf.models.decoder import Decoder, forward_with_gates
 from jaxbuf.models.language_model import LanguageModel
@@ -32,7 +32,13 @@ from jaxbuf.shown import shown
 
 FORMAT = "jaxbuf gates 1"
 DEMO = Path(__file__).parent / "demo" / "gates.safetensors"  # those of the embedded model
-SCORES: dict[str, type] = {"write_gate": WriteGate, "hidden": HiddenScore, "head": HeadScore, "rule": Rule}
+SCORES: dict[str, type] = {
+    "write_gate": WriteGate,
+    "hidden": HiddenScore,
+    "head": HeadScore,
+    "neuron": BorrowedNeuron,
+    "rule": Rule,
+}
 STRIDE = 997  # of the numbers of a key projection that a model's identity is made of
 
 
@@ -152,6 +158,62 @@ def kept_keys(lm: LanguageModel, tokens: Int[Array, "batch time"] | np.ndarray) 
     return np.asarray(_forward(lm.model, jnp.asarray(tokens, jnp.int32))) >= threshold
 
 
+def threshold_for_share(
+    lm: LanguageModel, share: float, tokens: Int[Array, "batch time"] | np.ndarray | None = None
+) -> float:
+    """The highest threshold that a share of all layers' scores reaches, for `with_threshold`.
+
+    Args:
+      lm: With gates.
+      share: In [0, 1], rounded to whole heads or keys. What ties with the last that is kept is kept, too; and heads
+        whose number is one always are, as the first tokens are, whose score is one.
+      tokens: Whole sequences, whose keys are counted. None: heads are, which needs a `HeadScore`.
+
+    Raises:
+      ValueError: The model has no gates, share is out of range, or tokens is None and keys have scores of their own.
+
+    Source: DuoAttention (2024), section 2.4: the quantile is over all heads of all layers.
+    """
+    score = admission_of(lm).score
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be in [0, 1], got {share!r}")
+    if tokens is not None:
+        scores = np.asarray(_forward(lm.model, jnp.asarray(tokens, jnp.int32)))
+    elif isinstance(score, HeadScore):
+        scores = np.concatenate([np.asarray(param[...]) for param in gate_parameters(lm.model).values()])
+    else:
+        raise ValueError(f"tokens must be sequences where each key has its own score ({score!r}), got None")
+    ordered = np.sort(np.clip(scores.astype(np.float32), 0, 1), axis=None)[::-1]
+    kept = round(share * ordered.size)
+    if kept == 0:
+        return min(1.0, float(np.nextafter(ordered[0], np.float32(2))))
+    return float(ordered[kept - 1])
+
+
+def with_idle_neurons(lm: LanguageModel) -> LanguageModel:
+    """The model whose channels that scores borrow are zero for every token, as the scores are then the same for all.
+
+    Args:
+      lm: With gates; of scores that borrow no channel it is returned as it is.
+
+    Raises:
+      ValueError: The model has no gates.
+    """
+    borrows = admission_of(lm).score.terms.borrows
+    if borrows is None:
+        return lm
+    values, held = {}, named_parameters(lm.model)
+    for (number, place), mixer in gated_layers(lm.config).items():
+        name, group = ("q", mixer.heads // mixer.kv_heads) if borrows == "query" else ("k", 1)
+        apart = mixer.head_dim * (2 if name == "q" and mixer.gate else 1)  # rows from a head to the next
+        rows = np.arange(mixer.kv_heads) * group * apart + mixer.head_dim - 1
+        for part in ("proj", "bias"):
+            path = f"layers.{number}.mixers.{place}.{name}_{part}"
+            if path in held:
+                values[path] = held[path][...].at[rows].set(0)
+    return _rebuilt(lm, lm.config, values)
+
+
 @jax.jit
 def _forward(model: Decoder, tokens: Array) -> Array:
     return forward_with_gates(model, tokens)[1]
@@ -226,6 +288,7 @@ def load_gates(lm: LanguageModel, path: str | Path) -> LanguageModel:
         score = scores.get(_path(place))
         return None if score is None else Admission(score, described["window"], described["threshold"])
 
+    lm = without_gates(lm)
     config, held = _changed(lm.config, of_layer), named_parameters(lm.model)
     expected = {name for name in named_parameters(_abstract(config)) if name not in held}
     if expected != tensors.keys():

@@ -1,7 +1,9 @@
 """Training of gates: the model is frozen, and its gates learn to keep few keys and yet its hidden states.
 
 The loss is the distance of the final hidden states from those of the model without gates, and a penalty on keys that
-are kept. While they are trained, gates are soft: a key behind the window counts with the logarithm of its gate.
+are kept. While they are trained, gates are soft: a key behind the window counts with the logarithm of its gate, or a
+head's gate mixes what it gives with all keys and with few. A recipe may tune the model, too: it then learns to give the
+hidden states of the model that it was.
 
 Source: Write-Gated KV (2025), sections 3.2 and 4.1.
 """
@@ -12,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +23,25 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbuf.arguments import check_sizes
-from jaxbuf.axes import Array, Float32, Int, Int32
+from jaxbuf.axes import Array, Bool, Float32, Int, Int32
 from jaxbuf.models import decoder
-from jaxbuf.models.admission import Admission, Score, WriteGate
+from jaxbuf.models.admission import Admission, BorrowedNeuron, HeadScore, HiddenScore, Score, WriteGate
 from jaxbuf.models.decoder import Decoder
-from jaxbuf.models.gates import gate_parameters, identity, with_gates, with_threshold, without_gates
+from jaxbuf.models.gates import (
+    gate_parameters,
+    identity,
+    with_gates,
+    with_idle_neurons,
+    with_threshold,
+    without_gates,
+)
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.train.text_sequences import DocumentSequences, Sequences, Stream
 
-ROWS = PartitionSpec(None, "devices")  # of int32 [pieces, rows, time]
+ROWS = PartitionSpec(None, "devices")  # of [pieces, rows, time]
+
+type Penalty = Literal["residency", "gate", "mean"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +53,9 @@ class Recipe:
       window, threshold: Of the admission that is made of it, see `jaxbuf.models.admission.Admission`.
       sparsity: Weight of the penalty: the higher, the fewer keys are kept.
       penalty: "residency" counts a key as kept for the tokens in whose window it lies, and charges its gate for the
-        others; "gate" is the paper's g + g (1 - g), whatever the distance.
+        others; "gate" is the paper's g + g (1 - g), whatever the distance; "mean" is the mean gate, DuoAttention's.
+      tunes: "gates" alone, or the whole "model" with them, but for a layer that predicts further tokens. Tuning holds a
+        float32 copy of all parameters and two moments of each beside the model.
       steps, rows, length: Optimiser steps, and the sequences of each and their tokens.
       pieces: In how many parts the rows of a step go through the model, one after the other: gradients are added up.
       rate, weight_decay: Of AdamW; the rate rises for a tenth of the steps and falls along a cosine.
@@ -54,7 +67,8 @@ class Recipe:
     window: int = 128
     threshold: float = 0.1
     sparsity: float = 0.1
-    penalty: Literal["residency", "gate"] = "residency"
+    penalty: Penalty = "residency"
+    tunes: Literal["gates", "model"] = "gates"
     steps: int = 200
     rows: int = 8
     length: int = 512
@@ -71,25 +85,34 @@ class Recipe:
             raise ValueError(f"pieces must divide rows ({self.rows}), got {self.pieces}")
         if self.length <= self.window:
             raise ValueError(f"length must be above window ({self.window}): no key leaves it, got {self.length}")
-        if self.penalty not in ("residency", "gate"):
-            raise ValueError(f"penalty must be 'residency' or 'gate', got {self.penalty!r}")
+        if self.penalty not in ("residency", "gate", "mean"):
+            raise ValueError(f"penalty must be 'residency', 'gate' or 'mean', got {self.penalty!r}")
+        if self.tunes not in ("gates", "model"):
+            raise ValueError(f"tunes must be 'gates' or 'model', got {self.tunes!r}")
         for name in ("sparsity", "rate", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
 
 
+RECIPES: dict[str, Recipe] = {
+    "write-gate": Recipe(),
+    "hidden": Recipe(score=HiddenScore()),
+    "head": Recipe(score=HeadScore(sinks=16), penalty="mean", sparsity=0.05, rate=0.02),
+    "neuron": Recipe(score=BorrowedNeuron(), tunes="model", rate=1e-4, weight_decay=0.0),
+}
+"""A recipe for each score that learns, to be changed by `dataclasses.replace`."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GateState:
-    """What training changes: the gates' parameters, by their paths, and the optimiser's state."""
+    """What training changes: parameters in float32 by their paths, the gates' or all, and the optimiser's state."""
 
     gates: dict[str, Array]
     moments: optax.OptState
 
 
-def penalty_of(
-    gates: Float32[Array, "layers rows time kv_heads"], window: int, kind: Literal["residency", "gate"]
-) -> Float32[Array, ""]:
+def penalty_of(gates: Float32[Array, "layers rows time kv_heads"], window: int, kind: Penalty) -> Float32[Array, ""]:
     """The penalty on gates of whole sequences, near the share of keys that are kept.
 
     g (2 - g) is 0 and 1 where a gate g is, and above g between: gates are pushed to one of both. With the residency, a
@@ -99,11 +122,14 @@ def penalty_of(
     Args:
       gates: Of all keys.
       window: Of the layers.
-      kind: With the residency, or of the gates alone.
+      kind: With the "residency", of the "gate" alone, or the "mean" of the gates as they are.
 
     Source: Write-Gated KV (2025), section 3.2, whose g + g (1 - g) is the same; the residency is that of its authors'
-    code.
+    code. The mean is that of DuoAttention (2024), section 2.3, where first tokens have no gates: here theirs are one,
+    which adds a constant.
     """
+    if kind == "mean":
+        return jnp.mean(gates)
     kept = gates * (2.0 - gates)
     if kind == "residency":
         time = gates.shape[2]
@@ -114,7 +140,11 @@ def penalty_of(
 
 
 def distillation_loss(
-    model: Decoder, teacher: Decoder, tokens: Int[Array, "rows time"], recipe: Recipe
+    model: Decoder,
+    teacher: Decoder,
+    tokens: Int[Array, "rows time"],
+    recipe: Recipe,
+    asked: Bool[Array, "rows time"] | None = None,
 ) -> tuple[Float32[Array, ""], dict[str, Array]]:
     """The loss of gates, and what it is made of.
 
@@ -123,6 +153,7 @@ def distillation_loss(
       teacher: The same model without gates.
       tokens: Of whole rows.
       recipe: Which penalty, and its weight.
+      asked: At which tokens hidden states are compared: answers, for instance. None: at all.
 
     Returns:
       distance + sparsity · penalty. "distance" is, of each row, the mean square of the difference between the final
@@ -132,8 +163,11 @@ def distillation_loss(
     """
     expected = jax.lax.stop_gradient(decoder.forward(teacher, tokens)).astype(jnp.float32)
     hidden, gates = decoder.forward_with_gates(model, tokens, remat=recipe.remat)
-    apart = jnp.mean(jnp.square(hidden.astype(jnp.float32) - expected), axis=(1, 2))
-    distance = jnp.mean(apart / jnp.mean(jnp.square(expected), axis=(1, 2)))
+    apart, own = jnp.square(hidden.astype(jnp.float32) - expected), jnp.square(expected)
+    if asked is not None:
+        apart, own = (jnp.where(asked[..., None], x, 0.0) for x in (apart, own))
+    least = jnp.finfo(jnp.float32).tiny  # of a row in which nothing is asked
+    distance = jnp.mean(jnp.sum(apart, axis=(1, 2)) / jnp.maximum(jnp.sum(own, axis=(1, 2)), least))
     penalty = penalty_of(gates, recipe.window, recipe.penalty)
     kept = jnp.mean((gates >= recipe.threshold).astype(jnp.float32))
     metrics = {"distance": distance, "penalty": penalty, "kept": kept}
@@ -147,7 +181,8 @@ class GateTraining:
       lm: The model, which stays as it is; gates that it has are dropped.
       data: int [n], a text, of which steps read sequences in a random order; or sequences of steps: anything with
         `batch(step)`, which gives int32 [rows, length] for a step from 0, always the same for the same step.
-        `jaxbuf.train.text_sequences` has some.
+        `jaxbuf.train.text_sequences` has some. If they have `asked(step)`, too, bool [rows, length], hidden states are
+        compared at these tokens alone.
       recipe: What to do.
       devices: The rows of a step are split evenly over them, and all of them hold the model and the gates; None: one.
         The numbers are those of one device, up to rounding.
@@ -174,24 +209,26 @@ class GateTraining:
         self.recipe, self._data = recipe, _sequences(data, recipe)
         base = without_gates(lm)
         soft = with_gates(base, Admission(recipe.score, recipe.window, None), seed=recipe.seed)
+        if recipe.tunes == "model":
+            soft = with_idle_neurons(soft)
         self._lm = soft
-        first = {name: param[...] for name, param in gate_parameters(soft.model).items()}
+        first = _tuned(soft.model, recipe)
         if not first:
-            raise ValueError(f"score must learn something, got {recipe.score!r}")
+            raise ValueError(f"score must learn something where tunes is 'gates', got {recipe.score!r}")
         self._optimiser = _optimiser(recipe)
         self._mesh = None if devices is None else Mesh(np.asarray(devices), ("devices",))
         self._models = self._on_all((soft.model, base.model))
         self.state = self._on_all(GateState(first, self._optimiser.init(first)))
         self.step = 0
 
-        def advance(state: GateState, models: tuple[Decoder, Decoder], tokens: Array) -> tuple[GateState, dict]:
-            return _advance(self._optimiser, recipe, self._mesh, state, *models, tokens)
+        def advance(state: GateState, models: tuple[Decoder, Decoder], pieces: "Pieces") -> tuple[GateState, dict]:
+            return _advance(self._optimiser, recipe, self._mesh, state, *models, pieces)
 
         self._advance = jax.jit(advance)
 
     @property
     def lm(self) -> LanguageModel:
-        """The model with the gates as they are now, and the recipe's threshold."""
+        """The model with the gates as they are now, and the recipe's threshold; tuned, if the recipe says so."""
         gates = {name: jnp.asarray(np.asarray(value)) for name, value in self.state.gates.items()}
         return with_threshold(self._lm.replace(model=_with(self._lm.model, gates)), self.recipe.threshold)
 
@@ -214,6 +251,15 @@ class GateTraining:
             )
         return found
 
+    def _asked(self, step: int) -> np.ndarray | None:
+        asked = getattr(self._data, "asked", None)
+        if asked is None:
+            return None
+        expected, found = (self.recipe.rows, self.recipe.length), np.asarray(asked(step))
+        if found.shape != expected or found.dtype != bool:
+            raise ValueError(f"data must ask bool {expected} for a step, got {found.dtype} {found.shape}")
+        return found
+
     def run(self, until: int | None = None) -> Iterator[dict[str, float]]:
         """Takes steps up to number `until` (None: all), and yields the metrics of each.
 
@@ -221,9 +267,11 @@ class GateTraining:
           FloatingPointError: The loss is not finite; the state is that before the step.
         """
         while self.step < (self.recipe.steps if until is None else min(until, self.recipe.steps)):
-            pieces = self.batch(self.step).reshape(self.recipe.pieces, -1, self.recipe.length)
-            tokens = pieces if self._mesh is None else jax.device_put(pieces, NamedSharding(self._mesh, ROWS))
-            state, found = self._advance(self.state, self._models, tokens)
+            given = Pieces(self.batch(self.step), self._asked(self.step))
+            pieces = jax.tree.map(lambda x: x.reshape(self.recipe.pieces, -1, self.recipe.length), given)
+            if self._mesh is not None:
+                pieces = jax.device_put(pieces, NamedSharding(self._mesh, ROWS))
+            state, found = self._advance(self.state, self._models, pieces)
             metrics = {"step": self.step + 1} | {name: float(value) for name, value in found.items()}
             if not np.isfinite(metrics["loss"]):
                 raise FloatingPointError(f"the loss of step {self.step + 1} is not finite: {metrics}")
@@ -287,6 +335,13 @@ class GateTraining:
         return tree if self._mesh is None else jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
 
 
+class Pieces(NamedTuple):
+    """The sequences of a step: int32 [pieces, rows, time], and bool like them or None, see `distillation_loss`."""
+
+    tokens: Any
+    asked: Any
+
+
 def trim_metrics(path: Path, step: int) -> None:
     """Leaves of a file of metrics the whole lines up to a step, from which a run goes on.
 
@@ -334,7 +389,7 @@ def _advance(
     state: GateState,
     model: Decoder,
     teacher: Decoder,
-    pieces: Int32[Array, "pieces rows time"],
+    pieces: Pieces,
 ) -> tuple[GateState, dict[str, Array]]:
     gradient_of = partial(_gradient, recipe)
     if mesh is not None:
@@ -355,6 +410,9 @@ def _advance(
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         updates, moments = optimiser.update(gradient, state.moments, state.gates)
         gates: Any = optax.apply_updates(state.gates, updates)
+    if recipe.score.terms.bounds is not None:
+        own = gate_parameters(model).keys()
+        gates = {name: jnp.clip(x, *recipe.score.terms.bounds) if name in own else x for name, x in gates.items()}
     return GateState(gates, moments), metrics | {"gradient_norm": optax.tree.norm(gradient)}
 
 
@@ -363,19 +421,19 @@ def _gradient(
     gates: dict[str, Array],
     model: Decoder,
     teacher: Decoder,
-    pieces: Int32[Array, "pieces rows time"],
+    pieces: Pieces,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """The mean gradient of the pieces, which are read one after the other, and their mean metrics."""
 
-    def loss(gates: dict[str, Array], tokens: Array) -> tuple[Array, dict[str, Array]]:
-        return distillation_loss(_with(model, gates), teacher, tokens, recipe)
+    def loss(gates: dict[str, Array], piece: Pieces) -> tuple[Array, dict[str, Array]]:
+        return distillation_loss(_with(model, gates), teacher, piece.tokens, recipe, piece.asked)
 
-    def add_piece(total: dict[str, Array], tokens: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(gates, tokens)
+    def add_piece(total: dict[str, Array], piece: Pieces) -> tuple[dict[str, Array], dict[str, Array]]:
+        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(gates, piece)
         return jax.tree.map(jnp.add, total, gradient), metrics | {"loss": value}
 
     summed, metrics = jax.lax.scan(add_piece, jax.tree.map(jnp.zeros_like, gates), pieces)
-    return jax.tree.map(lambda x: x / pieces.shape[0], summed), jax.tree.map(jnp.mean, metrics)
+    return jax.tree.map(lambda x: x / recipe.pieces, summed), jax.tree.map(jnp.mean, metrics)
 
 
 def _optimiser(recipe: Recipe) -> optax.GradientTransformation:
@@ -384,9 +442,19 @@ def _optimiser(recipe: Recipe) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=recipe.weight_decay))
 
 
+def _tuned(model: Decoder, recipe: Recipe) -> dict[str, Array]:
+    """What the recipe changes, in float32, by its paths."""
+    named = gate_parameters(model) if recipe.tunes == "gates" else named_parameters(model)
+    return {name: param[...].astype(jnp.float32) for name, param in named.items() if not name.startswith("mtp.")}
+
+
 def _with(model: Decoder, gates: dict[str, Array]) -> Decoder:
-    held = named_parameters(model)
-    return replace_parameters(model, [gates[name] if name in gates else param[...] for name, param in held.items()])
+    """The model with other values of some parameters, in its own dtypes."""
+
+    def value(name: str, held: Array) -> Array:
+        return gates[name].astype(held.dtype) if name in gates else held
+
+    return replace_parameters(model, [value(name, param[...]) for name, param in named_parameters(model).items()])
 
 
 def _differing(theirs: Any, ours: Any) -> Any:

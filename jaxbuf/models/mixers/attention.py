@@ -118,14 +118,17 @@ class Attention:
                 q, gate = jnp.split(q, 2, axis=-1)
             if self.norm is not None and p.q_norm is not None and p.k_norm is not None:
                 q, k = self._normalised(q, p.q_norm), self._normalised(k, p.k_norm)
-            before = k
+            first, before = q[:, :, :: self.heads // self.kv_heads], k
+            if self.admission is not None:
+                q, k = self.admission.without_borrowed(q, k)
             if self.rotary is not None:
                 angles = plan.angles(self.rotary)
                 q, k = rotate(q, angles), rotate(k, angles)
             q, scores = scaled(q, self.score_scale), ()
         if self.admission is not None:
             with jax.named_scope("admission"):
-                scores = (self.admission.score(p.admission, Keys(x, before, k, plan.positions)),)
+                scores = (self.admission.score(p.admission, Keys(x, before, k, first, plan.positions)),)
+                q, k = self.admission.without_borrowed(q, k)  # the rotation brought in another channel's numbers
         with jax.named_scope("attention"):
             out, memory = plan.attend(memory, q, k, v, *scores)
         with jax.named_scope("output"):
