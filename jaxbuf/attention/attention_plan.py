@@ -16,7 +16,9 @@ from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.latent import LatentPages, append_and_attend_latent, causal_latent_attention
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import append_and_attend
+from jaxbuf.attention.paged_selection import append_and_attend_selected
 from jaxbuf.attention.rotary import Rotary
+from jaxbuf.attention.selection import Selection
 from jaxbuf.axes import Array, Float, Int32
 from jaxbuf.memory.sequences import Launch
 from jaxbuf.target import Target
@@ -94,6 +96,18 @@ class WholeAttention(WholePositions):
         """`causal_attention`."""
         return causal_attention(q, k, v, lengths=self.lengths, target=self.target), None
 
+    def attend_selected(
+        self,
+        memory: None,
+        q: Float[Array, "rows time heads head_dim"],
+        k: Float[Array, "rows time kv_heads head_dim"],
+        v: Float[Array, "rows time kv_heads head_dim"],
+        selection: Selection,
+        rotary: Rotary | None,
+    ) -> tuple[Float[Array, "rows time heads head_dim"], None]:
+        """`Selection.attend_sequence`."""
+        return selection.attend_sequence(q, k, v, rotary, lengths=self.lengths), None
+
     def attend_latent(
         self,
         memory: None,
@@ -148,6 +162,20 @@ class LaunchedAttention(LaunchPositions):
     ) -> tuple[Float[Array, "rows time heads head_dim"], PagedKV]:
         """`append_and_attend`."""
         return append_and_attend(q, k, v, memory, self.table, **self._where())
+
+    def attend_selected(
+        self,
+        memory: PagedKV,
+        q: Float[Array, "rows time heads head_dim"],
+        k: Float[Array, "rows time kv_heads head_dim"],
+        v: Float[Array, "rows time kv_heads head_dim"],
+        selection: Any,
+        rotary: Rotary | None,
+    ) -> tuple[Float[Array, "rows time heads head_dim"], PagedKV]:
+        """`append_and_attend_selected`; prompts, whose tokens a launch commits at once, read everything."""
+        if self.launch.commits:
+            return self.attend(memory, q, k, v)
+        return append_and_attend_selected(q, k, v, memory, self.table, selection, **self._where())
 
     def attend_latent(
         self,

@@ -16,6 +16,8 @@ from jaxbuf.attention.gated_lists import add_pages, admit
 from jaxbuf.attention.gated_pages import GatedKV, Places, tokens_at
 from jaxbuf.attention.gated_sequence import Mixture, attend_admitted, attend_mixture, attend_sequence
 from jaxbuf.attention.paged import BLOCK, as_tokens, write_tokens
+from jaxbuf.attention.rotary import Rotary
+from jaxbuf.attention.selection import Selection
 from jaxbuf.axes import Array, Bool, Float, Float32
 
 
@@ -62,6 +64,20 @@ class WholeGated(WholePositions):
         if self.threshold is None and self.soft is not None:
             return attend_mixture(q, k, v, gates, **how, sinks=self.soft.sinks, target=self.target), gates
         return attend_sequence(q, k, v, gates, **how, threshold=self.threshold), gates
+
+    def attend_selected(
+        self,
+        memory: None,
+        q: Float[Array, "rows time heads head_dim"],
+        k: Float[Array, "rows time kv_heads head_dim"],
+        v: Float[Array, "rows time kv_heads head_dim"],
+        gates: Float32[Array, "rows time kv_heads"],
+        selection: Selection,
+        rotary: Rotary | None,
+    ) -> tuple[Float[Array, "rows time heads head_dim"], Float32[Array, "rows time kv_heads"]]:
+        """`Selection.attend_sequence`, and the gates."""
+        how: dict[str, Any] = {"window": self.window, "threshold": self.threshold, "lengths": self.lengths}
+        return selection.attend_sequence(q, k, v, rotary, gates=gates, **how), gates
 
 
 def common_rule(mixers: Iterable[Any]) -> Any:

@@ -218,6 +218,7 @@ def attend(
     lengths: Int32[Array, "rows"] | None = None,
     order: Int32[Array, "slots max_pending"] | None = None,
     ancestors: Bool[Array, "rows time time"] | None = None,
+    read: Bool[Array, "rows kv_heads time max_pages"] | None = None,
     scale: float | None = None,
     implementation: str = "auto",
     target: Target | str | None = None,
@@ -241,6 +242,8 @@ def attend(
       order: As in `append`.
       ancestors: For a tree: at (i, j) whether query i sees the key of query j, its own included; all see what was
         committed. None: each sees those before.
+      read: The pages of its slot that each query reads, of those that hold what it sees, for at most BLOCK tokens. All
+        are fetched, and what is not read is masked. None: all.
       scale: The scores q · k are multiplied with it; None: head_dim ** -0.5.
       implementation, target: As in `append`.
 
@@ -266,8 +269,8 @@ def attend(
     grouped = split_heads(q, kv.kv_heads)
     end = jnp.minimum(start + lengths, table.shape[1] * kv.page_size)
     end = jnp.where((slots > 0) & (lengths > 0), end, 0)  # where nothing is asked, nothing is read
-    row = _Row(table[slots], start, end, None if order is None else order[slots], ancestors)
-    if time <= BLOCK or ancestors is not None:
+    row = _Row(table[slots], start, end, None if order is None else order[slots], ancestors, read)
+    if time <= BLOCK or ancestors is not None or read is not None:
         return _attend_block(grouped, kv, row, start, factor).reshape(*q.shape[:3], kv.value_dim)
     blocks = -(-time // BLOCK)
     grouped = jnp.pad(grouped, ((0, 0), (0, blocks * BLOCK - time), *((0, 0),) * 3))
@@ -281,7 +284,8 @@ class _Row(NamedTuple):
     """What each row's queries may see: positions below `end` of the slot whose first new token has position `start`.
 
     table int32 [rows, max_pages]; start, end int32 [rows]; order int32 [rows, max_pending] or None; ancestors bool
-    [rows, time, time] or None, as in `attend`.
+    [rows, time, time] or None, as in `attend`; read bool [rows, kv_heads, time, max_pages], the pages that each query
+    reads, or None: all.
     """
 
     table: Array
@@ -289,6 +293,7 @@ class _Row(NamedTuple):
     end: Array
     order: Array | None
     ancestors: Array | None
+    read: Array | None = None
 
     def positions(self, place: Array) -> Array:
         """int32 [1 or rows, span]: the position of the token at each place (int32 [span]).
@@ -331,7 +336,9 @@ def _attend_block(q: Array, kv: TokenPages, row: _Row, first: Array, scale: floa
     page_size = kv.page_size
     pages = max(1, BLOCK // page_size)  # of one block
     span = pages * page_size
-    table = jnp.pad(row.table, ((0, 0), (0, -row.table.shape[1] % pages)))
+    rest = -row.table.shape[1] % pages
+    table = jnp.pad(row.table, ((0, 0), (0, rest)))
+    read = None if row.read is None else jnp.pad(row.read, ((0, 0), (0, 0), (0, 0), (0, rest)))
     query = first[:, None] + jnp.arange(time, dtype=jnp.int32)[None]
 
     def add_block(i, carry):
@@ -341,6 +348,9 @@ def _attend_block(q: Array, kv: TokenPages, row: _Row, first: Array, scale: floa
         position = row.positions(i * span + jnp.arange(span, dtype=jnp.int32))
         live = (position < row.end[:, None]) & (jnp.repeat(page, page_size, axis=1) > 0)
         visible = (live[:, None] & row.visible(position, query))[:, None, None]
+        if read is not None:
+            chosen = jax.lax.dynamic_slice_in_dim(read, i * pages, pages, axis=3)
+            visible = visible & jnp.repeat(chosen, page_size, axis=3)[:, :, None]
         scores = contract("btkgd,bskd->bkgts", q, k)
         scores = jnp.where(visible, scores * scale, MASKED)
         before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=-1))

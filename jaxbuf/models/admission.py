@@ -109,7 +109,7 @@ class Admission:
     def without_borrowed(
         self, q: Float[Array, "rows time heads head_dim"], k: Float[Array, "rows time kv_heads head_dim"]
     ) -> tuple[Float[Array, "rows time heads head_dim"], Float[Array, "rows time kv_heads head_dim"]]:
-        """Queries and keys with zeros in the channels that the score borrows, see `Terms`; most borrow none."""
+        """Queries q and keys k with zeros in the channels that the score borrows, see `Terms`; most borrow none."""
         borrows = self.score.terms.borrows
         if borrows is None:
             return q, k

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxbuf.attention.gated_pages import WhenFull
+from jaxbuf.attention.selection import Selection
 from jaxbuf.axes import Array, Int
 from jaxbuf.models.admission import Admission, BorrowedNeuron, HeadScore, HiddenScore, Rule, Score, WriteGate
 from jaxbuf.models.config import LayerConfig, Mixer, ModelConfig
@@ -190,6 +191,33 @@ def threshold_for_share(
     return float(ordered[kept - 1])
 
 
+def with_selection(lm: LanguageModel, selection: Selection | None) -> LanguageModel:
+    """The model whose softmax layers with keys and values read what a selection says, of what gates keep if it has any.
+
+    `logits` and `score` of it serve every selection; a memory, and with it `generate`, serves a `Quest` of a model
+    without gates, whose page_size is the memory's and whose `behind` is at least the tokens of a launch.
+
+    Args:
+      lm: A selection that it has is replaced.
+      selection: Of all these layers but the first `dense` ones; None: every layer reads everything.
+
+    Raises:
+      ValueError: The model has no such layer, or is spread over a mesh.
+    """
+    if lm.config.mesh is not None and selection is not None:
+        raise ValueError("lm must lie on one device to select what it reads, got one that is spread over a mesh")
+    places = [
+        (number, place)
+        for number, layer in enumerate(lm.config.layers)
+        for place, mixer in enumerate(layer.mixers)
+        if isinstance(mixer, Attention)
+    ]
+    if not places:
+        raise ValueError(f"lm must have softmax layers with keys and values to select from, got {lm!r}")
+    selecting = set(places[0 if selection is None else selection.dense :])
+    return _rebuilt(lm, _changed(lm.config, lambda place: selection if place in selecting else None, "selection"))
+
+
 def with_idle_neurons(lm: LanguageModel) -> LanguageModel:
     """The model whose channels that scores borrow are zero for every token, as the scores are then the same for all.
 
@@ -336,13 +364,13 @@ def _with_rule(lm: LanguageModel, **changes: Any) -> LanguageModel:
     return _rebuilt(lm, _changed(lm.config, of_layer))
 
 
-def _changed(config: ModelConfig, of_layer: Callable[[tuple[int, int]], Admission | None]) -> ModelConfig:
-    """The configuration whose softmax mixers have the admission that `of_layer` says."""
+def _changed(config: ModelConfig, of_layer: Callable[[tuple[int, int]], Any], field: str = "admission") -> ModelConfig:
+    """The configuration whose softmax mixers have in this field what `of_layer` says."""
 
     def mixer(number: int, place: int, given: Mixer) -> Mixer:
         if not isinstance(given, Attention):
             return given
-        return dataclasses.replace(given, admission=of_layer((number, place)))
+        return dataclasses.replace(given, **{field: of_layer((number, place))})
 
     def layer(number: int, given: LayerConfig) -> LayerConfig:
         mixers = tuple(mixer(number, place, each) for place, each in enumerate(given.mixers))

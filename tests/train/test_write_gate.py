@@ -135,7 +135,7 @@ def test_settings_that_do_not_fit_are_named(lm, tokens):
         ({"pieces": 3}, "pieces must divide rows"),
         ({"length": 4}, "length must be above window"),
         ({"sparsity": -1.0}, "sparsity must be at least 0"),
-        ({"penalty": "l1"}, "penalty must be 'residency' or 'gate'"),
+        ({"penalty": "l1"}, "penalty must be 'residency', 'gate' or 'mean'"),
     ):
         with pytest.raises(ValueError, match=message):
             Recipe(**{**vars(RECIPE), **change})

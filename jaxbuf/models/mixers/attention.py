@@ -11,6 +11,7 @@ from flax import nnx
 from jaxbuf.attention.gated_pages import init_gated_kv
 from jaxbuf.attention.paged import init_kv
 from jaxbuf.attention.rotary import Rotary, rotate
+from jaxbuf.attention.selection import Quest, Selection
 from jaxbuf.axes import Array, Float
 from jaxbuf.models.admission import Admission, Keys
 from jaxbuf.models.config import ATTENTION, GATED
@@ -47,6 +48,7 @@ class Attention:
         with them.
       devices: Who share the heads; the numbers of heads are then one device's.
       admission: Which keys are kept once they leave a local window; None: all are.
+      selection: Which of the keys that are there each query reads; None: all that it may see.
     """
 
     heads: int
@@ -63,6 +65,7 @@ class Attention:
     output_scale: float = 1.0
     devices: int = 1
     admission: Admission | None = None
+    selection: Selection | None = None
 
     @property
     def kind(self) -> str:
@@ -97,6 +100,8 @@ class Attention:
 
     def memory(self, shared: Any, dtypes, number: int):
         given = {"head_dim": self.head_dim, "dtype": dtypes.dtype}
+        if self.selection is not None and (self.admission is not None or not isinstance(self.selection, Quest)):
+            raise ValueError(f"selection must be a Quest without gates where there is a memory, got {self.selection}")
         if self.admission is not None:
             return init_gated_kv(shared, **given, number=number)
         return init_kv(pages=shared.pages, page_size=shared.page_size, kv_heads=self.kv_heads, **given)
@@ -130,7 +135,10 @@ class Attention:
                 scores = (self.admission.score(p.admission, Keys(x, before, k, first, plan.positions)),)
                 q, k = self.admission.without_borrowed(q, k)  # the rotation brought in another channel's numbers
         with jax.named_scope("attention"):
-            out, memory = plan.attend(memory, q, k, v, *scores)
+            if self.selection is None:
+                out, memory = plan.attend(memory, q, k, v, *scores)
+            else:
+                out, memory = plan.attend_selected(memory, q, k, v, *scores, self.selection, self.rotary)
         with jax.named_scope("output"):
             if gate is not None:
                 out = out * jax.nn.sigmoid(gate)
