@@ -230,7 +230,10 @@ class GateTraining:
     def lm(self) -> LanguageModel:
         """The model with the gates as they are now, and the recipe's threshold; tuned, if the recipe says so."""
         gates = {name: jnp.asarray(np.asarray(value)) for name, value in self.state.gates.items()}
-        return with_threshold(self._lm.replace(model=_with(self._lm.model, gates)), self.recipe.threshold)
+        lm = self._lm.replace(model=_with(self._lm.model, gates))
+        if self.recipe.tunes == "model":  # so that errors tell it from the one that it was
+            lm = dataclasses.replace(lm, name=f"{lm.name}, tuned")
+        return with_threshold(lm, self.recipe.threshold)
 
     def batch(self, step: int) -> Int32[np.ndarray, "rows length"]:
         """The sequences of a step.
