@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxbuf.attention.gated_pages import GatedKV, GatedTable, count_pages
+from jaxbuf.attention.gated_lists import count_pages
+from jaxbuf.attention.gated_pages import GatedKV, GatedTable
 from jaxbuf.attention.paged_memory import PageTable
 from jaxbuf.axes import Array, Int32
 from jaxbuf.memory.ownership import Ownership

@@ -103,10 +103,11 @@ def train_gate(
 ) -> None:
     """Train gates that keep few keys of a model's softmax layers, and try them.
 
-    What options are by default suits the embedded model and a few minutes of a CPU. The model itself is not changed, but for
-    --score neuron, which writes a tuned one beside the gates. A run that was stopped goes on from its last checkpoint
-    when it is started again with the same options. At the end the gates are tried on text that was not trained on: how
-    well the model predicts it with all keys, with those that the gates keep, and with as many that were drawn at random.
+    What options are by default suits the embedded model and a few minutes of a CPU. The model itself is not changed,
+    but for --score neuron, which writes a tuned one beside the gates. A run that was stopped goes on from its last
+    checkpoint when it is started again with the same options. At the end the gates are tried on text that was not
+    trained on: how well the model predicts it with all keys, with those that the gates keep, and with as many that were
+    drawn at random.
 
     [bold]Examples[/bold]
 
@@ -214,9 +215,7 @@ def _recipe(
     return dataclasses.replace(recipe, **settings, **{key: x for key, x in learned.items() if x is not None})
 
 
-def run_training(
-    err: Console, training: "GateTraining", output: Path, share: float | None = None
-) -> "LanguageModel":
+def run_training(err: Console, training: "GateTraining", output: Path, share: float | None = None) -> "LanguageModel":
     """Trains to the end, behind a bar, and leaves gates, checkpoints, metrics and a plot.
 
     A process that was killed at any moment and is started again leaves the same.

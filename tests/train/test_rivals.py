@@ -21,6 +21,7 @@ from jaxbuf.models.gates import (
     with_threshold,
 )
 from jaxbuf.models.layers import named_parameters, replace_parameters
+from jaxbuf.train.text_sequences import DocumentSequences
 from jaxbuf.train.write_gate import RECIPES, GateTraining, distillation_loss, penalty_of
 from tests.train.test_write_gate import RECIPE, language_model
 
@@ -33,6 +34,17 @@ def lm():
 @pytest.fixture(scope="module")
 def tokens():
     return np.random.default_rng(1).integers(0, 61, 400)
+
+
+class Asked(DocumentSequences):
+    """Sequences of one text, that are compared at the tokens that `which` says."""
+
+    def __init__(self, tokens, recipe, which):
+        super().__init__([tokens], recipe.rows, recipe.length, seed=recipe.seed)
+        self._which = which
+
+    def asked(self, step):
+        return self._which(self.batch(step))
 
 
 def with_values(lm, values):
@@ -54,7 +66,7 @@ def test_heads_that_give_nothing_close_and_the_others_stay_open(lm, tokens):
     recipe = dataclasses.replace(
         RECIPE, score=HeadScore(sinks=2), penalty="mean", sparsity=1e-3, rate=0.1, steps=25, remat=False
     )
-    training = GateTraining(with_values(lm, values), tokens, recipe, asked=tokens > 20)
+    training = GateTraining(with_values(lm, values), Asked(tokens, recipe, lambda found: found > 20), recipe)
     list(training.run())
     found = np.stack(list(alphas(training.lm).values()))
     assert (found >= 0).all() and (found <= 1).all()
@@ -156,16 +168,18 @@ def test_hidden_states_are_compared_where_answers_are(lm, tokens, rng):
         np.asarray(x, np.float64) for x in (decoder.forward(lm.model, rows), decoder.forward(gated.model, rows))
     )
     _, metrics = distillation_loss(gated.model, lm.model, rows, RECIPE, jnp.asarray(asked))
-    distance = np.mean((hidden - expected)[asked] ** 2) / np.mean(expected[asked] ** 2)
+    each = zip(hidden, expected, asked, strict=True)
+    distance = np.mean([np.sum((ours - own)[where] ** 2) / np.sum(own[where] ** 2) for ours, own, where in each])
     assert float(metrics["distance"]) == pytest.approx(distance, rel=1e-4)
 
-    with pytest.raises(ValueError, match=r"asked must be bool \[400\], got int64"):
-        GateTraining(lm, tokens, RECIPE, asked=np.zeros(400, int))
+    wrong = Asked(tokens, RECIPE, lambda found: np.zeros(found.shape, int))
+    with pytest.raises(ValueError, match=r"data must ask bool \(\d+, \d+\) for a step, got int64"):
+        next(GateTraining(lm, wrong, RECIPE).run())
 
 
 @pytest.mark.exhaustive
 def test_training_compares_at_the_tokens_that_were_asked(lm, tokens):
-    training = GateTraining(lm, tokens, RECIPE, asked=np.zeros(400, bool))
+    training = GateTraining(lm, Asked(tokens, RECIPE, lambda found: np.zeros(found.shape, bool)), RECIPE)
     assert next(training.run())["distance"] == 0
 
 
