@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--local-windows", default=None, help="of local attention, with commas")
     parser.add_argument("--budgets", default=None, help="shares of the full memory's bytes to compare at, with commas")
     parser.add_argument("--examples", type=whole(1), default=None, help="of each task and seed; default: the plan's")
-    parser.add_argument("--text", type=Path, nargs="+", help="files that are read as text; see above")
+    parser.add_argument("--text", type=Path, nargs="+", help="files that are read as text; see below")
     parser.add_argument("--length", type=whole(16), default=2048, help="tokens of a stretch of text")
     parser.add_argument("--stretches", type=whole(1), default=8, help="of the text, evenly spread over it")
     parser.add_argument("--rows", type=whole(1), default=8, help="sequences that are read at once")
