@@ -337,3 +337,15 @@ class Mixture:
     def batch(self, step: int) -> np.ndarray:
         """int32 [rows, length]: the tokens of a step's batch, as a training of gates reads them."""
         return self.examples(step).tokens
+
+
+class AskedMixture(Mixture):
+    """A mixture of which a training of gates compares hidden states at the answers alone."""
+
+    def asked(self, step: int) -> np.ndarray:
+        """bool [rows, length]: the answers of a step's batch.
+
+        Args:
+          step: From 0.
+        """
+        return self.examples(step).answers

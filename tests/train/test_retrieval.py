@@ -106,6 +106,7 @@ def test_a_run_of_limited_time_saves_where_it_stops(tmp_path):
     assert len(taken) < 9 and saved[-1] == taken[-1]
 
 
+@pytest.mark.slow
 def test_the_model_is_loaded_and_gates_are_trained_on_the_tasks(trained, tmp_path):
     training, _ = trained
     checkpoint.save(training.model, RECIPE.config, tmp_path / "model", dtype="float32")
