@@ -133,7 +133,7 @@ def test_the_card_tells_how_the_training_went(card):
         assert f"{min(losses):.4f}" in card and f"{losses[-1]:.4f}" in card
 
 
-@pytest.mark.parametrize("name", ["demo_quality.json", "demo_training.json"])
+@pytest.mark.parametrize("name", ["demo_quality.json", "demo_training.json", "demo_gates.json"])
 def test_records_say_where_they_come_from_and_nothing_of_the_machine(name):
     found = record(name)
     assert found["script"] == found["command"].split()[0] and (ROOT / found["script"]).exists()

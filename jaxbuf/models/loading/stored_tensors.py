@@ -33,6 +33,9 @@ class Stored(Protocol):
         ...
 
 
+GATES = "jaxbuf"  # in the metadata of files of gates, which may lie beside the model that they were made for
+
+
 class Float8Bytes:
     """The bytes of a float8 tensor, which safetensors does not give to numpy. A `Stored`."""
 
@@ -51,7 +54,8 @@ class Float8Bytes:
 
 @contextmanager
 def open_tensors(directory: Path) -> Iterator[dict[str, Stored]]:
-    """Opens every file of a checkpoint: the *.safetensors of a directory, or the shards that its index names.
+    """Opens every file of a checkpoint: the *.safetensors of a directory but for those of gates, or the shards that its
+    index names.
 
     Raises:
       FileNotFoundError: There are none.
@@ -72,6 +76,8 @@ def open_tensors(directory: Path) -> Iterator[dict[str, Stored]]:
             try:
                 with file.open("rb"):  # says why a file may not be read; safetensors says that it is not there
                     opened = stack.enter_context(safe_open(file, framework="numpy"))
+                if GATES in (opened.metadata() or {}):
+                    continue
                 found = _tensors_of(opened, file)
             except SafetensorError as error:
                 raise CheckpointError(f"{file} cannot be read, it may be cut off: {error}") from error
