@@ -37,7 +37,7 @@ def test_the_package_finds_them_by_name():
     assert {str(param[...].dtype) for param in gate_parameters(lm.model).values()} == {"float32"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_on_text_that_was_never_trained_on_they_cost_little_and_chance_costs_more():
     lm = jaxbuf.load("demo", progress=False)
     tokens = np.asarray(lm.encode((ROOT / "CHANGELOG.md").read_text()), np.int32)[:4096].reshape(4, 1024)

@@ -35,7 +35,7 @@ def test_the_python_of_the_guide_names_what_is_there():
     exec(f"from jaxbuf.train.write_gate import Recipe; Recipe({settings[1]})", {})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.foreign
 def test_the_commands_for_the_embedded_model_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
