@@ -1,8 +1,10 @@
 """checked.json, what was checked of each family, is not stale, and is written as tests run."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from jaxbuf.models.checked import KINDS, Check, note_checks, path, read_checks
 from jaxbuf.models.families import families
 from tests import recording
 
+ROOT = Path(__file__).parent.parent.parent
 TEST = "tests/models/test_parity.py::test_logits[llama_full]"
 
 
@@ -25,6 +28,18 @@ def test_every_family_was_compared_with_transformers_and_no_other_is_noted():
     missing = [family for family in families() if (family, "parity") not in noted]
     assert missing == [], "scripts/test --record -k FAMILY notes what is checked of it"
     assert {family for family, _ in noted} <= families().keys() and {kind for _, kind in noted} <= KINDS.keys()
+
+
+def test_readmes_table_says_what_is_noted():
+    columns = (("parity",), ("drafters", "trees"), ("samples", "beams"), ("mesh",), ("gpu",))
+    passed = {(check.family, check.kind): True for check in read_checks()}
+    passed |= {(check.family, check.kind): False for check in read_checks() if not check.passed}
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| [^|]+ \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    told = {family: cells.split(" | ") for family, cells in rows}
+    assert told.keys() == families().keys()
+    for family, cells in told.items():
+        noted = [all(passed.get((family, kind), False) for kind in kinds) for kinds in columns]
+        assert cells == ["yes" if each else "-" for each in noted], family
 
 
 @pytest.mark.slow
