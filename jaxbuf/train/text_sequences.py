@@ -28,7 +28,7 @@ HELD_OUT_DOCUMENTS = 256  # of a data set, its first, which models are tried on
 class Sequences(Protocol):
     """What a training reads. Whoever has an attribute `identity`, a text, is told from other data at a resumption."""
 
-    def batch(self, step: int) -> Int32[np.ndarray, "rows length"]:
+    def batch(self, step: int) -> Int32[np.ndarray, "batch time"]:
         """The sequences of a step: the same ones whenever the step is asked for.
 
         Args:

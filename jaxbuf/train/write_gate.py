@@ -235,7 +235,7 @@ class GateTraining:
             lm = dataclasses.replace(lm, name=f"{lm.name}, tuned")
         return with_threshold(lm, self.recipe.threshold)
 
-    def batch(self, step: int) -> Int32[np.ndarray, "rows length"]:
+    def batch(self, step: int) -> Int32[np.ndarray, "batch time"]:
         """The sequences of a step.
 
         Args:
