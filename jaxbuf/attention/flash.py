@@ -1,4 +1,8 @@
-"""Softmax attention of queries over keys beside them, with the log-sum-exp by which parts of a softmax are merged."""
+"""Softmax attention of queries over keys beside them, with the log-sum-exp by which parts of a softmax are merged; and
+the online softmax, to which keys are added block by block."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +50,87 @@ def flash(
 
     if time <= QUERIES:
         return attend(q, 0)
-    blocks = -(-time // QUERIES)
-    padded = jnp.pad(q, ((0, 0), (0, blocks * QUERIES - time), (0, 0), (0, 0)))
-    padded = jnp.moveaxis(padded.reshape(rows, blocks, QUERIES, *q.shape[2:]), 1, 0)
-    first = QUERIES * jnp.arange(blocks, dtype=jnp.int32)
+
     # The scores of a block are computed again for its gradient: kept for all blocks, they would be quadratic in time.
-    out, lse = jax.lax.map(jax.checkpoint(lambda block: attend(*block)), (padded, first))
-    out = jnp.moveaxis(out, 0, 1).reshape(rows, blocks * QUERIES, *q.shape[2:])
-    lse = jnp.moveaxis(lse, 0, 2).reshape(rows, q.shape[2], blocks * QUERIES)
-    return out[:, :time], lse[:, :, :time]
+    @jax.checkpoint
+    def of_block(q, query):
+        out, lse = attend(q, query[0, 0])
+        return out, jnp.swapaxes(lse, 1, 2)
+
+    query = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32)[None], (rows, time))
+    out, lse = in_blocks(of_block, QUERIES, q, query)
+    return out, jnp.swapaxes(lse, 1, 2)
+
+
+def in_blocks(function: Callable[..., Any], block: int, *arrays: Array) -> Any:
+    """A function of so many tokens of arrays [rows, time, ...] at a time, whose results, [rows, tokens, ...] each, are
+    joined again. Behind the last token there are zeros."""
+    rows, time = arrays[0].shape[:2]
+    blocks = -(-time // block)
+
+    def cut(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, blocks * block - time), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(rows, blocks, block, *x.shape[2:]), 1, 0)
+
+    def joined(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(rows, blocks * block, *x.shape[3:])[:, :time]
+
+    return jax.tree.map(joined, jax.lax.map(lambda each: function(*each), tuple(map(cut, arrays))))
+
+
+class OnlineSoftmax(NamedTuple):
+    """Attention of queries over the keys that were added so far.
+
+    Attributes:
+      highest: float32 [rows, kv_heads, group, time], each query's highest score.
+      total: Like it, the sum of its weights, relative to that of the highest score.
+      out: float32 [rows, kv_heads, group, time, value_dim], the sum of the values with these weights.
+
+    Source: Milakov and Gimelshein (2018), Online normalizer calculation for softmax, algorithm 3.
+    """
+
+    highest: Array
+    total: Array
+    out: Array
+
+    @classmethod
+    def empty(cls, rows: int, kv_heads: int, group: int, time: int, value_dim: int) -> "OnlineSoftmax":
+        """Without a key."""
+        shape = rows, kv_heads, group, time
+        zeros = jnp.zeros((*shape, value_dim), jnp.float32)
+        return cls(jnp.full(shape, MASKED), jnp.zeros(shape, jnp.float32), zeros)
+
+    def add(
+        self,
+        scores: Float32[Array, "rows kv_heads group time n"],
+        visible: Bool[Array, "#rows #kv_heads #group #time n"],
+        values: Float[Array, "..."],
+        sums: str = "bkgts,bskd->bkgtd",
+    ) -> "OnlineSoftmax":
+        """With more keys.
+
+        Args:
+          scores: Of each query and key, scaled.
+          visible: Which of them count.
+          values: Of the keys, [rows, n, kv_heads, value_dim], or as `sums` says; what nobody sees must be finite.
+          sums: The contraction of weights (bkgts) and values.
+        """
+        scores = jnp.where(visible, scores, MASKED)
+        highest = jnp.maximum(self.highest, jnp.max(scores, axis=-1))
+        # Where no key is visible yet, highest is MASKED itself: hence the second selection.
+        weights = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
+        kept = jnp.exp(self.highest - highest)
+        out = self.out * kept[..., None] + contract(sums, weights.astype(values.dtype), values)
+        return OnlineSoftmax(highest, self.total * kept + jnp.sum(weights, axis=-1), out)
+
+    def result(self) -> tuple[Array, Array]:
+        """float32 outputs [rows, time, heads, value_dim], and log-sum-exps [rows, heads, time]; zeros and -inf where
+        nothing was visible."""
+        rows, kv_heads, group, time = self.total.shape
+        some = jnp.where(self.total > 0, self.total, 1.0)
+        out = jnp.moveaxis(self.out / some[..., None], 3, 1).reshape(rows, time, kv_heads * group, -1)
+        lse = jnp.where(self.total > 0, self.highest + jnp.log(some), -jnp.inf)
+        return out, lse.reshape(rows, kv_heads * group, time)
 
 
 def _attend(q: Array, k: Array, v: Array, visible: Bool[Array, "#rows #time n"] | None) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxbuf.attention.attention_plan import LaunchPositions, WholePositions
 from jaxbuf.attention.contraction import contract
-from jaxbuf.attention.flash import MASKED, merge, split_heads
+from jaxbuf.attention.flash import OnlineSoftmax, in_blocks, merge, split_heads
 from jaxbuf.attention.gated_budget import admit_within
 from jaxbuf.attention.gated_lists import add_pages, admit
 from jaxbuf.attention.gated_pages import GatedKV, Places, tokens_at
@@ -18,7 +18,7 @@ from jaxbuf.attention.gated_sequence import Mixture, attend_admitted, attend_mix
 from jaxbuf.attention.paged import BLOCK, as_tokens, write_tokens
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.attention.selection import Selection
-from jaxbuf.axes import Array, Bool, Float, Float32
+from jaxbuf.axes import Array, Float, Float32
 
 
 @partial(
@@ -184,13 +184,13 @@ def _attend(plan: LaunchedGated, memory: GatedKV, q: Array, k: Array, v: Array, 
         if time <= BLOCK:
             past = _past(plan, memory, q, query)
         else:
-            blocks = -(-time // BLOCK)
-            rest = blocks * BLOCK - time
-            padded = jnp.pad(q, ((0, 0), (0, rest), (0, 0), (0, 0))), jnp.pad(query, ((0, 0), (0, rest)), mode="edge")
-            parts = tuple(jnp.moveaxis(x.reshape(rows, blocks, BLOCK, *x.shape[2:]), 1, 0) for x in padded)
-            past, past_lse = jax.lax.map(lambda part: _past(plan, memory, *part), parts)
-            past = jnp.moveaxis(past, 0, 1).reshape(rows, -1, *q.shape[2:])[:, :time]
-            past = past, jnp.moveaxis(past_lse, 0, 2).reshape(rows, q.shape[2], -1)[..., :time]
+
+            def of_block(q: Array, query: Array) -> tuple[Array, Array]:
+                past, lse = _past(plan, memory, q, query)
+                return past, jnp.swapaxes(lse, 1, 2)
+
+            past, past_lse = in_blocks(of_block, BLOCK, q, query)
+            past = past, jnp.swapaxes(past_lse, 1, 2)
         return merge(out, lse, *past)[0]
 
     out = jax.lax.cond(jnp.any((launch.start > 0) & (launch.lengths > 0)), with_memory, lambda: out)
@@ -234,8 +234,7 @@ def _own(plan: LaunchedGated, q: Array, k: Array, v: Array, gates: Array) -> tup
     itself = (token[:, None] == token[None])[None]
     live = (token[None] < launch.lengths[:, None])[:, None] | itself
     visible = (seen & live)[:, None] & (local | admitted)
-    carry = _add(_empty(q, heads), q, k, v, visible, "btkgd,bskd->bkgts", "bkgts,bskd->bkgtd")
-    return _finish(carry, q)
+    return _empty(q, heads).add(_scores("btkgd,bskd->bkgts", q, k, heads), visible[:, :, None], v).result()
 
 
 def _past(plan: LaunchedGated, memory: GatedKV, q: Array, query: Array) -> tuple[Array, Array]:
@@ -252,7 +251,7 @@ def _past(plan: LaunchedGated, memory: GatedKV, q: Array, query: Array) -> tuple
     live = (position >= local.frontier[:, None]) & (position < jnp.where(asked, launch.start, 0)[:, None])
     dtype = q.dtype
 
-    def add_listed(i, carry):
+    def add_listed(i, softmax):
         page = jax.lax.dynamic_slice_in_dim(lists, i * pages, pages, axis=2)
         k, v = (
             x[page].reshape(*page.shape[:2], span, -1).astype(dtype)
@@ -260,10 +259,10 @@ def _past(plan: LaunchedGated, memory: GatedKV, q: Array, query: Array) -> tuple
         )
         there = i * span + jnp.arange(span, dtype=jnp.int32)[None, None] < counts[..., None]
         v = jnp.where(there[..., None], v, jnp.zeros((), dtype))
-        visible = there[:, :, None]
-        return _add(carry, q, k, v, visible, "btkgd,bksd->bkgts", "bkgts,bksd->bkgtd")
+        scores = _scores("btkgd,bksd->bkgts", q, k, heads)
+        return softmax.add(scores, there[:, :, None, None], v, "bkgts,bksd->bkgtd")
 
-    def add_local(i, carry):
+    def add_local(i, softmax):
         page = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
         k, v = (x[page].reshape(page.shape[0], span, heads, -1).astype(dtype) for x in (memory.keys, memory.values))
         gates = memory.gates[page].reshape(page.shape[0], span, heads)
@@ -272,11 +271,10 @@ def _past(plan: LaunchedGated, memory: GatedKV, q: Array, query: Array) -> tuple
         near = (query[:, :, None] - here[:, None] < plan.window)[:, None]
         admitted = jnp.moveaxis(gates >= local.threshold[:, None, None], 1, 2)[:, :, None]
         visible = there[:, None, None] & (near | admitted)
-        return _add(carry, q, k, v, visible, "btkgd,bskd->bkgts", "bkgts,bskd->bkgtd")
+        return softmax.add(_scores("btkgd,bskd->bkgts", q, k, heads), visible[:, :, None], v)
 
-    carry = jax.lax.fori_loop(0, -(-jnp.max(counts) // span), add_listed, _empty(q, heads))
-    carry = jax.lax.fori_loop(0, table.shape[1] // pages, add_local, carry)
-    return _finish(carry, q)
+    softmax = jax.lax.fori_loop(0, -(-jnp.max(counts) // span), add_listed, _empty(q, heads))
+    return jax.lax.fori_loop(0, table.shape[1] // pages, add_local, softmax).result()
 
 
 def _padded(table: Array, pages: int) -> Array:
@@ -285,41 +283,13 @@ def _padded(table: Array, pages: int) -> Array:
     return jnp.pad(table, (*((0, 0),) * (table.ndim - 1), (0, rest)))
 
 
-def _empty(q: Array, kv_heads: int) -> tuple[Array, Array, Array]:
+def _empty(q: Array, kv_heads: int) -> OnlineSoftmax:
     rows, time, heads, head_dim = q.shape
-    shape = (rows, kv_heads, heads // kv_heads, time)
-    return jnp.full(shape, MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
+    return OnlineSoftmax.empty(rows, kv_heads, heads // kv_heads, time, head_dim)
 
 
-def _add(
-    carry: tuple[Array, Array, Array],
-    q: Array,
-    k: Array,
-    v: Array,
-    visible: Bool[Array, "rows #kv_heads #time n"],
-    scores_of: str,
-    sums_of: str,
-) -> tuple[Array, Array, Array]:
-    """An online softmax with more keys: highest score, denominator and weighted sum of each query."""
-    highest, total, out = carry
-    seen = visible[:, :, None]
-    scores = contract(scores_of, split_heads(q, highest.shape[1]), k) * q.shape[-1] ** -0.5
-    scores = jnp.where(seen, scores, MASKED)
-    before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=-1))
-    # Where no key is visible yet, highest is MASKED itself: hence the selection.
-    weights = jnp.where(seen, jnp.exp(scores - highest[..., None]), 0.0)
-    kept = jnp.exp(before - highest)
-    out = out * kept[..., None] + contract(sums_of, weights.astype(q.dtype), v)
-    return highest, total * kept + jnp.sum(weights, axis=-1), out
-
-
-def _finish(carry: tuple[Array, Array, Array], q: Array) -> tuple[Array, Array]:
-    """Outputs like q and log-sum-exps [rows, heads, time], in float32; zeros and -inf where nothing was seen."""
-    highest, total, out = carry
-    rows, time, heads, _ = q.shape
-    out = jnp.moveaxis(out / jnp.where(total > 0, total, 1.0)[..., None], 3, 1).reshape(q.shape)
-    lse = jnp.where(total > 0, highest + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
-    return out, lse.reshape(rows, heads, time)
+def _scores(products: str, q: Array, k: Array, kv_heads: int) -> Array:
+    return contract(products, split_heads(q, kv_heads), k) * q.shape[-1] ** -0.5
 
 
 def _admit_leaving(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxbuf.arguments import check_rows, check_sizes
 from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.contraction import contract
-from jaxbuf.attention.flash import MASKED, check_heads, split_heads
+from jaxbuf.attention.flash import MASKED, OnlineSoftmax, check_heads, split_heads
 from jaxbuf.axes import Array, Bool, Float, Float32, Int, Int32
 from jaxbuf.target import Target
 
@@ -170,21 +170,14 @@ def _forward(sizes, q, k, v, weights, lengths):
     def of_queries(number):
         queries = _part(q, number, block)
 
-        def add_keys(place, carry):
-            highest, total, out = carry
+        def add_keys(place, softmax):
             keys, values = _part(k, place, block), _part(v, place, block)
             scores, visible, _ = _scores(sizes, queries, keys, _part(weights, place, block), number, place, lengths)
-            before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=-1))
-            # Where no key is visible yet, highest is MASKED itself: hence the selection.
-            parts = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
-            kept = jnp.exp(before - highest)
-            out = out * kept[..., None] + contract("bkgts,bskd->bkgtd", parts.astype(q.dtype), values)
-            return highest, total * kept + jnp.sum(parts, axis=-1), out
+            return softmax.add(scores, visible, values)
 
-        shape = (q.shape[0], q.shape[2], q.shape[3], block)
-        empty = jnp.full(shape, MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, q.shape[4]), jnp.float32)
+        empty = OnlineSoftmax.empty(q.shape[0], q.shape[2], q.shape[3], block, q.shape[4])
         highest, total, out = jax.lax.fori_loop(0, number + 1, add_keys, empty)
-        total = jnp.where(total > 0, total, 1.0)
+        total = jnp.where(total > 0, total, 1.0)  # finite, where `result` gives -inf: gradients need it so
         return jnp.moveaxis(out / total[..., None], 3, 1).astype(q.dtype), highest + jnp.log(total)
 
     out, lse = jax.lax.map(of_queries, jnp.arange(q.shape[1] // block, dtype=jnp.int32))

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxbuf.arguments import check_sizes, checked_slots
 from jaxbuf.attention.contraction import contract
-from jaxbuf.attention.flash import MASKED, check_heads, split_heads
+from jaxbuf.attention.flash import OnlineSoftmax, check_heads, in_blocks, split_heads
 from jaxbuf.attention.pages import places
 from jaxbuf.axes import Array, Bool, Float, Int, Int32
 from jaxbuf.memory.ownership import NOWHERE
@@ -271,13 +271,9 @@ def attend(
     end = jnp.where((slots > 0) & (lengths > 0), end, 0)  # where nothing is asked, nothing is read
     row = _Row(table[slots], start, end, None if order is None else order[slots], ancestors, read)
     if time <= BLOCK or ancestors is not None or read is not None:
-        return _attend_block(grouped, kv, row, start, factor).reshape(*q.shape[:3], kv.value_dim)
-    blocks = -(-time // BLOCK)
-    grouped = jnp.pad(grouped, ((0, 0), (0, blocks * BLOCK - time), *((0, 0),) * 3))
-    grouped = jnp.moveaxis(grouped.reshape(rows, blocks, BLOCK, *grouped.shape[2:]), 1, 0)
-    first = start[None] + BLOCK * jnp.arange(blocks, dtype=jnp.int32)[:, None]
-    out = jax.lax.map(lambda block: _attend_block(block[0], kv, row, block[1], factor), (grouped, first))
-    return jnp.moveaxis(out, 0, 1).reshape(rows, blocks * BLOCK, q.shape[2], kv.value_dim)[:, :time]
+        return _attend_block(grouped, kv, row, start, factor)
+    query = start[:, None] + jnp.arange(time, dtype=jnp.int32)[None]
+    return in_blocks(lambda q, query: _attend_block(q, kv, row, query[:, 0], factor), BLOCK, grouped, query)
 
 
 class _Row(NamedTuple):
@@ -329,8 +325,8 @@ class _Row(NamedTuple):
 def _attend_block(q: Array, kv: TokenPages, row: _Row, first: Array, scale: float) -> Array:
     """One block of queries over all keys that any of them sees.
 
-    q [rows, time, kv_heads, group, head_dim], positions from `first` (int32 [rows]) on. The result is like q, as wide
-    as values.
+    q [rows, time, kv_heads, group, head_dim], positions from `first` (int32 [rows]) on. The result is [rows, time,
+    heads, value_dim] in q's dtype.
     """
     rows, time, kv_heads, group, _ = q.shape
     page_size = kv.page_size
@@ -341,8 +337,7 @@ def _attend_block(q: Array, kv: TokenPages, row: _Row, first: Array, scale: floa
     read = None if row.read is None else jnp.pad(row.read, ((0, 0), (0, 0), (0, 0), (0, rest)))
     query = first[:, None] + jnp.arange(time, dtype=jnp.int32)[None]
 
-    def add_block(i, carry):
-        highest, total, out = carry
+    def add_block(i, softmax):
         page = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
         k, v = (x.reshape(rows, span, kv_heads, x.shape[-1]).astype(q.dtype) for x in kv.pages(page))
         position = row.positions(i * span + jnp.arange(span, dtype=jnp.int32))
@@ -351,22 +346,12 @@ def _attend_block(q: Array, kv: TokenPages, row: _Row, first: Array, scale: floa
         if read is not None:
             chosen = jax.lax.dynamic_slice_in_dim(read, i * pages, pages, axis=3)
             visible = visible & jnp.repeat(chosen, page_size, axis=3)[:, :, None]
-        scores = contract("btkgd,bskd->bkgts", q, k)
-        scores = jnp.where(visible, scores * scale, MASKED)
-        before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=-1))
-        # Where no key of a row is visible yet, highest is MASKED itself: hence the second selection.
-        weights = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
         v = jnp.where(live[..., None, None], v, jnp.zeros((), v.dtype))
-        kept = jnp.exp(before - highest)
-        out = out * kept[..., None] + contract("bkgts,bskd->bkgtd", weights.astype(q.dtype), v)
-        return highest, total * kept + jnp.sum(weights, axis=-1), out
+        return softmax.add(contract("btkgd,bskd->bkgts", q, k) * scale, visible, v)
 
-    shape = (rows, kv_heads, group, time)
-    empty = (jnp.full(shape, MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, kv.value_dim), jnp.float32))
     reach = jnp.minimum(jnp.max(row.reach(first + time)), table.shape[1] * page_size)
-    _, total, out = jax.lax.fori_loop(0, (reach + span - 1) // span, add_block, empty)
-    out = out / jnp.maximum(total, 1.0)[..., None]  # the best key weighs 1; without any key, 0 / 1
-    return jnp.moveaxis(out, 3, 1).astype(q.dtype)
+    empty = OnlineSoftmax.empty(rows, kv_heads, group, time, kv.value_dim)
+    return jax.lax.fori_loop(0, (reach + span - 1) // span, add_block, empty).result()[0].astype(q.dtype)
 
 
 def check_places(pages: int, page_size: int) -> None:

@@ -13,12 +13,11 @@ Source: Quest (2024), section 3; pages of a head's admitted keys are Write-Gated
 import dataclasses
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
 from jaxbuf.attention.contraction import contract
-from jaxbuf.attention.flash import MASKED, merge, split_heads
+from jaxbuf.attention.flash import OnlineSoftmax, in_blocks, merge, split_heads
 from jaxbuf.attention.gated_sequence import attend_admitted, check_gated
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.axes import Array, Bool, Float, Float32, Int, Int32
@@ -242,8 +241,8 @@ def _attend_lists(
     low, high = page_bounds(k)
     k, v = (x.reshape(rows, kv_heads, pages * size, head_dim) for x in (k, v))
 
-    def of_queries(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        queries, at = part  # [rows, n, heads, head_dim], int32 [n]
+    def of_queries(queries: Array, positions: Array) -> tuple[Array, Array]:
+        at = positions[0]
         on_list = position[:, :, None] <= (at - behind)[None, None, :, None, None]
         full = position[:, :, None, :, -1] <= (at - max(behind, quest.behind))[None, None, :, None]
         always = on_list[..., 0] & ~full
@@ -253,21 +252,11 @@ def _attend_lists(
         count = jnp.where((at < quest.prompt)[None, None], pages, count)
         read = always | selected_pages(page_scores(queries, low, high), full, count)
         seen = (read[..., None] & on_list).reshape(rows, kv_heads, 1, -1, pages * size)
+        softmax = OnlineSoftmax.empty(rows, kv_heads, heads // kv_heads, queries.shape[1], head_dim)
         scores = contract("btkgd,bksd->bkgts", split_heads(queries, kv_heads), k) * head_dim**-0.5
-        scores = jnp.where(seen, scores, MASKED)
-        highest = jnp.max(scores, axis=-1)
-        # Where nothing is seen, highest is MASKED itself: hence the selection.
-        weights = jnp.where(seen, jnp.exp(scores - highest[..., None]), 0.0)
-        total = jnp.sum(weights, axis=-1)
-        sums = contract("bkgts,bksd->bkgtd", weights.astype(q.dtype), v)
-        some = jnp.where(total > 0, total, 1.0)
-        out = jnp.moveaxis(sums / some[..., None], 3, 1).reshape(queries.shape)
-        return out, jnp.where(total > 0, highest + jnp.log(some), -jnp.inf).reshape(rows, heads, -1)
+        out, lse = softmax.add(scores, seen, v, "bkgts,bksd->bkgtd").result()
+        return out, jnp.swapaxes(lse, 1, 2)
 
-    blocks = -(-time // QUERIES)
-    padded = jnp.pad(q, ((0, 0), (0, blocks * QUERIES - time), (0, 0), (0, 0)))
-    padded = jnp.moveaxis(padded.reshape(rows, blocks, QUERIES, heads, head_dim), 1, 0)
-    parts: Any = padded, jnp.arange(blocks * QUERIES, dtype=jnp.int32).reshape(blocks, QUERIES)
-    out, lse = jax.lax.map(of_queries, parts)
-    out = jnp.moveaxis(out, 0, 1).reshape(rows, -1, heads, head_dim)[:, :time]
-    return out, jnp.moveaxis(lse, 0, 2).reshape(rows, heads, -1)[..., :time]
+    positions = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32)[None], (rows, time))
+    out, lse = in_blocks(of_queries, QUERIES, q, positions)
+    return out, jnp.swapaxes(lse, 1, 2)

@@ -111,14 +111,17 @@ def apply_layers(
     x: Float[Array, "rows time hidden"],
     memories: Iterable[Any],
     plans: Plans,
+    *,
+    remat: bool = False,
 ) -> tuple[Float[Array, "rows time hidden"], tuple]:
     """Layers in order on x, with a memory for each of their mixers; returns them with what was read.
 
     On a mesh every device has the parameters of its heads and experts, its heads' part of the memories, and all of x.
+    With remat each layer is computed again for its gradient, in place of being kept.
     """
     held = tuple(memories)
     if mesh is None:
-        return _apply_layers(layers, x, held, plans, None)
+        return _apply_layers(layers, x, held, plans, None, remat=remat)
     kinds = [mixer.kind for layer in layers for mixer in layer.config.mixers]
     parameters = jax.tree.leaves(list(layers), is_leaf=lambda node: isinstance(node, nnx.Param))
     spread = memory_partitions(kinds, held)
@@ -126,7 +129,7 @@ def apply_layers(
 
     def run(layers, memories, same):
         x, plans = same
-        return _apply_layers(layers, x, memories, plans, mesh)
+        return _apply_layers(layers, x, memories, plans, mesh, remat=remat)
 
     out = PartitionSpec(), jax.tree.unflatten(jax.tree.structure(held), spread)
     return on_devices(mesh, run, (list(layers), held, (x, plans)), partitions, out)
@@ -139,7 +142,7 @@ def _apply_layers(
     plans: Plans,
     mesh: Mesh | None,
     *,
-    remat: bool = False,
+    remat: bool,
 ) -> tuple[Array, tuple]:
     left, after, added = iter(memories), [], None
     apply = jax.checkpoint(_apply_layer, static_argnums=0) if remat else _apply_layer
@@ -199,9 +202,11 @@ def _apply_layer(
     return x, added, after
 
 
-def _run(model: Decoder, tokens: Array, memories: Iterable[Any], plans: Plans) -> tuple[Array, tuple]:
+def _run(
+    model: Decoder, tokens: Array, memories: Iterable[Any], plans: Plans, *, remat: bool = False
+) -> tuple[Array, tuple]:
     """All layers: hidden states after the final norm, and the memories, one a mixer."""
-    x, after = apply_layers(model.config.mesh, model.layers, embed(model, tokens), memories, plans)
+    x, after = apply_layers(model.config.mesh, model.layers, embed(model, tokens), memories, plans, remat=remat)
     return rms_norm(x, model.norm, model.config.norm), after
 
 
@@ -253,10 +258,9 @@ def forward_with_gates(
     if GATED not in kinds:
         raise ValueError("model must have gates, got one without")
     found = resolve_target(target, model.norm.get_raw_value())
-    plans, x = whole_plans(tokens.shape[1], None, chunk_size, found), embed(model, tokens)
-    x, after = _apply_layers(model.layers, x, [None] * len(kinds), plans, None, remat=remat)
-    gates = jnp.stack([gate for gate, kind in zip(after, kinds, strict=True) if kind == GATED])
-    return rms_norm(x, model.norm, model.config.norm), gates
+    plans = whole_plans(tokens.shape[1], None, chunk_size, found)
+    hidden, after = _run(model, tokens, [None] * len(kinds), plans, remat=remat)
+    return hidden, jnp.stack([gate for gate, kind in zip(after, kinds, strict=True) if kind == GATED])
 
 
 def last_hidden(hidden: Float[Array, "rows time hidden"], lengths: Int[Array, "rows"]) -> Float[Array, "rows 1 hidden"]:
