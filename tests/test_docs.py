@@ -100,7 +100,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("api"))
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", "site"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     missing = [name for name in PAGES if not (tmp_path / "site" / "api" / f"{name}.html").is_file()]
     assert missing == []
