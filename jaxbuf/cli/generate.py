@@ -251,7 +251,9 @@ def _print_statistics(err: Console, marks: "list[tuple[float, Stats]]", steps: s
         f"{stats.live_entries} live entries read, {stats.bytes / 1e6:.2f} MB moved",
         style="dim",
     )
-    if stats.kept_keys:
+    if stats.kept_keys and not stats.passed_tokens:
+        err.print("gates: no token has left the window yet", style="dim")
+    elif stats.kept_keys:
         shares = [share for heads in stats.kept_shares for share in heads]
         dropped = sum(sum(heads) for heads in stats.dropped_keys)
         err.print(

@@ -76,8 +76,9 @@ Gates = Annotated[
 Keep = Annotated[
     float | None,
     typer.Option(
-        help="With --gates: the share of a request's keys, of all heads of a layer together, that there is memory for "
-        "behind the window. When it is full, the keys of the lowest gates leave. By default all.",
+        help="With --gates: for which share of the keys that a request's memory could hold (prompt and new tokens, "
+        "rounded up to powers of two), of all heads of a layer together, there are pages behind the window. When they "
+        "are full, the keys of the lowest gates leave. By default all.",
         show_default=False,
         **number(),
     ),

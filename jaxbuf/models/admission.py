@@ -86,7 +86,9 @@ class Admission:
       score: What scores them.
       window: A query sees the latest so many keys, its own among them, whatever their scores are.
       threshold: None: all keys behind the window are seen, with the logarithm of their score added, as in training.
-      keep: For which share of a text's keys, of all heads of a layer together, a cache has pages behind the window.
+      keep: For which share of the keys that a slot's capacity could give, of all heads of a layer together, a cache has
+        pages behind the window. `generate` makes caches whose capacity is a power of two, so that a shorter text may
+        keep a larger share of its own keys.
       when_full: What happens where these do not suffice: "rest", "evict" or "raise", see
         `jaxbuf.attention.gated_pages.init_gated_table`.
     """

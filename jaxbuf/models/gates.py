@@ -93,8 +93,8 @@ def with_room(lm: LanguageModel, *, keep: float = 1.0, when_full: WhenFull = "ev
 
     Args:
       lm: With gates.
-      keep, when_full: As in `jaxbuf.models.admission.Admission`: with "evict" and "raise" each request keeps at most
-        that share in each layer, with "rest" all of a cache's requests together do.
+      keep, when_full: As in `jaxbuf.models.admission.Admission`: with "evict" and "raise" each request has room for
+        that share of its capacity in each layer, with "rest" all of a cache's requests together have.
 
     Raises:
       ValueError: The model has no gates, or one of them is out of range.

@@ -30,8 +30,9 @@ class Stats:
         return to: layers * state * (2 * steps + drafted). Without drafts it is the plain recurrence.
       passed_tokens: Of a model with gates: tokens that have left the local pages of its gated layers, where they were
         admitted or are gone.
-      kept_keys, dropped_keys: Of each gated layer and each of its heads of keys and values: how many of their keys are
-        kept, and how many were admitted and had to leave because pages were full (see `Admission.when_full`).
+      kept_keys, dropped_keys: Of each gated layer and each of its heads of keys and values: how many of the keys of
+        these tokens are kept, and how many were admitted and had to leave because pages were full (see
+        `Admission.when_full`); of the others their gates did not admit them.
       threshold: That gates had to reach at the end; None without gates.
     """
 
