@@ -1,4 +1,4 @@
-"""Tiny Qwen3.5 models: the sizes of one, and any configuration in shapes or with random parameters."""
+"""Tiny models: the sizes of a Qwen3.5, a Llama, and any configuration in shapes or with random parameters."""
 
 import dataclasses
 
@@ -9,6 +9,8 @@ from flax import nnx
 
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.models.decoder import Decoder
+from jaxbuf.models.families import llama
+from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import replace_parameters
 
 SIZES = {
@@ -23,6 +25,16 @@ SIZES = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+LLAMA = llama.Config(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-2,
+)
 
 
 def changed(config: ModelConfig, **fields) -> ModelConfig:
@@ -43,3 +55,9 @@ def random_model(config: ModelConfig, *, scale: float = 0.3, seed: int | None = 
     rng, shapes = np.random.default_rng(seed), abstract(config)
     values = [scale * rng.standard_normal(leaf.shape) for leaf in jax.tree.leaves(shapes)]
     return replace_parameters(shapes, [jnp.asarray(value, jnp.float32) for value in values])
+
+
+def llama_model(seed: int) -> LanguageModel:
+    """A Llama without a tokenizer, whose random parameters follow from the seed."""
+    config = LLAMA.model()
+    return LanguageModel(random_model(config, seed=seed), config, None, {}, jnp.dtype("float32"), "tiny")

@@ -13,12 +13,11 @@ Source: StreamingLLM (2023), section 3.2.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
 from jaxbuf.attention.contraction import contract
-from jaxbuf.attention.flash import merge, split_heads
+from jaxbuf.attention.flash import OnlineSoftmax, merge, split_heads
 from jaxbuf.attention.gated_sequence import attend_admitted, check_gated
 from jaxbuf.attention.rotary import Rotary, rotate
 from jaxbuf.axes import Array, Float, Float32, Int
@@ -105,9 +104,6 @@ def attend_streaming_sequence(
         q = rotate(q, (cos / amplitude, sin / amplitude))
     scores = contract("btkgd,bskd->bkgts", split_heads(q, k.shape[2]), k[:, :sinks]) * q.shape[-1] ** -0.5
     behind = (at[:, None] - at[None, :sinks] >= window)[None, None, None]
-    scores = jnp.where(behind, scores, -jnp.inf)
-    total = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.where(behind, jnp.exp(scores - jnp.where(jnp.isfinite(total), total, 0.0)[..., None]), 0.0)
-    first = contract("bkgts,bskd->btkgd", weights.astype(q.dtype), v[:, :sinks]).reshape(q.shape)
-    out, _ = merge(out.astype(jnp.float32), lse, first, total.reshape(rows, q.shape[2], time))
+    empty = OnlineSoftmax.empty(rows, k.shape[2], q.shape[2] // k.shape[2], time, q.shape[3])
+    out, _ = merge(out.astype(jnp.float32), lse, *empty.add(scores, behind, v[:, :sinks]).result())
     return jnp.where(real, out, 0.0).astype(q.dtype)

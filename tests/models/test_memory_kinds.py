@@ -19,14 +19,14 @@ from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.models import decoder
 from jaxbuf.models.admission import Admission, Rule, Score, WriteGate
 from jaxbuf.models.config import ATTENTION, GATED, RECURRENCE, LayerConfig, ModelConfig
-from jaxbuf.models.families import llama, mamba2
+from jaxbuf.models.families import mamba2
 from jaxbuf.models.layers import Norm, linear, parameter
 from jaxbuf.models.mixers.latent_attention import LatentAttention
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from tests.models.test_cache import CONFIG
 from tests.recurrence.twin import assert_owned
-from tests.tiny import random_model
+from tests.tiny import LLAMA, random_model
 
 ROWS, TIME, PENDING, PROMPT, HOLDS = 3, 48, 4, 12, 1
 SLOTS = np.arange(1, ROWS + 1, dtype=np.int32)
@@ -90,16 +90,6 @@ class Case(NamedTuple):
     pools: tuple[dict[str, int], ...]
 
 
-LLAMA = llama.Config(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-2,
-)
 MAMBA2 = mamba2.Config(
     vocab_size=61,
     hidden_size=16,

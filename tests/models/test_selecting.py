@@ -11,7 +11,7 @@ from jaxbuf.attention.streaming import Streaming
 from jaxbuf.models import decoder
 from jaxbuf.models.admission import Admission, Rule, WriteGate
 from jaxbuf.models.gates import with_gates, with_selection
-from tests.train.test_write_gate import language_model
+from tests.tiny import llama_model
 
 PROMPT, PENDING = 21, 4
 QUEST = Quest(8, 4, behind=PENDING, dense=1, prompt=PROMPT)
@@ -19,7 +19,7 @@ QUEST = Quest(8, 4, behind=PENDING, dense=1, prompt=PROMPT)
 
 @pytest.fixture(scope="module")
 def lm():
-    return language_model(2)
+    return llama_model(2)
 
 
 @pytest.fixture(scope="module")

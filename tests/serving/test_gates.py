@@ -6,28 +6,15 @@ import pytest
 
 import jaxbuf
 from jaxbuf.models.admission import Admission, WriteGate
-from jaxbuf.models.families import llama
 from jaxbuf.models.gates import with_gates, with_room, with_threshold
-from jaxbuf.models.language_model import LanguageModel
-from tests.tiny import random_model
+from tests.tiny import llama_model
 
 NEW = 20
 
 
 @pytest.fixture(scope="module")
 def lm():
-    config = llama.Config(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-2,
-    ).model()
-    base = LanguageModel(random_model(config, seed=3), config, None, {}, jnp.dtype("float32"), "tiny")
-    return with_gates(base, Admission(WriteGate(5), 4, 0.88), seed=1)
+    return with_gates(llama_model(3), Admission(WriteGate(5), 4, 0.88), seed=1)
 
 
 @pytest.fixture(scope="module")

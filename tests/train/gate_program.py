@@ -12,33 +12,19 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
 from jaxbuf.cli.train_gate import run_training
 from jaxbuf.models.admission import WriteGate
-from jaxbuf.models.families import llama
-from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.train.write_gate import GateTraining, Recipe
-from tests.tiny import random_model
+from tests.tiny import llama_model
 
-CONFIG = llama.Config(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-2,
-)
 RECIPE = Recipe(score=WriteGate(8), window=4, threshold=0.5, sparsity=1.0, steps=10, rows=4, length=24, rate=0.02)
 
 
 def training(*, pieces: int = 1, devices: list | None = None) -> GateTraining:
-    config = CONFIG.model()
-    lm = LanguageModel(random_model(config, seed=0), config, None, {}, jnp.dtype("float32"), "tiny")
+    lm = llama_model(0)
     tokens = np.random.default_rng(0).integers(0, 61, 500)
     return GateTraining(lm, tokens, dataclasses.replace(RECIPE, pieces=pieces), devices=devices)
 

@@ -23,12 +23,13 @@ from jaxbuf.models.gates import (
 from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.train.text_sequences import DocumentSequences
 from jaxbuf.train.write_gate import RECIPES, GateTraining, distillation_loss, penalty_of
-from tests.train.test_write_gate import RECIPE, language_model
+from tests.tiny import llama_model
+from tests.train.test_write_gate import RECIPE
 
 
 @pytest.fixture(scope="module")
 def lm():
-    return language_model(1)
+    return llama_model(1)
 
 
 @pytest.fixture(scope="module")

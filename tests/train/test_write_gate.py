@@ -9,35 +9,19 @@ import pytest
 
 from jaxbuf.models import decoder
 from jaxbuf.models.admission import Admission, HiddenScore, Rule, WriteGate
-from jaxbuf.models.families import llama
 from jaxbuf.models.gates import gate_parameters, kept_shares, load_gates, save_gates, with_gates, without_gates
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import replace_parameters
 from jaxbuf.models.loading.fields import CheckpointError
 from jaxbuf.train.write_gate import GateTraining, Recipe, append_metrics, distillation_loss, penalty_of, trim_metrics
-from tests.tiny import random_model
+from tests.tiny import llama_model
 
-CONFIG = llama.Config(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-2,
-)
 RECIPE = Recipe(score=WriteGate(8), window=4, threshold=0.5, sparsity=1.0, steps=12, rows=4, length=24, rate=0.02)
-
-
-def language_model(seed):
-    config = CONFIG.model()
-    return LanguageModel(random_model(config, seed=seed), config, None, {}, jnp.dtype("float32"), "tiny")
 
 
 @pytest.fixture(scope="module")
 def lm():
-    return language_model(0)
+    return llama_model(0)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +106,7 @@ def test_what_is_no_file_of_these_gates_is_an_error_that_says_so(lm, tmp_path):
         load_gates(lm, file)
     save_gates(with_gates(lm, Admission(HiddenScore(), 4), seed=1), file)
     assert without_gates(load_gates(lm, file)).config == lm.config
-    other = language_model(5)
+    other = llama_model(5)
     with pytest.raises(CheckpointError, match="has gates of another model"):
         load_gates(other, file)
     file.write_bytes(b"no tensors")
