@@ -10,11 +10,10 @@ checkpoints.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import grain
 import numpy as np
 
 from jaxbuf.arguments import check_sizes
@@ -119,6 +118,8 @@ class DocumentSequences:
 
     def __init__(self, documents: Sequence[np.ndarray], rows: int, length: int, *, seed: int = 0):
         check_sizes(rows=rows)
+        import grain  # here, because only who reads texts needs it
+
         packed = PackedDocuments(documents, length)
         self._batches = grain.MapDataset.source(packed).shuffle(seed=seed).repeat().batch(rows)
         places = np.unique(np.linspace(0, packed.tokens - 1, DIGEST_TOKENS, dtype=np.int64))
@@ -157,8 +158,14 @@ class StreamedSequences:
         field: str = "text",
         identity: str = "",
     ):
+        from jaxbuf.train.packed_stream import PackedStream  # here, because it needs grain
+
         check_sizes(rows=rows, length=length)
-        self._batches = iter(_PackedStream(documents, encode, length, field).batch(rows))
+
+        def tokens_of(example: dict[str, Any]) -> Sequence[int]:
+            return encode(_text_of(example, field))
+
+        self._batches = iter(PackedStream(documents, tokens_of, length).batch(rows))
         self._step, self._latest = 0, None
         self.identity = identity
 
@@ -187,59 +194,6 @@ class StreamedSequences:
         """
         self._batches.set_state(state["position"])
         self._step, self._latest = state["step"], None
-
-
-class _PackedStream(grain.IterDataset):
-    def __init__(self, *settings: Any):
-        super().__init__()
-        self._settings = settings
-
-    def __iter__(self) -> "_PackedIterator":
-        return _PackedIterator(*self._settings)
-
-
-class _PackedIterator(grain.DatasetIterator):
-    """Sequences of packed documents. Its state is that of the data set before the document which the next token is of,
-    and how many tokens of that document were used."""
-
-    def __init__(self, documents: Any, encode: Callable[[str], Sequence[int]], length: int, field: str):
-        super().__init__()
-        self._documents, self._encode, self._length, self._field = documents, encode, length, field
-        self._first = documents.state_dict()
-        self.set_state({"documents": self._first, "used": 0})
-
-    def __next__(self) -> np.ndarray:
-        parts, missing = [], self._length
-        while missing:
-            if self._used == self._tokens.size:
-                self._read()
-            parts.append(self._tokens[self._used : self._used + missing])
-            self._used, missing = self._used + parts[-1].size, missing - parts[-1].size
-        return np.concatenate(parts)
-
-    def _read(self) -> None:
-        """Goes to the next document, behind the last one to the first."""
-        self._before = self._documents.state_dict()
-        example = next(self._examples, None)
-        if example is None:
-            if not self._some:
-                raise ValueError("documents must hold tokens, got none in all of them")
-            self.set_state({"documents": self._first, "used": 0})
-            return
-        self._tokens, self._used = np.asarray(self._encode(_text_of(example, self._field)), np.int32), 0
-        self._some = self._some or self._tokens.size > 0
-
-    def get_state(self) -> dict[str, Any]:
-        return {"documents": self._before, "used": self._used}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._documents.load_state_dict(state["documents"])
-        self._examples: Iterator[dict[str, Any]] = iter(self._documents)
-        self._before, self._tokens, self._used = state["documents"], np.zeros(0, np.int32), 0
-        self._some = state["used"] > 0  # whether there was a token since the first document, as far as is known
-        if state["used"]:
-            self._read()
-            self._used = state["used"]
 
 
 def read_documents(lm: LanguageModel, files: Sequence[str | Path], *, name: str = "files") -> list[np.ndarray]:
