@@ -74,7 +74,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(trained, tmp_path):
     list(stopped.run(until=5))  # lost with the process
     resumed = RetrievalTraining(RECIPE)
     assert resumed.restore(tmp_path / "steps") and resumed.step == 3
-    list(resumed.run())
+    list(resumed.run(processes=1))
     for name, value in whole.state.values.items():
         np.testing.assert_array_equal(resumed.state.values[name], value)
     other = RetrievalTraining(dataclasses.replace(RECIPE, weight_decay=0.2))

@@ -129,7 +129,8 @@ def test_what_is_no_data_set_of_texts_is_an_error_that_says_so(demo, data_set, t
     nothing = datasets.Dataset.from_list([{"text": ""}] * 3).to_iterable_dataset()
     with pytest.raises(ValueError, match="documents must hold tokens, got none in all of them"):
         StreamedSequences(nothing, lambda text: [], 1, 8).batch(0)
-    code = "import sys; sys.modules['datasets'] = sys.modules['grain'] = None; import jaxbuf; from jaxbuf.train import text_sequences"
+    code = "import sys; sys.modules['datasets'] = sys.modules['grain'] = None"
+    code += "; import jaxbuf; from jaxbuf.train import text_sequences"
     code += "; text_sequences.stream_dataset(jaxbuf.load('demo', progress=False), 'some', 1, 8)"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
