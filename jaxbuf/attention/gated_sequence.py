@@ -21,7 +21,7 @@ from jaxbuf.axes import Array, Bool, Float, Float32, Int, Int32
 from jaxbuf.target import Target
 
 FLOOR = 1e-3  # of a gate, before its logarithm is taken
-BLOCK = 128  # queries, and keys, whose scores exist at once
+BLOCK = 512  # queries, and keys, whose scores exist at once: fewer are launches too small for a GPU
 
 
 @dataclasses.dataclass(frozen=True)
