@@ -32,6 +32,13 @@ def test_the_version_is_that_of_the_package():
     assert invoke("--version").stdout == f"jaxbuf {jaxbuf.__version__}\n"
 
 
+def test_without_a_command_it_greets_with_three_to_try():
+    done = invoke()
+    assert done.exit_code == 0 and done.stdout.startswith(f"jaxbuf {jaxbuf.__version__} serves")
+    tried = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("  jaxbuf ")]
+    assert tried == ["generate", "plan", "models"] and "--help lists all commands" in done.stdout
+
+
 def test_help_teaches_with_examples():
     text = invoke("generate", "--help", env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).stdout
     expected = (

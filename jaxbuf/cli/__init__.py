@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from jaxbuf.cli import bench, gates
 from jaxbuf.cli.chat import chat
@@ -24,7 +25,7 @@ from jaxbuf.version import __version__
 app = typer.Typer(
     name="jaxbuf",
     cls=Commands,
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -58,8 +59,27 @@ def _cache_compilations(directory: Path | None) -> Path | None:
     return directory
 
 
+GREETING = (
+    "[bold]jaxbuf {version}[/bold] serves linear-attention and hybrid language models from JAX by moving fewer bytes: "
+    "the recurrent state is read at every step and written only when a ring of recent entries is full, rejected drafts "
+    "cost an integer, and softmax layers may keep only the keys that a learned gate admits.",
+    "",
+    "Three commands to try, none of which downloads anything:",
+    "",
+    '  [bold]jaxbuf generate "The configuration file"[/bold]',
+    "      Writes on, with the model of 8 million parameters that is in the package.",
+    "  [bold]jaxbuf plan Qwen3.5-4B --context 32768[/bold]",
+    "      Tells what a request of a known model costs in memory, and how many fit.",
+    "  [bold]jaxbuf models[/bold]",
+    "      Tells which models are served, and what was checked of each.",
+    "",
+    "[bold]jaxbuf --help[/bold] lists all commands; each has a --help with examples.",
+)
+
+
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -77,7 +97,9 @@ def main(
         ),
     ] = None,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        for line in GREETING:
+            Console(highlight=False).print(line.format(version=__version__))
 
 
 for command in (generate, chat, score, plan, models, profile):

@@ -140,17 +140,21 @@ def _print_families(console: Console, found: list[dict[str, Any]]) -> None:
 
     kinds = list(found[0]["checked"])
     table = Table(caption=LEGEND, collapse_padding=True, pad_edge=False)
-    table.add_column("family", min_width=16)
+    table.add_column("family", no_wrap=True)
     for kind in kinds:
         table.add_column(kind, justify="right", no_wrap=True)
+    for family in found:
+        table.add_row(escape(family["family"]), *(_cell(family["checked"][kind]) for kind in kinds))
+    print_table(table, console)
+    console.print()
     for family in found:
         done = [kind for kind in family["checked"].values() if kind]
         dates = [min(kind["oldest"] for kind in done), max(kind["newest"] for kind in done)] if done else []
         told = f"checked {' to '.join(dict.fromkeys(dates))}" if dates else "not checked"
         types = ", ".join(family["model_types"])
-        words = f"[bold]{escape(family['family'])}[/bold]\n{escape(family['serves'])} (model_type {types})\n{told}"
-        table.add_row(words, *(_cell(family["checked"][kind]) for kind in kinds), end_section=True)
-    print_table(table, console)
+        words = f"{escape(family['serves'])} (model_type {types}), {told}"
+        console.print(f"[bold]{escape(family['family'])}[/bold]: {words}")
+    console.print()
     console.print(f"Models known by name: {', '.join(known_models())}.")
     console.print("jaxbuf models NAME tells more of a family or of a model.")
 
