@@ -106,6 +106,8 @@ class OnlineSoftmax(NamedTuple):
         visible: Bool[Array, "#rows #kv_heads #group #time n"],
         values: Float[Array, "..."],
         sums: str = "bkgts,bskd->bkgtd",
+        *,
+        shares: Float32[Array, "#rows #kv_heads #group #time n"] | None = None,
     ) -> "OnlineSoftmax":
         """With more keys.
 
@@ -114,14 +116,18 @@ class OnlineSoftmax(NamedTuple):
           visible: Which of them count.
           values: Of the keys, [rows, n, kv_heads, value_dim], or as `sums` says; what nobody sees must be finite.
           sums: The contraction of weights (bkgts) and values.
+          shares: Of each key's value, what counts; its weight counts whole in the softmax's sum. None: all of it.
         """
         scores = jnp.where(visible, scores, MASKED)
         highest = jnp.maximum(self.highest, jnp.max(scores, axis=-1))
         # Where no key is visible yet, highest is MASKED itself: hence the second selection.
         weights = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
         kept = jnp.exp(self.highest - highest)
+        total = self.total * kept + jnp.sum(weights, axis=-1)
+        if shares is not None:
+            weights = weights * shares
         out = self.out * kept[..., None] + contract(sums, weights.astype(values.dtype), values)
-        return OnlineSoftmax(highest, self.total * kept + jnp.sum(weights, axis=-1), out)
+        return OnlineSoftmax(highest, total, out)
 
     def result(self) -> tuple[Array, Array]:
         """float32 outputs [rows, time, heads, value_dim], and log-sum-exps [rows, heads, time]; zeros and -inf where

@@ -14,7 +14,7 @@ from jaxbuf.attention.flash import OnlineSoftmax, in_blocks, merge, split_heads
 from jaxbuf.attention.gated_budget import admit_within
 from jaxbuf.attention.gated_lists import add_pages, admit
 from jaxbuf.attention.gated_pages import GatedKV, Places, tokens_at
-from jaxbuf.attention.gated_sequence import Mixture, attend_admitted, attend_mixture, attend_sequence
+from jaxbuf.attention.gated_sequence import Mixture, Soft, attend_admitted, attend_mixture, attend_sequence
 from jaxbuf.attention.paged import BLOCK, as_tokens, write_tokens
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.attention.selection import Selection
@@ -34,12 +34,12 @@ class WholeGated(WholePositions):
 
     Attributes:
       window, threshold: As in `attend_sequence`, those of the mixers (static).
-      soft: How gates without a threshold count, see `jaxbuf.models.admission.Terms` (static).
+      soft: How gates without a threshold count, as in `attend_sequence`, or those of whole heads (static).
     """
 
     window: int = 1
     threshold: float | None = None
-    soft: Mixture | None = None
+    soft: Soft | Mixture = "bias"
 
     def shared_by(self, mixers: Iterable[Any]) -> Self:
         """As in `LaunchPositions`; and the window, the threshold and how gates are soft are these mixers'."""
@@ -48,7 +48,7 @@ class WholeGated(WholePositions):
         if not mixers:  # a model without gated layers
             return changed
         rule = common_rule(mixers)
-        soft = rule.score.terms.soft
+        soft = rule.score.terms.soft or rule.soft
         return dataclasses.replace(changed, window=rule.window, threshold=rule.threshold, soft=soft)
 
     def attend(
@@ -61,9 +61,11 @@ class WholeGated(WholePositions):
     ) -> tuple[Float[Array, "rows time heads head_dim"], Float32[Array, "rows time kv_heads"]]:
         """`attend_sequence`, or `attend_mixture` where that is how gates are soft; and the gates."""
         how: dict[str, Any] = {"window": self.window, "lengths": self.lengths}
-        if self.threshold is None and self.soft is not None:
-            return attend_mixture(q, k, v, gates, **how, sinks=self.soft.sinks, target=self.target), gates
-        return attend_sequence(q, k, v, gates, **how, threshold=self.threshold), gates
+        if isinstance(self.soft, Mixture):
+            if self.threshold is None:
+                return attend_mixture(q, k, v, gates, **how, sinks=self.soft.sinks, target=self.target), gates
+            return attend_sequence(q, k, v, gates, **how, threshold=self.threshold), gates
+        return attend_sequence(q, k, v, gates, **how, threshold=self.threshold, soft=self.soft), gates
 
     def attend_selected(
         self,
@@ -88,7 +90,7 @@ def common_rule(mixers: Iterable[Any]) -> Any:
     """
     names = "window", "threshold", "keep", "when_full"
     found = [mixer.admission for mixer in mixers]
-    rules = {(*(getattr(each, name) for name in names), each.score.terms.soft) for each in found}
+    rules = {(*(getattr(each, name) for name in names), each.score.terms.soft or each.soft) for each in found}
     if len(rules) > 1:
         raise ValueError(
             f"gated layers must have one {', one '.join(names)} and one kind of softness, got {sorted(rules, key=repr)}"

@@ -1,7 +1,14 @@
 """Write-gated attention: a query sees the keys of a local window, and of those before it the ones that a gate admits.
 
-While gates are trained, the admission is soft: a key outside the window counts with the logarithm of its gate added to
-its score. Gates of whole heads are soft in another way: they mix what a head gives with all keys and with few of them.
+While gates are trained, the admission is soft, in one of three ways. As a "bias", the logarithm of a gate is added to
+the score of its key outside the window. As a "share", full attention adds no more than this share of the key's value.
+Gates of whole heads mix what a head gives with all keys and with few of them.
+
+A bias of log(FLOOR) hides no key whose score exceeds all others by more: where attention is that sharp, keys whose gate
+is nearly closed are still read while gates are trained, and are missed once a threshold is set. A share of zero hides
+every key. With the distance D that a key's absence makes, a training's loss is then D (1 - g)^2 + sparsity · g (2 - g)
+in its gate g, as far as keys do not depend on each other: its derivative is 2 (1 - g) (sparsity - D), so that the best
+gate is 1 where D exceeds the sparsity and 0 elsewhere, with nothing between.
 Afterwards the admission is binary: a key is seen if its gate reaches a threshold, whoever asks.
 
 Source: Write-Gated KV (2025), section 3; the floor of the logarithm is that of its authors' code.
@@ -9,6 +16,7 @@ Source: Write-Gated KV (2025), section 3; the floor of the logarithm is that of 
 
 import dataclasses
 from functools import partial
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +29,7 @@ from jaxbuf.axes import Array, Bool, Float, Float32, Int, Int32
 from jaxbuf.target import Target
 
 FLOOR = 1e-3  # of a gate, before its logarithm is taken
+type Soft = Literal["bias", "share"]
 BLOCK = 512  # queries, and keys, whose scores exist at once: fewer are launches too small for a GPU
 
 
@@ -35,6 +44,20 @@ class Mixture:
     sinks: int = 0
 
 
+class Sizes(NamedTuple):
+    """What the blocks of one attention have in common.
+
+    Attributes:
+      window: Keys nearer than that count as they are.
+      block: Queries, and keys, of a block.
+      shares: Whether the weights of keys outside the window are shares of their values; else they are added to scores.
+    """
+
+    window: int
+    block: int
+    shares: bool = False
+
+
 def attend_sequence(
     q: Float[Array, "batch time heads head_dim"],
     k: Float[Array, "batch time kv_heads head_dim"],
@@ -44,6 +67,7 @@ def attend_sequence(
     window: int,
     threshold: float | Float[Array, "batch"] | None = None,
     lengths: Int[Array, "batch"] | None = None,
+    soft: Soft = "bias",
 ) -> Float[Array, "batch time heads head_dim"]:
     """Causal attention over whole sequences in which query i sees key j by their distance and by the key's gate.
 
@@ -56,7 +80,9 @@ def attend_sequence(
       gates: Of each key, in [0, 1].
       window: A key is local, and seen as it is, where 0 <= i - j < window. At least 1.
       threshold: Other keys are seen, and as they are, where gate >= threshold: one number, or one a row. None: all are,
-        with log(max(gate, FLOOR)) added to the score, as in training.
+        and their gates are soft, as in training.
+      soft: How: "bias" adds log(max(gate, FLOOR)) to the score, "share" multiplies the key's value, but not its part in
+        the softmax's sum, with the gate.
       lengths: Tokens from there on are not real: they are seen by nobody, whatever they hold. None: all are real.
 
     Returns:
@@ -70,19 +96,24 @@ def attend_sequence(
     it lies, of the gradients of its scores.
     """
     check_sizes(window=window)
+    if soft not in get_args(Soft.__value__):
+        raise ValueError(f'soft must be "bias" or "share", got {soft!r}')
     rows, time = check_gated(q, k, v, gates, threshold, lengths)
     lengths = jnp.full(rows, time, jnp.int32) if lengths is None else jnp.minimum(jnp.asarray(lengths, jnp.int32), time)
     live = (jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None])[:, :, None]
     gates = jnp.where(live, gates, 0.0)
     q, k, v = (jnp.where(live[..., None], x, jnp.zeros((), x.dtype)).astype(q.dtype) for x in (q, k, v))
-    if threshold is None:
+    shares = threshold is None and soft == "share"
+    if shares:
+        weights = gates
+    elif threshold is None:
         weights = jnp.log(jnp.maximum(gates, FLOOR))
     else:
         admitted = gates >= jnp.reshape(jnp.asarray(threshold, jnp.float32), (-1, 1, 1))
         weights = jnp.where(admitted, 0.0, MASKED)
     block = min(BLOCK, time)
     padded = _whole_blocks(block, split_heads(q, k.shape[2]), k, v, weights)
-    out: Array = _attend((window, block), *padded, lengths)  # pyright: ignore[reportAssignmentType]
+    out: Array = _attend(Sizes(window, block, shares), *padded, lengths)  # pyright: ignore[reportAssignmentType]
     return out[:, :time].reshape(q.shape)
 
 
@@ -152,28 +183,29 @@ def attend_admitted(
     weights = jnp.where(gates >= threshold[:, None, None], 0.0, MASKED)
     block = min(BLOCK, time)
     grouped, k, v, weights = _whole_blocks(block, split_heads(q, k.shape[2]), k, v, weights)
-    out, lse = _forward((window, block), grouped, k, v, weights, lengths)
+    out, lse = _forward(Sizes(window, block), grouped, k, v, weights, lengths)
     return out[:, :time].reshape(q.shape), lse[..., :time].reshape(rows, heads, time)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(sizes: tuple[int, int], q: Array, k: Array, v: Array, weights: Array, lengths: Array) -> Array:
+def _attend(sizes: Sizes, q: Array, k: Array, v: Array, weights: Array, lengths: Array) -> Array:
     """The outputs like q [rows, n, kv_heads, group, head_dim], n whole blocks; `weights` f32 [rows, n, kv_heads] are
-    added to the scores of keys outside the window. `sizes` are the window and the tokens of a block."""
+    added to the scores of keys outside the window, or are shares of their values."""
     return _forward(sizes, q, k, v, weights, lengths)[0]
 
 
 def _forward(sizes, q, k, v, weights, lengths):
     """The outputs, and f32 [rows, kv_heads, group, n] the log-sum-exp of each query's scores."""
-    _, block = sizes
+    block = sizes.block
 
     def of_queries(number):
         queries = _part(q, number, block)
 
         def add_keys(place, softmax):
             keys, values = _part(k, place, block), _part(v, place, block)
-            scores, visible, _ = _scores(sizes, queries, keys, _part(weights, place, block), number, place, lengths)
-            return softmax.add(scores, visible, values)
+            here = _part(weights, place, block)
+            scores, visible, outside = _scores(sizes, queries, keys, here, number, place, lengths)
+            return softmax.add(scores, visible, values, shares=_shares(here, outside) if sizes.shares else None)
 
         empty = OnlineSoftmax.empty(q.shape[0], q.shape[2], q.shape[3], block, q.shape[4])
         highest, total, out = jax.lax.fori_loop(0, number + 1, add_keys, empty)
@@ -192,7 +224,7 @@ def _keep(sizes, q, k, v, weights, lengths):
 def _gradient(sizes, kept, given):
     """The gradients of q, k, v and weights, from that of the outputs: block by block, with the scores made again."""
     q, k, v, weights, lengths, out, lse = kept
-    _, block = sizes
+    block = sizes.block
     scale = q.shape[-1] ** -0.5
     # Of each query the sum, over its keys, of weight times the gradient of the weight.
     common = jnp.moveaxis(jnp.sum(given.astype(jnp.float32) * out.astype(jnp.float32), axis=-1), 1, 3)
@@ -204,18 +236,23 @@ def _gradient(sizes, kept, given):
         def add_keys(place, carry):
             of_q, of_k, of_v, of_weights = carry
             keys, values = _part(k, place, block), _part(v, place, block)
-            scores, visible, outside = _scores(
-                sizes, queries, keys, _part(weights, place, block), number, place, lengths
-            )
+            here = _part(weights, place, block)
+            scores, visible, outside = _scores(sizes, queries, keys, here, number, place, lengths)
             parts = jnp.where(visible, jnp.exp(scores - lse_here[..., None]), 0.0)
             of_parts = contract("btkgd,bskd->bkgts", given_here, values)
-            of_scores = parts * (of_parts - common_here[..., None])
-            of_bias = jnp.sum(jnp.where(outside, of_scores, 0.0), axis=(2, 3))
+            if sizes.shares:
+                shares = _shares(here, outside)
+                of_scores = parts * (shares * of_parts - common_here[..., None])
+                of_here = jnp.sum(jnp.where(outside, parts * of_parts, 0.0), axis=(2, 3))
+                parts = parts * shares
+            else:
+                of_scores = parts * (of_parts - common_here[..., None])
+                of_here = jnp.sum(jnp.where(outside, of_scores, 0.0), axis=(2, 3))
             of_scores, parts = of_scores.astype(q.dtype), parts.astype(q.dtype)
             of_q = of_q + scale * contract("bkgts,bskd->btkgd", of_scores, keys)
             of_k = _added(of_k, place, scale * contract("bkgts,btkgd->bskd", of_scores, queries))
             of_v = _added(of_v, place, contract("bkgts,btkgd->bskd", parts, given_here))
-            return of_q, of_k, of_v, _added(of_weights, place, jnp.moveaxis(of_bias, 1, 2))
+            return of_q, of_k, of_v, _added(of_weights, place, jnp.moveaxis(of_here, 1, 2))
 
         of_q = jnp.zeros(queries.shape, jnp.float32)
         of_q, *carry = jax.lax.fori_loop(0, number + 1, add_keys, (of_q, *carry))
@@ -231,7 +268,7 @@ _attend.defvjp(_keep, _gradient)
 
 
 def _scores(
-    sizes: tuple[int, int],
+    sizes: Sizes,
     queries: Float[Array, "rows n kv_heads group head_dim"],
     keys: Float[Array, "rows n kv_heads head_dim"],
     weights: Float32[Array, "rows n kv_heads"],
@@ -240,17 +277,23 @@ def _scores(
     lengths: Int32[Array, "rows"],
 ) -> tuple[Float32[Array, "rows kv_heads group n n"], Bool[Array, "rows 1 1 n n"], Bool[Array, "n n"]]:
     """The scores of a block of queries with one of keys, which of them count, and which lie outside the window."""
-    window, block = sizes
-    offset = jnp.arange(block, dtype=jnp.int32)
-    query, key = number * block + offset, place * block + offset
+    offset = jnp.arange(sizes.block, dtype=jnp.int32)
+    query, key = number * sizes.block + offset, place * sizes.block + offset
     distance = query[:, None] - key[None]
-    outside = distance >= window
+    outside = distance >= sizes.window
     scores = contract("btkgd,bskd->bkgts", queries, keys) * queries.shape[-1] ** -0.5
-    bias = jnp.moveaxis(weights, 1, 2)[:, :, None, None]
-    scores = scores + jnp.where(outside, bias, 0.0)
+    if not sizes.shares:
+        bias = jnp.moveaxis(weights, 1, 2)[:, :, None, None]
+        scores = scores + jnp.where(outside, bias, 0.0)
     visible = (distance >= 0)[None] & (jnp.maximum(query[:, None], key[None])[None] < lengths[:, None, None])
     visible = visible[:, None, None]
     return jnp.where(visible, scores, MASKED), visible, outside
+
+
+def _shares(
+    weights: Float32[Array, "rows n kv_heads"], outside: Bool[Array, "n n"]
+) -> Float32[Array, "rows kv_heads 1 n n"]:
+    return jnp.where(outside, jnp.moveaxis(weights, 1, 2)[:, :, None, None], 1.0)
 
 
 def _part(x: Array, number: Array, block: int) -> Array:

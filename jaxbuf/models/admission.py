@@ -18,7 +18,7 @@ from flax import nnx
 from jaxbuf.arguments import check_sizes
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.gated_pages import WhenFull
-from jaxbuf.attention.gated_sequence import Mixture
+from jaxbuf.attention.gated_sequence import Mixture, Soft
 from jaxbuf.axes import Array, Float, Float32, Int32
 from jaxbuf.models.layers import Norm, normal, ones, parameter, rms_norm, zeros
 from jaxbuf.models.tensor_parallel import Part
@@ -49,8 +49,8 @@ class Terms:
     """What a score asks of those who use it.
 
     Attributes:
-      soft: What a score does while it is trained. None: its logarithm is added to what a query gives a key behind the
-        window; else it mixes two attentions, see `jaxbuf.attention.gated_sequence.attend_mixture`.
+      soft: What a score does while it is trained. None: what `Admission.soft` says; else it mixes two attentions, see
+        `jaxbuf.attention.gated_sequence.attend_mixture`.
       bounds: In what range training keeps the parameters; None: they are free.
       borrows: Whose last channel the score reads in place of parameters of its own: that of the first "query" of each
         group, or of each "key". Attention then sees a zero there.
@@ -85,10 +85,12 @@ class Admission:
     Attributes:
       score: What scores them.
       window: A query sees the latest so many keys, its own among them, whatever their scores are.
-      threshold: None: all keys behind the window are seen, with the logarithm of their score added, as in training.
+      threshold: None: all keys behind the window are seen, and their scores are soft, as in training.
       keep: For which share of the keys that a slot's capacity could give, of all heads of a layer together, a cache has
         pages behind the window. `generate` makes caches whose capacity is a power of two, so that a shorter text may
         keep a larger share of its own keys.
+      soft: How scores count without a threshold, "bias" or "share", see `jaxbuf.attention.gated_sequence`; those of
+        whole heads have their own way.
       when_full: What happens where these do not suffice: "rest", "evict" or "raise", see
         `jaxbuf.attention.gated_pages.init_gated_table`.
     """
@@ -98,6 +100,7 @@ class Admission:
     threshold: float | None = 0.1
     keep: float = 1.0
     when_full: WhenFull = "rest"
+    soft: Soft = "bias"
 
     def __post_init__(self):
         check_sizes(window=self.window)

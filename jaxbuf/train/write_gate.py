@@ -23,6 +23,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbuf.arguments import check_sizes
+from jaxbuf.attention.gated_sequence import Soft
 from jaxbuf.axes import Array, Bool, Float32, Int, Int32
 from jaxbuf.models import decoder
 from jaxbuf.models.admission import Admission, BorrowedNeuron, HeadScore, HiddenScore, Score, WriteGate
@@ -54,6 +55,8 @@ class Recipe:
       sparsity: Weight of the penalty: the higher, the fewer keys are kept.
       penalty: "residency" counts a key as kept for the tokens in whose window it lies, and charges its gate for the
         others; "gate" is the paper's g + g (1 - g), whatever the distance; "mean" is the mean gate, DuoAttention's.
+      soft: How gates count while they are trained: "bias", the paper's, or "share", see
+        `jaxbuf.attention.gated_sequence`. Gates of whole heads have their own way.
       tunes: "gates" alone, or the whole "model" with them, but for a layer that predicts further tokens. Tuning holds a
         float32 copy of all parameters and two moments of each beside the model.
       steps, rows, length: Optimiser steps, and the sequences of each and their tokens.
@@ -68,6 +71,7 @@ class Recipe:
     threshold: float = 0.1
     sparsity: float = 0.1
     penalty: Penalty = "residency"
+    soft: Soft = "bias"
     tunes: Literal["gates", "model"] = "gates"
     steps: int = 200
     rows: int = 8
@@ -87,6 +91,8 @@ class Recipe:
             raise ValueError(f"length must be above window ({self.window}): no key leaves it, got {self.length}")
         if self.penalty not in ("residency", "gate", "mean"):
             raise ValueError(f"penalty must be 'residency', 'gate' or 'mean', got {self.penalty!r}")
+        if self.soft not in ("bias", "share"):
+            raise ValueError(f"soft must be 'bias' or 'share', got {self.soft!r}")
         if self.tunes not in ("gates", "model"):
             raise ValueError(f"tunes must be 'gates' or 'model', got {self.tunes!r}")
         for name in ("sparsity", "rate", "weight_decay"):
@@ -208,7 +214,7 @@ class GateTraining:
             )
         self.recipe, self._data = recipe, _sequences(data, recipe)
         base = without_gates(lm)
-        soft = with_gates(base, Admission(recipe.score, recipe.window, None), seed=recipe.seed)
+        soft = with_gates(base, Admission(recipe.score, recipe.window, None, soft=recipe.soft), seed=recipe.seed)
         if recipe.tunes == "model":
             soft = with_idle_neurons(soft)
         self._lm = soft

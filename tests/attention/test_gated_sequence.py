@@ -32,7 +32,7 @@ def arrays(rng):
     return 2 * draw(HEADS), draw(KV_HEADS), draw(KV_HEADS), gates
 
 
-def definition(q, k, v, gates, window, threshold=None):
+def definition(q, k, v, gates, window, threshold=None, soft="bias"):
     """Query by query, of one row in float64; `threshold` is a number."""
     q, k, v, gates = (np.asarray(x, np.float64) for x in (q, k, v, gates))
     out, group = np.zeros_like(q), q.shape[1] // k.shape[1]
@@ -40,25 +40,29 @@ def definition(q, k, v, gates, window, threshold=None):
         for head in range(q.shape[1]):
             of = head // group
             scores, seen = k[: i + 1, of] @ q[i, head] / np.sqrt(q.shape[-1]), np.ones(i + 1, bool)
+            shares = np.ones(i + 1)
             for j in range(i + 1):
                 if i - j < window:
                     continue
-                if threshold is None:
+                if threshold is None and soft == "share":
+                    shares[j] = gates[j, of]
+                elif threshold is None:
                     scores[j] += np.log(max(gates[j, of], FLOOR))
                 else:
                     seen[j] = gates[j, of] >= threshold
             weights = np.where(seen, np.exp(scores - scores[seen].max()), 0)
-            out[i, head] = weights @ v[: i + 1, of] / weights.sum()
+            out[i, head] = (shares * weights) @ v[: i + 1, of] / weights.sum()
     return out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 20, 300])
-@pytest.mark.parametrize("threshold", [None, 0.5])
-def test_a_query_sees_what_is_near_and_what_its_gate_admits(arrays, window, threshold):
-    found = np.asarray(attend_sequence(*arrays, window=window, threshold=threshold, lengths=LENGTHS))
+@pytest.mark.parametrize("threshold, soft", [(None, "bias"), (None, "share"), (0.5, "bias")])
+def test_a_query_sees_what_is_near_and_what_its_gate_admits(arrays, window, threshold, soft):
+    how = {"window": window, "threshold": threshold}
+    found = np.asarray(attend_sequence(*arrays, **how, lengths=LENGTHS, soft=soft))
     for row, length in enumerate(LENGTHS):
-        expected = definition(*(x[row, :length] for x in arrays), window, threshold)
+        expected = definition(*(x[row, :length] for x in arrays), window, threshold, soft)
         np.testing.assert_allclose(found[row, :length], expected, atol=1e-5)
         assert not found[row, length:].any()
 
@@ -83,10 +87,16 @@ def test_what_is_past_a_length_reaches_nobody(arrays):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "window, threshold, dtype, bound",
-    [(1, None, "float32", 1e-4), (20, None, "float32", 1e-4), (20, 0.5, "float32", 1e-4), (20, None, "bfloat16", 0.03)],
+    "window, threshold, soft, dtype, bound",
+    [
+        (1, None, "bias", "float32", 1e-4),
+        (20, None, "bias", "float32", 1e-4),
+        (20, None, "share", "float32", 1e-4),
+        (20, 0.5, "bias", "float32", 1e-4),
+        (20, None, "bias", "bfloat16", 0.03),
+    ],
 )
-def test_gradients_are_those_of_the_dense_definition(arrays, rng, window, threshold, dtype, bound):
+def test_gradients_are_those_of_the_dense_definition(arrays, rng, window, threshold, soft, dtype, bound):
     q, k, v, gates = arrays
     q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
     given = jnp.asarray(rng.standard_normal(q.shape), dtype)
@@ -97,14 +107,14 @@ def test_gradients_are_those_of_the_dense_definition(arrays, rng, window, thresh
         scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(HEAD_DIM)
         distance = (np.arange(TIME)[:, None] - np.arange(TIME)[None])[None, None]
         gates = jnp.moveaxis(gates, 1, 2)[:, :, None]
-        if threshold is None:
+        if threshold is None and soft == "bias":
             scores = scores + jnp.where(distance >= window, jnp.log(jnp.maximum(gates, FLOOR)), 0)
-            seen = jnp.ones_like(gates, bool)
-        else:
-            seen = (gates >= threshold) | (distance < window)
+        seen = jnp.ones_like(gates, bool) if threshold is None else (gates >= threshold) | (distance < window)
         real = np.arange(TIME)[None] < LENGTHS[:, None]
         seen = seen & (distance >= 0) & real[:, None, None] & real[:, None, :, None]
         weights = jax.nn.softmax(jnp.where(seen | np.eye(TIME, dtype=bool)[None, None], scores, -jnp.inf), axis=-1)
+        if soft == "share":
+            weights = weights * jnp.where(distance >= window, gates, 1)
         return jnp.sum(jnp.einsum("bhts,bshd->bthd", weights, v) * np.asarray(given, np.float64))
 
     with jax.enable_x64():
@@ -112,7 +122,7 @@ def test_gradients_are_those_of_the_dense_definition(arrays, rng, window, thresh
         expected = [np.asarray(x) for x in jax.grad(dense, argnums=(0, 1, 2, 3))(*wide)]
 
     def weighed(q, k, v, gates):
-        out = attend_sequence(q, k, v, gates, window=window, threshold=threshold, lengths=LENGTHS)
+        out = attend_sequence(q, k, v, gates, window=window, threshold=threshold, lengths=LENGTHS, soft=soft)
         return jnp.sum((out * given).astype(jnp.float32))
 
     found = jax.grad(weighed, argnums=(0, 1, 2, 3))(q, k, v, jnp.asarray(gates))
