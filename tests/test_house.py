@@ -22,7 +22,8 @@ from jaxbuf.bench import PROGRAMS
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxbuf"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-LOCK, NEWEST_LOCK = "requirements.lock", "requirements.newest.lock"
+LOCK, NEWEST_LOCK, TPU_LOCK = "requirements.lock", "requirements.newest.lock", "requirements.tpu.lock"
+LOCK_OF = {".venv-newest": NEWEST_LOCK, ".venv-tpu": TPU_LOCK}  # of environments; of all others LOCK
 
 # What each part of the package may import of the others; within itself a part is free.
 LAYERS = {
@@ -133,7 +134,12 @@ def test_scripts_explain_themselves_from_any_directory(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lock", "used"), [(LOCK, ("test", "train", "plots", "docs")), (NEWEST_LOCK, ("test", "train", "plots"))]
+    ("lock", "used"),
+    [
+        (LOCK, ("test", "train", "plots", "docs")),
+        (NEWEST_LOCK, ("test", "train", "plots")),
+        (TPU_LOCK, ("test", "train", "plots", "docs", "tpu")),
+    ],
 )
 def test_a_lock_satisfies_every_requirement_that_it_was_made_from(lock, used):
     project = pyproject()["project"]
@@ -141,7 +147,7 @@ def test_a_lock_satisfies_every_requirement_that_it_was_made_from(lock, used):
     locked = locked_versions(lock)
     wanted = [*project["dependencies"], *(requirement for extra in used for requirement in extras[extra])]
     wanted += pyproject()["build-system"]["requires"]
-    if lock == LOCK:
+    if lock in (LOCK, TPU_LOCK):
         wanted += pyproject()["tool"]["uv"]["constraint-dependencies"]
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)
@@ -155,8 +161,15 @@ def test_the_newest_lock_has_a_newer_jax():
     assert Version(locked_versions(NEWEST_LOCK)["jax"]) > Version(locked_versions(LOCK)["jax"])
 
 
+def test_only_the_lock_for_tpus_has_the_tpu_compiler_and_the_rest_of_it_is_as_in_the_first():
+    first, newest, tpu = (locked_versions(lock) for lock in (LOCK, NEWEST_LOCK, TPU_LOCK))
+    assert "libtpu" not in first.keys() | newest.keys()
+    assert tpu.keys() - first.keys() == {"libtpu"}
+    assert {name: version for name, version in tpu.items() if first.get(name, version) != version} == {}
+
+
 def test_the_tests_run_on_what_is_locked():
-    locked = locked_versions(NEWEST_LOCK if Path(sys.prefix).name == ".venv-newest" else LOCK)
+    locked = locked_versions(LOCK_OF.get(Path(sys.prefix).name, LOCK))
     installed = {canonicalize_name(found.name): found.version for found in importlib.metadata.distributions()}
     wrong = {name: pin for name, pin in locked.items() if installed.get(name, pin) != pin}
     assert wrong == {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LOCKS = ("requirements.lock", "requirements.newest.lock")
+LOCKS = ("requirements.lock", "requirements.newest.lock", "requirements.tpu.lock")
 UV = """#!/usr/bin/env bash
 echo "$*" >> "$UV_CALLS"
 case "$*" in
@@ -98,6 +98,38 @@ def test_the_newest_packages_have_an_environment_of_their_own(clone):
         lock.write("# changed\n")
     assert clone.test().returncode == 0 and clone.new_calls() == []
     assert clone.test("--newest").returncode == 0 and clone.new_calls() == ["pip sync", "pip install"]
+
+
+@pytest.mark.parametrize(
+    ("level", "markers"), [([], "not exhaustive"), (["--exhaustive"], "exhaustive")], ids=["alone", "exhaustive"]
+)
+def test_the_tpu_compiler_has_an_environment_of_its_own(clone, level, markers):
+    first = clone.test("--portability", *level, "-k", "extend")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == f"python -m pytest -m {markers} tests/portability -k extend\n"
+    assert "setting up .venv-tpu from requirements.tpu.lock" in first.stderr
+    assert clone.new_calls() == ["venv --quiet", "pip sync", "pip install"]
+    assert (clone.root / ".venv-tpu" / "bin" / "python").exists() and not (clone.root / ".venv").exists()
+    (clone.root / "tests").mkdir()
+    chosen = clone.test("--portability", *level, "tests::one")
+    assert chosen.stdout == f"python -m pytest -m {markers} tests::one\n"
+
+
+@pytest.mark.parametrize("given", ["--all", "--newest", "--record"])
+def test_portability_goes_with_no_other_suite(clone, given):
+    refused = clone.test("--portability", given)
+    assert refused.returncode == 2 and "--portability" in refused.stderr
+    assert clone.new_calls() == []
+
+
+@pytest.mark.parametrize("fails", ["", "--all", "--portability"])
+def test_ci_runs_both_suites_and_fails_if_either_does(clone, fails):
+    shutil.copytree(ROOT / ".ci", clone.root / ".ci")
+    suites = clone.root / "scripts" / "test"
+    suites.write_text(f'#!/bin/sh\necho "$@"\n[ "$1" != "{fails}" ]\n')
+    done = subprocess.run([clone.root / ".ci" / "run"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["--all", "--portability"]
+    assert done.returncode == (1 if fails else 0)
 
 
 def test_an_interrupted_set_up_is_not_believed(clone):
