@@ -197,7 +197,7 @@ def make_batch(
         stop_ids=stop_ids.shape[1],
         biases=most_biases(each),
         logprobs=any(s.logprobs is not None or s.prompt_logprobs is not None for s in settings),
-        dtype=lm.model.embed_tokens[...].dtype,
+        dtype=lm.model.embed_tokens.get_raw_value().dtype,
         entry_dtype=entry_dtype,
         state_dtype=state_dtype,
         target=lm.target,
@@ -352,7 +352,7 @@ def choose_form(lm: LanguageModel, form: Form, rows: int) -> Literal["recurrent"
     if form != "auto":
         return "recurrent" if form == "recurrent" else "buffered"
     spec = lm.config.on_device.spec  # without one every form is the same
-    return "buffered" if spec is None else forms.choose(spec, rows, forms.device_kind(lm.model.norm[...]))
+    return "buffered" if spec is None else forms.choose(spec, rows, forms.device_kind(lm.model.norm.get_raw_value()))
 
 
 def choose_kv_limit(
@@ -383,7 +383,7 @@ def choose_kv_limit(
     spec, dtypes = lm.config.on_device.spec, {"state_dtype": state_dtype, "entry_dtype": entry_dtype}
     if spec is None or chosen == "recurrent" or form == "buffered":
         return None
-    device = forms.device_kind(lm.model.norm[...])
+    device = forms.device_kind(lm.model.norm.get_raw_value())
     entries = min(forms.kv_entries(spec, device, limit=limit, **dtypes), capacity)
     short = sum(tokens <= entries for tokens in prompts)
     if entries <= limit or not short:

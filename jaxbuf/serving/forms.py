@@ -122,9 +122,9 @@ def _distance(row: Measured, spec: RecurrenceSpec) -> float:
     return sum(abs(math.log2(getattr(row, name) / getattr(spec, name))) for name in SIZES)
 
 
-def device_kind(array: jax.Array) -> str:
-    """What an array lies on, as JAX names it."""
-    return next(iter(array.devices())).device_kind
+def device_kind(array: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """What an array lies on, as JAX names it; "" for a shape that lies nowhere."""
+    return "" if array.sharding is None else next(iter(array.sharding.device_set)).device_kind
 
 
 @functools.cache

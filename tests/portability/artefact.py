@@ -1,0 +1,178 @@
+"""What a program does, read from what the TPU compiler made of it: copies, aliases, collectives, memory."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests.serving.program import FREE, computations, loop_bodies, operation
+
+# What passes arrays on, or waits for one, and moves nothing itself.
+PASSED_ON = FREE | {"optimization-barrier", "after-all", "domain"}
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint32": "u32", "int8": "s8"}
+NAMES |= {"uint8": "u8", "bool": "pred"}
+BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
+HOST = ("infeed", "outfeed", "send", "send-done", "recv", "recv-done")
+LEAST_POOL = 2**18  # bytes; smaller arrays are integers and rings of a few tokens
+
+
+def shapes_in(text: str, *, memory: bool = False) -> list[tuple[str, int]]:
+    """The dtype and the number of elements of every array of an HLO type; with `memory` an array that lies in VMEM or
+    a smaller memory of the chip counts as one of no elements."""
+    found = re.findall(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^{}]*\})?", text)
+    return [
+        (kind, 0 if memory and "S(" in layout else math.prod(map(int, filter(None, shape.split(",")))))
+        for kind, shape, layout in found
+    ]
+
+
+def device_shapes(arrays: Any) -> set[tuple[str, int]]:
+    """The dtype and the number of elements that a device has of each array, of those of LEAST_POOL bytes or more."""
+    found = set()
+    for array in jax.tree.leaves(arrays):
+        sharding = getattr(array, "sharding", None)
+        shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
+        if math.prod(shape) * np.dtype(array.dtype).itemsize >= LEAST_POOL:
+            found.add((NAMES[np.dtype(array.dtype).name], math.prod(shape)))
+    return found
+
+
+def executed(hlo: str) -> Iterator[tuple[str, str]]:
+    """The computation and the line of every instruction that runs by itself: not those within a fusion."""
+    lines = computations(hlo)
+    fused = set(re.findall(r" fusion\(.*?calls=%([\w.\-]+)", hlo)) | set(re.findall(r"to_apply=%([\w.\-]+)", hlo))
+    called = set(re.findall(r" call\(.*?to_apply=%([\w.\-]+)", hlo))
+    for name in lines.keys() - (fused - called):
+        for line in lines[name]:
+            yield name, line
+
+
+def pool_copies(compiled: jax.stages.Compiled, pools: Any) -> list[str]:
+    """Instructions that write an array of a pool's dtype and size to the chip's memory anew, wherever they stand,
+    branches included.
+
+    Not those that write into the array that they were given: scatters and updates of slices, alone or as the root of a
+    fusion, and kernels whose output is aliased to an operand. Nor what `written_back` finds.
+
+    Args:
+      compiled: From `topologies.compile_for`.
+      pools: The memory that is donated to it, arrays or `ShapeDtypeStruct`s with their shardings.
+    """
+    return [line for line, back in _pool_writes(compiled, pools) if not back]
+
+
+def written_back(compiled: jax.stages.Compiled, pools: Any) -> list[str]:
+    """Instructions that write a whole pool from VMEM to where it was. XLA's memory-space assignment fetches a pool that
+    fits into VMEM, scatters there, and writes all of it back; kernels pin pools to the chip's memory."""
+    return [line for line, back in _pool_writes(compiled, pools) if back]
+
+
+def _pool_writes(compiled: jax.stages.Compiled, pools: Any) -> list[tuple[str, bool]]:
+    """The lines of what writes whole pools, and whether each writes back what lay in VMEM."""
+    hlo, wanted = compiled.as_text(), device_shapes(pools)
+    lines = computations(hlo)
+    found = []
+    for name, line in executed(hlo):
+        kind, does = operation(line)
+        if does in PASSED_ON or does.endswith("-start"):  # what starts passes its operand on, and ends with a result
+            continue
+        written = [place for place, shape in enumerate(shapes_in(kind, memory=True)) if shape in wanted]
+        if not all(_is_in_place(lines, line, place) for place in written):
+            start = _operands(line)[0] if does == "copy-done" else ""
+            source = next((inner for inner in lines[name] if start and f"{start} = " in inner), "")
+            moved = shapes_in(operation(source)[0], memory=True) if source else []
+            found.append((f"{name}: {line}", len(moved) > 1 and moved[1][1] == 0))
+    return found
+
+
+def _is_in_place(lines: dict[str, list[str]], line: str, place: int) -> bool:
+    """Whether part `place` of what an instruction writes is an operand of it, changed in place."""
+    does = operation(line)[1]
+    if does in ("scatter", "dynamic-update-slice"):
+        return True
+    if does == "custom-call":
+        aliases = re.search(r"output_to_operand_aliasing=\{(.*?)\}\s*(?:,|$)", line.split(", metadata=")[0] + ",")
+        keys = re.findall(r"\{([\d, ]*)\}: \(", aliases[0]) if aliases else []
+        return "" in keys or str(place) in keys
+    return does == "fusion" and _updated_parameter(lines, line, place) is not None
+
+
+def _updated_parameter(lines: dict[str, list[str]], fusion: str, place: int) -> int | None:
+    """The number of the operand that a fusion's output `place` is, after updates in place; None: it is none, or the
+    same as it was."""
+    called = re.search(r"calls=%([\w.\-]+)", fusion)
+    assert called, fusion
+    inside = {inner.removeprefix("ROOT ").split(" = ")[0]: inner for inner in lines[called[1]]}
+    line, updates = next(inner for inner in inside.values() if inner.startswith("ROOT")), 0
+    if operation(line)[1] == "tuple":
+        line = inside[_operands(line)[place]]
+    while operation(line)[1] != "parameter":
+        does, source = operation(line)[1], 0
+        if does == "fusion":
+            found = _updated_parameter(lines, line, 0)
+            if found is None:
+                return None
+            source, updates = found, updates + 1
+        elif does in ("scatter", "dynamic-update-slice"):
+            updates += 1
+        elif does not in ("bitcast", "get-tuple-element", "reshape"):
+            return None
+        line = inside[_operands(line)[source]]
+    number = re.search(r" parameter\((\d+)\)", line)
+    return int(number[1]) if updates and number else None
+
+
+def _operands(line: str) -> list[str]:
+    does = operation(line)[1]
+    return re.findall(r"%[\w.\-]+", line.split(f" {does}(", 1)[1].split(")")[0])
+
+
+def unaliased(compiled: jax.stages.Compiled) -> list[str]:
+    """The type of every output that is not in the place of a donated argument."""
+    header = compiled.as_text().splitlines()[0]
+    found = re.findall(r"\{(\d*)\}: \(\d+, \{\}, (?:may|must)-alias\)", header)
+    aliased = {int(number or 0) for number in found}  # no number: of the only output
+    outputs = jax.tree.leaves(compiled.out_info)
+    return [f"{x.dtype}{list(x.shape)}" for number, x in enumerate(outputs) if number not in aliased]
+
+
+def host_transfers(compiled: jax.stages.Compiled) -> list[str]:
+    """Instructions that send something to the host, or wait for it."""
+    hlo = compiled.as_text()
+    assert loop_bodies(hlo) or "while" not in hlo
+    found = []
+    for lines in computations(hlo).values():
+        for line in lines:
+            bare = re.sub(r"metadata=\{.*?\}", "", line)
+            if operation(line)[1] in HOST or "callback" in bare or "is_host_transfer=true" in bare or "S(5)" in bare:
+                found.append(line)
+    return found
+
+
+def collectives(compiled: jax.stages.Compiled) -> dict[str, list[int]]:
+    """Of each kind of collective that a program has: the bytes that a device gets of each, largest first."""
+    found: dict[str, list[int]] = {}
+    for lines in computations(compiled.as_text()).values():
+        for line in lines:
+            kind, does = operation(line)
+            does = does.removesuffix("-start")
+            if does in COLLECTIVES:
+                sizes = [BYTES.get(name, 4) * number for name, number in shapes_in(kind)]
+                found.setdefault(does, []).append(max(sizes, default=0))
+    return {does: sorted(sizes, reverse=True) for does, sizes in found.items()}
+
+
+def vmem_bytes_used(compiled: jax.stages.Compiled) -> int:
+    """The most VMEM that one instruction, a kernel among them, has to itself."""
+    config = r'\{"memory_space":"1","offset":"(\d+)","size":"(\d+)"\}'
+    used = re.findall(r'"used_scoped_memory_configs":\[([^\]]*)\]', compiled.as_text())
+    return max((int(start) + int(size) for each in used for start, size in re.findall(config, each)), default=0)
+
+
+def largest(arrays: Iterable[Any]) -> int:
+    """The bytes of the largest array."""
+    return max(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)

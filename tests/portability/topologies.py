@@ -1,0 +1,84 @@
+"""Compiles for TPUs that are not there: libtpu holds the compiler of every generation, and needs no chip."""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxbuf.target import CHIPS
+
+# The compiler asks no cloud what chips this machine has, and two processes may load it.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
+WITHOUT_COMPILER = "needs the TPU compiler (libtpu): scripts/test --portability installs it and runs these"
+GENERATIONS = tuple(target.generation for target in CHIPS.values() if target.platform == "tpu")
+# The smallest slices of so many devices that the compiler knows. JAX has two devices a chip on v4 and tpu7x.
+SLICES = {
+    "v4": {4: "v4:2x2x1", 8: "v4:2x2x1"},
+    "v5e": {4: "v5e:2x2", 8: "v5e:2x4"},
+    "v5p": {4: "v5p:2x2x1", 8: "v5p:2x2x2"},
+    "v6e": {4: "v6e:2x2", 8: "v6e:2x4"},
+    "tpu7x": {4: "tpu7x:2x2x1", 8: "tpu7x:2x2x1"},
+}
+
+
+@functools.cache
+def tpu_mesh(generation: str, devices: int = 1, axis: str = "tensor") -> Mesh:
+    """A mesh of abstract devices in a row.
+
+    Args:
+      generation: One of GENERATIONS.
+      devices: 1 to 8.
+      axis: The name of its one axis.
+
+    Raises:
+      ValueError: No such generation, or no slice has so many devices.
+    """
+    if generation not in SLICES:
+        raise ValueError(f"generation must be one of {', '.join(SLICES)}, got {generation!r}")
+    fitting = [name for size, name in SLICES[generation].items() if size >= devices >= 1]
+    if not fitting:
+        raise ValueError(f"devices must be 1 to {max(SLICES[generation])}, got {devices}")
+    found = topologies.get_topology_desc(platform="tpu", topology_name=fitting[0])
+    return Mesh(np.array(found.devices[:devices]), (axis,))
+
+
+def on_mesh(mesh: Mesh, tree: Any, partition: PartitionSpec | None = None) -> Any:
+    """Arrays, or what has a shape and a dtype, as `ShapeDtypeStruct`s that lie on a mesh: on every device of it, unless
+    they say themselves where."""
+    everywhere = NamedSharding(mesh, PartitionSpec() if partition is None else partition)
+
+    def placed(x):
+        own = getattr(x, "sharding", None)
+        here = isinstance(own, NamedSharding) and own.mesh.devices.size > 0 and not own.mesh.empty
+        where = own if here and set(own.mesh.devices.flat) <= set(mesh.devices.flat) else everywhere
+        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=where)
+
+    return jax.tree.map(placed, tree)
+
+
+def compile_for(
+    generation: str, function: Callable[..., Any], *specs: Any, donate_argnums: Sequence[int] = (), devices: int = 1
+) -> jax.stages.Compiled:
+    """A function as the real TPU compiler makes it; what Mosaic or XLA refuse is an error of `compile`.
+
+    Args:
+      generation: One of GENERATIONS.
+      function: Is jitted here, unless it is already; then what it donates is its own matter.
+      *specs: Its arguments: pytrees of arrays or `ShapeDtypeStruct`s. Those with a sharding on `tpu_mesh(generation,
+        devices)` lie there, others on every device.
+      donate_argnums: As `jax.jit` has it.
+      devices: Of the mesh.
+    """
+    mesh = tpu_mesh(generation, devices)
+    jitted = function if hasattr(function, "trace") else jax.jit(function, donate_argnums=tuple(donate_argnums))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jitted.trace(*on_mesh(mesh, specs)).lower().compile()
