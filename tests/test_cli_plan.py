@@ -120,3 +120,18 @@ def test_help_teaches_with_examples():
     assert all(option in text for option in options)
     assert f"jaxbuf plan {NEXT} --memory 320GB --draft-tokens 4" in text
     assert all(form in text for form in ("recurrent", "buffered", "kv-only", "snapshots"))
+
+
+def test_a_slice_of_tpus_stands_in_place_of_a_memory():
+    done = invoke("Qwen3.5-4B", "--device", "tpu7x-2", "--context", "1024", env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.stderr
+    assert "2 chips of a TPU tpu7x, 4 devices; what follows is of one device, with 3.69 TB a second" in done.stdout
+    assert "103.1 GB of memory" in done.stdout
+    (row,) = (line for line in done.stdout.splitlines() if "a step of all, estimate" in line)
+    assert row.count(" ms") == 4
+    (found,) = json.loads(invoke("Qwen3.5-4B", "--device", "v6e", "--context", "1024", "--json").stdout)
+    assert found["device"]["generation"] == "v6e" and found["forms"][0]["step_seconds"] > 0
+    both = invoke("Qwen3.5-4B", "--device", "v6e", "--memory", "80GB")
+    assert both.exit_code != 0 and "--memory must be left out with --device" in both.stderr
+    wrong = invoke("Qwen3.5-4B", "--device", "v6e-3")
+    assert wrong.exit_code != 0 and 'must be a multiple of the mesh axis "tensor" (3)' in wrong.stderr

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxbuf.planning.memory_plan import FormCost, Plan
 
 UNITS = {"": 1, "B": 1} | {f"{unit}B": 1000**i for i, unit in enumerate("kMGT", 1)}
-MOST_BYTES = 2**63 - 1
+MOST_BYTES, DEFAULT_MEMORY = 2**63 - 1, 80_000_000_000
 UNITS |= {f"{unit}iB": 1024**i for i, unit in enumerate("KMGT", 1)}
 
 
@@ -53,14 +53,23 @@ def plan(
         typer.Option("--model", metavar="MODEL", show_default=False, help="The same, as other commands take it."),
     ] = None,
     memory: Annotated[
-        int,
+        int | None,
         typer.Option(
             parser=parse_size,
             metavar="SIZE",
             show_default="80GB",
             help="What there is, of all devices together: 80GB, 1.1TB, 80GiB.",
         ),
-    ] = 80_000_000_000,
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CHIPS",
+            show_default=False,
+            help="TPUs in place of --memory: v4, v5e, v5p, v6e or tpu7x, and how many chips, as in v6e-4. Counts what "
+            "one of their devices holds, and estimates a step from its bandwidth.",
+        ),
+    ] = None,
     draft_tokens: Annotated[int, typer.Option(help="Draft tokens that a step verifies.", **options.whole(0))] = 0,
     accepted: Annotated[
         float | None,
@@ -153,6 +162,8 @@ def plan(
 
       jaxbuf plan Llama-3.1-8B --context 32768 --keep 0.25
 
+      jaxbuf plan Qwen3.5-27B --device v6e-4
+
       jaxbuf plan ./checkpoint --memory 24GB --context 4096 --json
     """
     from jaxbuf.planning.memory_plan import plan as make_plan
@@ -161,15 +172,18 @@ def plan(
         raise ValueError(f"--model must be left out or the same as MODEL ({model!r}), got {named!r}")
     if window is not None and keep is None:
         raise ValueError("window must come with --keep: without gates there is none")
+    if memory is not None and device is not None:
+        raise ValueError(f"memory must be left out with --device, which says what there is, got {memory}")
     near: dict[str, int] = {} if window is None else {"window": window}
     source = "demo" if model is None and named is None else named if model is None else model
     try:
         plans = [
             make_plan(
                 source or "",
-                memory,
+                DEFAULT_MEMORY if memory is None and device is None else memory,
                 draft_tokens,
                 tokens,
+                device=device,
                 accepted=accepted,
                 limit=limit,
                 block_size=block_size,
@@ -198,6 +212,15 @@ def _print_model(console: Console, found: "Plan") -> None:
     room = max(0, found.request_memory_bytes)
     layers = f"{found.recurrent_layers} recurrent and {found.attention_layers} softmax layers"
     console.print(f"{found.model}: {layers}", markup=False)
+    if found.device is not None:
+        where = found.device
+        chips = "1 chip" if where.chips == 1 else f"{where.chips} chips"
+        devices = "" if where.devices == where.chips else f", {where.devices} devices"
+        console.print(
+            f"{chips} of a TPU {where.generation}{devices}; what follows is of one device, with "
+            f"{size(where.bandwidth)} a second",
+            markup=False,
+        )
     console.print(
         f"{size(found.memory_bytes)} of memory: {size(found.parameter_bytes)} parameters ({found.dtype}), "
         f"{size(found.workspace_bytes)} workspace, {size(room)} for requests"
@@ -238,7 +261,9 @@ def _print_forms(console: Console, found: "Plan") -> None:
     add("requests that fit", lambda cost: str(cost.requests), end_section=True)
     add("state moved a step", lambda cost: size(cost.state_step_bytes))
     add("moved a step", lambda cost: size(cost.step_bytes))
-    add("moved a token", lambda cost: size(cost.token_bytes))
+    add("moved a token", lambda cost: size(cost.token_bytes), end_section=found.device is not None)
+    if found.device is not None:
+        add("a step of all, estimate", lambda cost: f"{1e3 * (cost.step_seconds or 0.0):.3g} ms")
     console.print()
     print_table(table, console)
     if found.draft_tokens and found.recurrent_layers:

@@ -236,9 +236,17 @@ class ModelConfig:
         Raises:
           ValueError: The heads or experts can't be shared by so many.
         """
-        devices = [devices_of(self.mesh, axis) for axis in AXES]
-        layers = tuple(layer.spread(*devices) for layer in self.layers)
-        return dataclasses.replace(self, layers=layers, mtp=self.mtp and self.mtp.spread(*devices), mesh=None)
+        return self.spread(*(devices_of(self.mesh, axis) for axis in AXES))
+
+    def spread(self, devices: int, expert_devices: int = 1) -> "ModelConfig":
+        """What each of so many devices has of the layers' heads, and of so many of their experts.
+
+        Raises:
+          ValueError: The heads or experts can't be shared by so many.
+        """
+        each = devices, expert_devices
+        layers = tuple(layer.spread(*each) for layer in self.layers)
+        return dataclasses.replace(self, layers=layers, mtp=self.mtp and self.mtp.spread(*each), mesh=None)
 
     @property
     def mixers(self) -> Iterator[Mixer]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxbuf.axes import Array, Float
 
@@ -111,7 +111,7 @@ def automatic(mesh: Mesh) -> Mesh:
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def spread_over(parts: Axis, mesh: Mesh | None) -> str | None:
+def spread_over(parts: Axis, mesh: Mesh | AbstractMesh | None) -> str | None:
     """The axis of a mesh over which these rows or columns are spread; None: every device has all of them."""
     if mesh is None or not parts:
         return None

@@ -20,6 +20,7 @@ from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.loading.checkpoint import compute_dtype
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.planning.model_sizes import ModelSizes, find_sizes, from_config
+from jaxbuf.planning.slices import Slice, find_slice
 from jaxbuf.recurrence import traffic
 from jaxbuf.recurrence.recurrent_memory import RecurrentMemory
 from jaxbuf.recurrence.spec import RecurrenceSpec
@@ -60,6 +61,9 @@ class FormCost:
       step_bytes: The same with the convolutions' inputs and the keys and values, at this context. Parameters are not
         in it (a step reads them at most once, for all requests), nor is what goes in and out of a layer.
       token_bytes: step_bytes for each token that a step keeps.
+      step_seconds: An estimate of a step of as many requests as fit: the parameters and what the requests move, over
+        the bandwidth of the device. It leaves out what devices exchange, and that no program reaches the bandwidth;
+        of a model with experts it counts all of them. None without a device.
     """
 
     form: FormName
@@ -77,6 +81,7 @@ class FormCost:
     state_step_bytes: float
     step_bytes: float
     token_bytes: float
+    step_seconds: float | None = None
 
     @property
     def recurrent_bytes(self) -> int:
@@ -108,6 +113,7 @@ class Plan:
       best_limit: The limit of the fewest bytes a step, with these drafts.
       crossover: Entries up to which a request is cheaper without a checkpoint.
       forms: The costs, "kv-only" third and "snapshots" last, or the one.
+      device: The slice that it is for; all bytes are then those of one of its devices. None: of all devices together.
     """
 
     model: str
@@ -130,6 +136,7 @@ class Plan:
     best_limit: int | None
     crossover: int | None
     forms: tuple[FormCost, ...]
+    device: Slice | None = None
 
     def __getitem__(self, form: FormName) -> FormCost:
         return next(cost for cost in self.forms if cost.form == form)
@@ -165,10 +172,11 @@ class Plan:
 
 def plan(
     model: str | Path | LanguageModel | ModelConfig | ModelSizes,
-    memory_bytes: int,
+    memory_bytes: int | None = None,
     draft_tokens: int = 0,
     context: int = 8192,
     *,
+    device: str | None = None,
     accepted: float | None = None,
     limit: int = 16,
     block_size: int = BLOCK_SIZE,
@@ -190,7 +198,11 @@ def plan(
     Args:
       model: "demo", a directory with a config.json, a Hugging Face id (its config.json alone is fetched), the name of a
         known model ("Qwen3-Next-80B-A3B", see `jaxbuf models`), or a loaded model or a configuration.
-      memory_bytes: What there is, of all devices together; a whole number, which may be written as 80e9.
+      memory_bytes: What there is, of all devices together; a whole number, which may be written as 80e9. None: that of
+        the device.
+      device: A slice of TPUs such as "v6e-4", a generation and a number of chips, over whose devices the model's heads
+        are spread (Cloud's own names of v4, v5p and TPU7x count two cores a chip). Everything is then counted for one
+        of the devices, heads that several of them need included. None: memory_bytes says what there is.
       draft_tokens: Verified in a step beside the token that the model itself gives.
       context: Tokens of a request that the softmax layers hold, the drafts among them; rounded up to pages.
       accepted: Tokens that a step keeps on average, in [1, 1 + draft_tokens]; None: all.
@@ -211,11 +223,14 @@ def plan(
 
     Raises:
       FileNotFoundError: No such model; as `jaxbuf.load`.
-      ValueError: A number out of range, or an unknown dtype.
+      ValueError: A number out of range, an unknown dtype or device, or heads that so many devices can't share.
 
     Source: KVBuffer, sections 2.2, 3.2 to 3.4.
     """
-    memory_bytes = _whole("memory_bytes", memory_bytes, 1, MOST_BYTES)
+    where = None if device is None else find_slice(device)
+    if (memory_bytes is None) == (where is None):
+        raise ValueError(f"memory_bytes or device must be given, and not both, got {memory_bytes!r} and {device!r}")
+    memory_bytes = _whole("memory_bytes", memory_bytes if where is None else where.memory_bytes, 1, MOST_BYTES)
     draft_tokens = _whole("draft_tokens", draft_tokens, 0, MOST_ENTRIES)
     context = _whole("context", context, 1, MOST_TOKENS)
     limit = _whole("limit", limit, 1, MOST_ENTRIES)
@@ -234,6 +249,8 @@ def plan(
     if keep is not None:
         shape = _gated(shape, keep, _whole("window", window, 1, MOST_TOKENS))
     chosen = _dtype("dtype", shape.dtype if dtype is None else dtype)
+    if where is not None:
+        shape = shape.spread(where.devices)
     state = _state_format(state_dtype)
     entry = _dtype("entry_dtype", chosen if entry_dtype is None else entry_dtype)
 
@@ -273,7 +290,8 @@ def plan(
         window=None if keep is None else window,
         best_limit=best_limit,
         crossover=crossover,
-        forms=tuple(_fit(cost, room) for cost in costs),
+        forms=tuple(_fit(cost, room, parameters, where) for cost in costs),
+        device=where,
     )
 
 
@@ -473,8 +491,10 @@ def _gated(shape: ModelSizes, keep: float, window: int) -> ModelSizes:
     return from_config(config, shape.name, shape.dtype)
 
 
-def _fit(cost: FormCost, room: int) -> FormCost:
-    return dataclasses.replace(cost, requests=max(0, (room - cost.fixed_bytes) // cost.request_bytes))
+def _fit(cost: FormCost, room: int, parameters: int, where: Slice | None) -> FormCost:
+    requests = max(0, (room - cost.fixed_bytes) // cost.request_bytes)
+    seconds = None if where is None else (parameters + requests * cost.step_bytes) / where.bandwidth
+    return dataclasses.replace(cost, requests=requests, step_seconds=seconds)
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:

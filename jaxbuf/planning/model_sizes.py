@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from jaxbuf.models.admission import Admission
 from jaxbuf.models.config import RECURRENCE, ModelConfig
@@ -17,9 +18,11 @@ from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.families import read_config
 from jaxbuf.models.gates import gated_layers
 from jaxbuf.models.known_models import find_known, known_models, plain
+from jaxbuf.models.layers import named_parameters
 from jaxbuf.models.loading.checkpoint import CONFIG, read_description
 from jaxbuf.models.loading.hub import ACCEPTED, download, find_directory, parse_id
 from jaxbuf.models.mixers.attention import Attention
+from jaxbuf.models.tensor_parallel import TENSOR, spread_over
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.recurrence.state_format import state_format
 from jaxbuf.shown import shown
@@ -38,6 +41,8 @@ class ModelSizes:
         rotated key.
       config: What it was made from.
       dtype: What the checkpoint is stored in, as far as its configuration says.
+      whole: The configuration of the whole model where these are the sizes of one of several devices, and over how many
+        its heads are spread; else None.
     """
 
     name: str
@@ -49,6 +54,16 @@ class ModelSizes:
     kv_numbers: int
     config: ModelConfig
     dtype: str = "bfloat16"
+    whole: tuple[ModelConfig, int] | None = None
+
+    def spread(self, devices: int) -> "ModelSizes":
+        """What one device has, of so many over which the heads are spread, see `jaxbuf.models.tensor_parallel`.
+
+        Raises:
+          ValueError: The heads can't be shared by so many.
+        """
+        config = self.config.spread(devices)
+        return dataclasses.replace(from_config(config, self.name, self.dtype), whole=(self.config, devices))
 
     @property
     def gated(self) -> list[Attention]:
@@ -81,7 +96,21 @@ class ModelSizes:
         return self.attention_layers * self.kv_numbers * jnp.dtype(dtype).itemsize
 
     def _parameters(self, dtype) -> list[jax.ShapeDtypeStruct]:
-        return jax.tree.leaves(jax.eval_shape(lambda: Decoder(self.config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype))))
+        config, devices = (self.config, 1) if self.whole is None else self.whole
+        model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype)))
+        if devices == 1:
+            return jax.tree.leaves(model)
+        mesh, held = AbstractMesh((devices,), (TENSOR,)), []
+        for param in named_parameters(model).values():
+            # Along experts there is no axis: all devices have all of them.
+            spread = [parts if spread_over(parts, mesh) else None for parts in param.axes]
+            raw = param.get_raw_value()
+            shape = [
+                size if parts is None else sum(part.size * len(part.blocks(0, devices)) for part in parts)
+                for parts, size in zip(spread, raw.shape, strict=True)
+            ]
+            held.append(jax.ShapeDtypeStruct(shape, raw.dtype))
+        return held
 
 
 def from_config(config: ModelConfig, name: str, dtype: str = "bfloat16") -> ModelSizes:

@@ -8,11 +8,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import jaxbuf
 from jaxbuf.models import decoder
 from jaxbuf.models.admission import Admission, WriteGate
 from jaxbuf.models.gates import gated_config
+from jaxbuf.models.layers import named_parameters
+from jaxbuf.models.loading.sharding import spread_shape
+from jaxbuf.models.tensor_parallel import partition
 from jaxbuf.planning import model_sizes
 from jaxbuf.planning.memory_plan import plan
 from jaxbuf.planning.model_sizes import find_sizes
@@ -217,3 +221,50 @@ def test_a_model_without_recurrent_layers_has_one_form_with_the_bytes_of_its_cac
     assert cost.requests > 10 and cost.step_bytes == (100 + 4) * find_sizes(found.model).kv_bytes("bfloat16")
     assert (found.best_limit, found.crossover, found.recurrent_ratio, found.request_ratio) == (None,) * 4
     assert plan("Llama-3.1-8B", 80e9).parameter_bytes == 2 * 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "devices"), [("Qwen3.5-4B", "v6e-8", 8), ("Kimi-Linear-48B-A3B", "tpu7x-2", 4)]
+)
+def test_on_a_slice_a_plan_counts_what_one_device_holds(name, device, devices):
+    """The parameters as they lie on a mesh, and the caches that its layers make there."""
+    found, config = plan(name, device=device, context=300), find_sizes(name).config
+    mesh = jax.sharding.AbstractMesh((devices,), ("tensor",))
+    model = jax.eval_shape(lambda: decoder.Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    held = 0
+    for param in named_parameters(model).values():
+        spread = any(partition(param.axes, mesh))
+        held += (
+            math.prod(spread_shape(param, mesh)) * param.get_raw_value().dtype.itemsize // (devices if spread else 1)
+        )
+    assert found.parameter_bytes == held
+    cost = found["buffered"]
+    for slots in (1, 3):
+        assert cost.fixed_bytes + slots * cost.request_bytes == cache_bytes(found, config.spread(devices), slots=slots)
+    assert found.memory_bytes == found.device.memory_bytes and found.device.devices == devices
+
+
+def test_a_step_on_a_slice_is_estimated_from_its_bandwidth():
+    found = plan("Qwen3.5-4B", device="v5e-4", context=1024)
+    for cost in found.forms:
+        moved = found.parameter_bytes + cost.requests * cost.step_bytes
+        assert cost.step_seconds == pytest.approx(moved / 819e9)
+    assert all(cost.step_seconds is None for cost in plan("Qwen3.5-4B", 16 * 10**9).forms)
+    one, two = (plan("Llama-3.1-8B", device=name) for name in ("tpu7x", "v6e"))
+    assert one.device.devices == 2 and one.memory_bytes == 96 * 2**30 and two.memory_bytes == 32 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device": "v3-8"}, r"device must be one of v4, v5e, v5p, v6e, tpu7x, with the number of its chips .*'v3-8'"),
+        ({"device": "v6e-0"}, "device must be one of"),
+        ({"device": 4}, "device must be one of .* got 4"),
+        ({"device": "v6e-3"}, r"heads \(32\) must be a multiple of the mesh axis \"tensor\" \(3\)"),
+        ({}, "memory_bytes or device must be given, and not both, got None and None"),
+        ({"device": "v6e", "memory_bytes": 10**9}, "memory_bytes or device must be given, and not both"),
+    ],
+)
+def test_a_slice_that_is_not_there_or_does_not_fit_is_an_error(given, message):
+    with pytest.raises(ValueError, match=message):
+        plan("Qwen3.5-4B", **given)

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32",
 NAMES |= {"uint8": "u8", "bool": "pred"}
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 HOST = ("infeed", "outfeed", "send", "send-done", "recv", "recv-done")
-LEAST_POOL = 2**18  # bytes; smaller arrays are integers and rings of a few tokens
+LEAST_POOL = 2**20  # bytes; smaller arrays are integers, scores of keys and rings of a few tokens
 
 
 def shapes_in(text: str, *, memory: bool = False) -> list[tuple[str, int]]:
@@ -51,7 +51,7 @@ def executed(hlo: str) -> Iterator[tuple[str, str]]:
             yield name, line
 
 
-def pool_copies(compiled: jax.stages.Compiled, pools: Any) -> list[str]:
+def pool_copies(compiled: jax.stages.Compiled, pools: Any, *, loops_only: bool = False) -> list[str]:
     """Instructions that write an array of a pool's dtype and size to the chip's memory anew, wherever they stand,
     branches included.
 
@@ -61,8 +61,27 @@ def pool_copies(compiled: jax.stages.Compiled, pools: Any) -> list[str]:
     Args:
       compiled: From `topologies.compile_for`.
       pools: The memory that is donated to it, arrays or `ShapeDtypeStruct`s with their shardings.
+      loops_only: Leave out what stands outside of all loops, and so runs once a call.
     """
-    return [line for line, back in _pool_writes(compiled, pools) if not back]
+    inside = _in_loops(compiled.as_text()) if loops_only else None
+    found = [line for line, back in _pool_writes(compiled, pools) if not back]
+    return [line for line in found if inside is None or line.split(":")[0] in inside]
+
+
+def _in_loops(hlo: str) -> set[str]:
+    """The computations that the bodies of loops run, and those of their branches and calls."""
+    lines, found, left = computations(hlo), set[str](), loop_bodies(hlo)
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for line in lines[name]:
+            for names in re.findall(
+                r"(?:body|to_apply|branch_computations|\w+_computation)=\{?([^}\s]+(?:, %[^}\s]+)*)", line
+            ):
+                left += [each for each in re.findall(r"%([\w.\-]+)", names) if each in lines]
+    return found
 
 
 def written_back(compiled: jax.stages.Compiled, pools: Any) -> list[str]:
@@ -153,17 +172,37 @@ def host_transfers(compiled: jax.stages.Compiled) -> list[str]:
     return found
 
 
-def collectives(compiled: jax.stages.Compiled) -> dict[str, list[int]]:
-    """Of each kind of collective that a program has: the bytes that a device gets of each, largest first."""
-    found: dict[str, list[int]] = {}
+class Collective(NamedTuple):
+    """An exchange between devices.
+
+    Attributes:
+      kind: One of COLLECTIVES.
+      bytes: Of the largest array that a device gets.
+      scope: Which part of the program it is of, as JAX names it; "" where XLA made it of several.
+    """
+
+    kind: str
+    bytes: int
+    scope: str
+
+    @property
+    def of_layers(self) -> bool:
+        """Whether it is one of the decoder's layers, not of the embedding, the head or sampling."""
+        return "shard_map" in self.scope
+
+
+def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
+    """All that a program has, in no order."""
+    found = []
     for lines in computations(compiled.as_text()).values():
         for line in lines:
-            kind, does = operation(line)
+            output, does = operation(line)
             does = does.removesuffix("-start")
             if does in COLLECTIVES:
-                sizes = [BYTES.get(name, 4) * number for name, number in shapes_in(kind)]
-                found.setdefault(does, []).append(max(sizes, default=0))
-    return {does: sorted(sizes, reverse=True) for does, sizes in found.items()}
+                sizes = [BYTES.get(name, 4) * number for name, number in shapes_in(output)]
+                scope = re.search(r'op_name="([^"]*)"', line)
+                found.append(Collective(does, max(sizes, default=0), scope[1] if scope else ""))
+    return found
 
 
 def vmem_bytes_used(compiled: jax.stages.Compiled) -> int:
@@ -171,8 +210,3 @@ def vmem_bytes_used(compiled: jax.stages.Compiled) -> int:
     config = r'\{"memory_space":"1","offset":"(\d+)","size":"(\d+)"\}'
     used = re.findall(r'"used_scoped_memory_configs":\[([^\]]*)\]', compiled.as_text())
     return max((int(start) + int(size) for each in used for start, size in re.findall(config, each)), default=0)
-
-
-def largest(arrays: Iterable[Any]) -> int:
-    """The bytes of the largest array."""
-    return max(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)

@@ -1,0 +1,82 @@
+"""The whole programs that are compiled for TPUs: which model, for which chips, and how it is served."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxbuf.serving import admit, generate_tokens
+from jaxbuf.serving.batch import Batch
+from tests.portability.models import abstract_batch, abstract_model, carry_on_mesh, model_config, pools_of
+from tests.portability.topologies import compile_for, tpu_mesh
+
+ROWS, PROMPT, NEW_TOKENS = 64, 100, 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A model as it is served on some chips.
+
+    Attributes:
+      model: In known.json, at full width.
+      layers: One period of them; None: all.
+      generation, devices: The chips.
+      drafter: None, "ngram", "mtp", or "lm": the same architecture with one period of layers.
+      form, state_dtype: As `jaxbuf.generate` takes them.
+      gates: Whether softmax layers have write gates.
+    """
+
+    model: str
+    layers: int | None
+    generation: str
+    devices: int = 1
+    drafter: str | None = None
+    form: str = "buffered"
+    state_dtype: str | None = None
+    gates: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        """Abstract devices."""
+        return tpu_mesh(self.generation, self.devices)
+
+    def batch(self, rows: int = ROWS) -> Batch:
+        """So many prompts for it; nothing is allocated."""
+        over = self.mesh if self.devices > 1 else None
+        shape = {"gates": self.gates, "mesh": over}
+        lm = abstract_model(
+            model_config(self.model, self.layers, mtp=self.drafter == "mtp", **shape), self.model, self.generation
+        )
+        drafter: Any = self.drafter
+        if drafter == "lm":
+            config = model_config(self.model, DRAFTING[self.model], **shape)
+            drafter = abstract_model(config, f"a small {self.model}", self.generation)
+        how = {"form": self.form, "state_dtype": self.state_dtype, "drafter": drafter}
+        return abstract_batch(lm, rows, PROMPT, NEW_TOKENS, **how)
+
+    def compiled(self, program: str, batch: Batch | None = None) -> tuple[jax.stages.Compiled, Any]:
+        """One of PROGRAMS as the TPU compiler makes it, and the shapes of the carry that it is given."""
+        batch = self.batch() if batch is None else batch
+        carry = carry_on_mesh(batch, self.mesh)
+        third = {"admit": batch.arrivals[0], "generate_tokens": jax.ShapeDtypeStruct((), np.int32)}[program]
+        given = () if batch.drafter is None else (batch.drafter,)
+        arguments = batch.lm.model, carry, third, *given
+        return compile_for(self.generation, PROGRAMS[program], *arguments, devices=self.devices), carry
+
+    def pools(self, carry: Any) -> list[Any]:
+        """The layers' memory of a carry."""
+        return pools_of(carry)
+
+
+PROGRAMS = {"admit": admit, "generate_tokens": generate_tokens}
+DRAFTING = {"Nemotron-3-Nano-4B": 3, "Llama-3.1-8B": 1}  # layers of a draft model
+# One generation a model. Drafters, four and eight devices, forms, ways to keep states, and gates all occur.
+ONE_PERIOD = {
+    "Qwen3.5-4B": Served("Qwen3.5-4B", 4, "v5e", drafter="mtp"),
+    "Nemotron-3-Nano-4B": Served("Nemotron-3-Nano-4B", 4, "v6e", 8, state_dtype="split"),
+    "Kimi-Linear": Served("Kimi-Linear-48B-A3B", 4, "tpu7x", 4, drafter="ngram", form="kv"),
+    "Llama-3.1-8B": Served("Llama-3.1-8B", 1, "v4", 8, drafter="lm"),
+    "Llama-3.1-8B with gates": Served("Llama-3.1-8B", 1, "v5p", form="recurrent", gates=True),
+}

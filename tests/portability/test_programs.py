@@ -1,0 +1,71 @@
+"""Whole `admit` and `generate_tokens` programs, compiled by the TPU compiler at the width of published models: their
+memory stays in place, nothing goes to the host, and devices exchange what their layers add up and no more."""
+
+import jax
+import pytest
+
+from jaxbuf.pallas.dispatch import unserved
+from jaxbuf.pallas.tpu_memory import vmem_bytes
+from jaxbuf.target import Target
+from tests.portability.artefact import (
+    collectives,
+    host_transfers,
+    pool_copies,
+    unaliased,
+    vmem_bytes_used,
+    written_back,
+)
+from tests.portability.programs import ONE_PERIOD, PROGRAMS, Served
+from tests.portability.topologies import GENERATIONS
+
+# What a layer keeps is changed by these. XLA, in their place, may give a pool another layout for the length of a call,
+# and may fetch a whole one into VMEM and write it back.
+MEMORY = "extend", "append_and_attend"
+
+
+def check(served: Served, program: str) -> jax.stages.Compiled:
+    """Asserts what holds of every program, and gives it."""
+    batch = served.batch()
+    compiled, carry = served.compiled(program, batch)
+    pools = served.pools(carry)
+    assert unaliased(compiled) == []
+    assert pool_copies(compiled, pools, loops_only=True) == []
+    assert host_transfers(compiled) == []
+    assert vmem_bytes_used(compiled) <= vmem_bytes(served.generation)
+    target = Target("tpu", served.generation)
+    if all(unserved(operation, "tpu", target) is None for operation in MEMORY):
+        assert pool_copies(compiled, pools) == written_back(compiled, pools) == []
+    exchanged = collectives(compiled)
+    if served.devices == 1:
+        assert exchanged == []
+        return compiled
+    tokens = batch.arrivals[0].tokens.size if program == "admit" else carry.last.size * most_tokens(batch)
+    activation = tokens * batch.lm.config.hidden_size * 2
+    within = [each for each in exchanged if each.of_layers]
+    assert within and all(each.kind == "all-reduce" and each.bytes <= activation for each in within)
+    logits = 4 * batch.lm.vocab_size * carry.last.size * most_tokens(batch)
+    assert all(each.bytes <= max(activation, logits) for each in exchanged)
+    return compiled
+
+
+def most_tokens(batch) -> int:
+    return 1 if batch.drafter is None else 1 + batch.drafter.draft_tokens
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("name", ONE_PERIOD)
+def test_a_program_of_one_period_keeps_its_memory_in_place(name, program):
+    check(ONE_PERIOD[name], program)
+
+
+def test_the_programs_cover_what_can_be_asked_for():
+    """Every generation once, and among them every drafter, four and eight devices, forms, states and gates."""
+    served = ONE_PERIOD.values()
+    assert sorted(each.generation for each in served) == sorted(GENERATIONS)
+    assert {each.drafter for each in served} == {None, "ngram", "mtp", "lm"}
+    assert {each.devices for each in served} == {1, 4, 8}
+    assert {each.form for each in served} == {"buffered", "kv", "recurrent"}
+    assert {each.gates for each in served} == {True, False}
+    assert {each.state_dtype for each in served} == {None, "split"}
+    assert len({each.model for each in served}) == 4
