@@ -12,23 +12,28 @@ from jaxbuf.version import __version__
 
 if TYPE_CHECKING:
     from jaxbuf.compilation import cache_compilations
+    from jaxbuf.exported import ExportedModel, load_exported
     from jaxbuf.models.language_model import LanguageModel, load
     from jaxbuf.models.loading.checkpoint import CheckpointError
     from jaxbuf.planning.memory_plan import plan
     from jaxbuf.serving import Beam, Event, GenerationResult, SamplingParams, beam_search, generate
+    from jaxbuf.serving.export import export
 
 __all__ = [
     "Beam",
     "CheckpointError",
     "Event",
+    "ExportedModel",
     "GenerationResult",
     "LanguageModel",
     "SamplingParams",
     "__version__",
     "beam_search",
     "cache_compilations",
+    "export",
     "generate",
     "load",
+    "load_exported",
     "plan",
 ]
 
@@ -36,7 +41,10 @@ __all__ = [
 _HOME = {
     "CheckpointError": "jaxbuf.models.loading.checkpoint",
     "LanguageModel": "jaxbuf.models.language_model",
+    "ExportedModel": "jaxbuf.exported",
     "cache_compilations": "jaxbuf.compilation",
+    "export": "jaxbuf.serving.export",
+    "load_exported": "jaxbuf.exported",
     "load": "jaxbuf.models.language_model",
     "plan": "jaxbuf.planning.memory_plan",
 }

@@ -16,6 +16,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint32": "u32", "int8": "s8"}
 NAMES |= {"uint8": "u8", "bool": "pred"}
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
+CALLS = r"(?:body|to_apply|branch_computations|\w+_computation)"  # what an instruction runs, but for fusions
 HOST = ("infeed", "outfeed", "send", "send-done", "recv", "recv-done")
 LEAST_POOL = 2**20  # bytes; smaller arrays are integers, scores of keys and rings of a few tokens
 
@@ -97,7 +98,8 @@ def _pool_writes(compiled: jax.stages.Compiled, pools: Any) -> list[tuple[str, b
     found = []
     for name, line in executed(hlo):
         kind, does = operation(line)
-        if does in PASSED_ON or does.endswith("-start"):  # what starts passes its operand on, and ends with a result
+        # What runs beside other instructions is counted where it ends, with its result.
+        if does in PASSED_ON or does.endswith("-start") or does in ("call-update", "async-update"):
             continue
         written = [place for place, shape in enumerate(shapes_in(kind, memory=True)) if shape in wanted]
         if not all(_is_in_place(lines, line, place) for place in written):

@@ -4,27 +4,21 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxbuf.bench.random_model import configuration
 from jaxbuf.models.admission import Admission, WriteGate
 from jaxbuf.models.cache import Cache, memory_partitions
 from jaxbuf.models.config import ATTENTION, ModelConfig
-from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.families import config_from_dict, config_json
 from jaxbuf.models.gates import gated_config
 from jaxbuf.models.known_models import find_known
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.models.layers import named_parameters, replace_parameters
-from jaxbuf.models.loading.sharding import parameter_sharding, spread_shape
 from jaxbuf.models.mtp import MTPCache
 from jaxbuf.models.tensor_parallel import automatic
 from jaxbuf.serving import SamplingParams, init_carry
 from jaxbuf.serving.batch import Batch, Decoding, make_batch
-from jaxbuf.target import Target, as_target
 from tests.portability.topologies import on_mesh
 
 WINDOW = 256  # of write gates
@@ -52,19 +46,6 @@ def model_config(
     config = dataclasses.replace(config, mesh=None if mesh is None else automatic(mesh))
     _ = config.on_device  # an error if its heads can't be shared
     return config
-
-
-def abstract_model(config: ModelConfig, name: str, target: Target | str, dtype: Any = jnp.bfloat16) -> LanguageModel:
-    """A language model whose parameters are shapes, placed on its mesh if it has one. Nothing is allocated."""
-    abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype)))
-    values = []
-    for param in named_parameters(abstract).values():
-        where = parameter_sharding(param, config.mesh)
-        values.append(
-            jax.ShapeDtypeStruct(spread_shape(param, config.mesh), param.get_raw_value().dtype, sharding=where)
-        )
-    model = replace_parameters(abstract, values)
-    return LanguageModel(model, config, None, {}, jnp.dtype(dtype), name, compiled_for=as_target(target))
 
 
 def abstract_batch(lm: LanguageModel, rows: int, prompt: int, new_tokens: int, **decoding: Any) -> Batch:

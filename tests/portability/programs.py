@@ -7,9 +7,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxbuf.models.abstract import abstract_model
 from jaxbuf.serving import admit, generate_tokens
 from jaxbuf.serving.batch import Batch
-from tests.portability.models import abstract_batch, abstract_model, carry_on_mesh, model_config, pools_of
+from tests.portability.models import abstract_batch, carry_on_mesh, model_config, pools_of
 from tests.portability.topologies import compile_for, tpu_mesh
 
 ROWS, PROMPT, NEW_TOKENS = 64, 100, 400
@@ -26,6 +27,7 @@ class Served:
       drafter: None, "ngram", "mtp", or "lm": the same architecture with one period of layers.
       form, state_dtype: As `jaxbuf.generate` takes them.
       gates: Whether softmax layers have write gates.
+      relaid: Pools, as HLO writes their shapes, that XLA's path gives another layout in every step, which copies them.
     """
 
     model: str
@@ -36,6 +38,7 @@ class Served:
     form: str = "buffered"
     state_dtype: str | None = None
     gates: bool = False
+    relaid: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -76,7 +79,9 @@ DRAFTING = {"Nemotron-3-Nano-4B": 3, "Llama-3.1-8B": 1}  # layers of a draft mod
 ONE_PERIOD = {
     "Qwen3.5-4B": Served("Qwen3.5-4B", 4, "v5e", drafter="mtp"),
     "Nemotron-3-Nano-4B": Served("Nemotron-3-Nano-4B", 4, "v6e", 8, state_dtype="split"),
-    "Kimi-Linear": Served("Kimi-Linear-48B-A3B", 4, "tpu7x", 4, drafter="ngram", form="kv"),
+    "Kimi-Linear": Served(
+        "Kimi-Linear-48B-A3B", 4, "tpu7x", 4, drafter="ngram", form="kv", relaid=("bf16[2561,16,576]",)
+    ),
     "Llama-3.1-8B": Served("Llama-3.1-8B", 1, "v4", 8, drafter="lm"),
     "Llama-3.1-8B with gates": Served("Llama-3.1-8B", 1, "v5p", form="recurrent", gates=True),
 }
