@@ -4,8 +4,10 @@ It is resolved once, where a computation begins (`resolve_target`), and handed d
 it does not have, and programs for two chips in one process are two programs.
 """
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -52,6 +54,9 @@ CHIPS = {
     **{name: Target("gpu", "Blackwell") for name in ("B200", "B300", "GB200")},
     **{name: Target("tpu", name) for name in ("v4", "v5e", "v5p", "v6e", "tpu7x")},
 }
+# Of each generation of TPUs what JAX calls a device, and how many cores it has.
+TPU_DEVICES = {"v4": ("TPU v4", 2), "v5e": ("TPU v5 lite", 1), "v5p": ("TPU v5", 2), "v6e": ("TPU v6 lite", 1)}
+TPU_DEVICES |= {"tpu7x": ("TPU7x", 1)}
 # How a TPU's device_kind goes on behind "TPU", lower case and without spaces.
 TPU_KINDS = {"v5lite": "v5e", "v5": "v5p", "v6lite": "v6e", "7x": "tpu7x", "v7x": "tpu7x"}
 
@@ -94,6 +99,18 @@ def resolve_target(target: Target | str | None, *arrays: Any) -> Target:
         device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         device = jax.devices(device)[0] if device is None or isinstance(device, str) else device
     return device_target(device)
+
+
+@contextlib.contextmanager
+def lowering_for(target: Target) -> Iterator[None]:
+    """Within it, programs are traced and lowered for a TPU that this process does not have: Pallas asks JAX what chip
+    it writes a kernel for. For other targets it changes nothing."""
+    if target.platform != "tpu" or target.generation not in TPU_DEVICES:
+        yield
+        return
+    device = jax.sharding.AbstractDevice(*TPU_DEVICES[target.generation], "tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)):
+        yield
 
 
 def device_target(device: Any) -> Target:

@@ -23,7 +23,7 @@ from jaxbuf.serving.admit import admit, init_carry
 from jaxbuf.serving.batch import Batch, Decoding, make_batch
 from jaxbuf.serving.loop import generate_tokens
 from jaxbuf.shown import shown
-from jaxbuf.target import Target, as_target
+from jaxbuf.target import Target, as_target, lowering_for
 from jaxbuf.version import __version__
 
 # Calls of kernels, whose own formats are as stable as the jax that a file says it was made with.
@@ -180,9 +180,10 @@ def _programs(asked: Batch, named: dict[str, Any]) -> tuple[dict[str, bytes], di
         made = jax.export.export(jax.jit(function), platforms=(platform,), disabled_checks=checks)(*given)
         return bytes(made.serialize())
 
-    programs = {
-        "init_carry": written(lambda parameters: jax.tree.leaves(begin(parameters)), parameters),
-        "admit": written(flat(admit, arrivals), parameters, held, chunk),
-        "generate_tokens": written(flat(generate_tokens, jax.tree.structure(0)), parameters, held, steps),
-    }
+    with lowering_for(asked.lm.target):
+        programs = {
+            "init_carry": written(lambda parameters: jax.tree.leaves(begin(parameters)), parameters),
+            "admit": written(flat(admit, arrivals), parameters, held, chunk),
+            "generate_tokens": written(flat(generate_tokens, jax.tree.structure(0)), parameters, held, steps),
+        }
     return programs, _leaves(shapes)
