@@ -1,0 +1,148 @@
+"""The table of how every operation was checked on every platform: made by `scripts/check_portability`, kept as JSON and
+shown on a page of the documentation."""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxbuf.pallas.dispatch import KERNELS
+from jaxbuf.pallas.tpu_memory import vmem_bytes
+from tests.portability.operations import check_compiled, each_case, reason_against
+from tests.portability.topologies import GENERATIONS, HAS_COMPILER
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RECORD, PAGE = ROOT / "benchmarks" / "portability.json", ROOT / "docs" / "portability.rst"
+CHIPS = [("gpu", "Hopper"), *(("tpu", generation) for generation in GENERATIONS)]
+LOWERED_FOR = {"Hopper": "H100"}
+# The checks on hardware that run each operation's kernel: those of scripts/check_gpu and scripts/check_tpu.
+WHOLE_MODEL = "a_random_qwen3_5_4b_generates_as_without_kernels"
+RUN_BY = {"extend": "a_step_is_xlas", "fold": "a_step_is_xlas", "experts": "experts_are_those_of_float64"}
+RECORDS = {"gpu": "gpu_checks*.json", "tpu": "tpu_checks*.json"}
+NO_KERNEL = "there is no kernel of it"
+
+
+def interpreted_by(operation: str, platform: str) -> str | None:
+    """The tests that run an operation's kernel in Pallas' interpreter against XLA's path."""
+    kernel = KERNELS[operation].get(platform)
+    if kernel is None or kernel.library is not None:
+        return None
+    file = Path("tests") / "pallas" / f"test_{kernel.package.rsplit('.', 1)[1]}.py"
+    text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
+    return str(file) if re.search(rf'"{platform}"', text) and "interpret" in text else None
+
+
+def run_on(operation: str, platform: str, generation: str) -> dict[str, str] | None:
+    """When, and on what, the newest check on hardware held that runs an operation's kernel."""
+    found = []
+    for path in sorted((ROOT / "benchmarks").glob(RECORDS[platform])):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        of_chip = platform == "gpu" or record.get("generation") == generation
+        names = [name for name, check in record["checks"].items() if check["holds"]]
+        if of_chip and any(RUN_BY.get(operation, WHOLE_MODEL) in name for name in names):
+            found.append({"date": record["date"], "device": record["device"], "record": f"benchmarks/{path.name}"})
+    return max(found, key=lambda each: each["date"], default=None)
+
+
+def check(operation: str, family: str, platform: str, generation: str) -> dict[str, Any]:
+    """A line of the table: what was found of a case on one kind of chip."""
+    began = time.perf_counter()
+    line: dict[str, Any] = {"operation": operation, "family": family, "platform": platform, "generation": generation}
+    kernel, reason = platform in KERNELS[operation], NO_KERNEL
+    if kernel:
+        reason = reason_against(operation, family, platform, LOWERED_FOR.get(generation, generation))
+    line |= {"kernel": kernel and reason is None, "reason": reason, "interpreted": None, "run": None}
+    line |= {"lowered": line["kernel"], "compiled": None}
+    if line["kernel"]:
+        line |= {"interpreted": interpreted_by(operation, platform), "run": run_on(operation, platform, generation)}
+    line["failed"] = None
+    if platform == "tpu" and HAS_COMPILER:
+        try:
+            compiled = check_compiled(
+                operation, family, generation, "tpu" if line["kernel"] else "xla", vmem_bytes(generation)
+            )
+        except (AssertionError, jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+            line["failed"] = f"{type(error).__name__}: {error}"[:500]
+        else:
+            memory = compiled.memory_analysis()
+            line["compiled"] = {"temporary": memory.temp_size_in_bytes, "arguments": memory.argument_size_in_bytes}
+    return line | {"seconds": round(time.perf_counter() - began, 2)}
+
+
+def lines(
+    operations: Sequence[str] | None, generations: Sequence[str] | None, report: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
+    """The lines of some operations on some chips; None: all. `report` gets each as it is found."""
+    found = []
+    for operation, family in each_case():
+        for platform, generation in CHIPS:
+            if generation not in (generations or (generation,)) or operation not in (operations or (operation,)):
+                continue
+            found.append(check(operation, family, platform, generation))
+            report(found[-1])
+    return found
+
+
+def words(line: dict[str, Any]) -> str:
+    """A line's cell of the page."""
+    if line["failed"]:
+        return f"{'kernel' if line['kernel'] else 'XLA'}, does not hold: {line['failed'].splitlines()[0][:200]}"
+    if not line["kernel"]:
+        made = "XLA" if line["compiled"] is None else "XLA, compiled"
+        return made if line["reason"] == NO_KERNEL else f"{made}: {line['reason']}"
+    steps = ["interpreted"] if line["interpreted"] else []
+    steps += ["compiled"] if line["compiled"] is not None else ["lowered"]
+    steps += [f"run {line['run']['date']} ({line['run']['device']})"] if line["run"] else []
+    return "kernel: " + ", ".join(steps)
+
+
+def page(record: dict[str, Any]) -> str:
+    """The page of the documentation."""
+    jax_version = record["versions"]["jax"]
+    head = f"""Which chips, checked how
+========================
+
+Every operation at the sizes of published models, on every kind of chip that there are kernels for, as
+``scripts/check_portability`` found it on {record["date"]} with jax {jax_version}. *Interpreted*: the kernel runs in
+Pallas' interpreter in the tests, and gives what XLA's path gives. *Lowered*: JAX and Mosaic accept it for the chip.
+*Compiled*: the chip's own compiler made it, without the chip, in place and within the chip's VMEM. *Run*: a check on
+such a chip held. Where XLA serves an operation, the reason is there, unless there is no kernel at all.
+
+"""
+    out = [head.rstrip(), ""]
+    for operation in dict.fromkeys(line["operation"] for line in record["lines"]):
+        own = [line for line in record["lines"] if line["operation"] == operation]
+        title = f"``{operation}``"
+        out += [title, "-" * len(title), "", ".. list-table::", "   :header-rows: 1", "   :widths: 30 35 35", ""]
+        out += ["   * - case", "     - Hopper", "     - TPUs"]
+        for family in dict.fromkeys(line["family"] for line in own):
+            cells = {line["generation"]: words(line) for line in own if line["family"] == family}
+            on_tpus = _merged({name: cell for name, cell in cells.items() if name in GENERATIONS})
+            out += [f"   * - {family}", f"     - {cells.get('Hopper', '-')}", f"     - {on_tpus}"]
+        out.append("")
+    return "\n".join(out).rstrip() + "\n"
+
+
+def _merged(cells: dict[str, str]) -> str:
+    """One sentence where all generations are alike."""
+    kinds: dict[str, list[str]] = {}
+    for name, cell in cells.items():
+        kinds.setdefault(cell, []).append(name)
+    if not kinds:
+        return "-"
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return "; ".join(f"{', '.join(names)}: {cell}" for cell, names in kinds.items())
+
+
+def incomplete(record: dict[str, Any]) -> Iterable[str]:
+    """What a record lacks, of all cases on all chips."""
+    there = {(line["operation"], line["family"], line["generation"]) for line in record["lines"]}
+    for operation, family in each_case():
+        for _, generation in CHIPS:
+            if (operation, family, generation) not in there:
+                yield f"{operation} of {family} on {generation}"

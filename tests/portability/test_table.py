@@ -1,0 +1,45 @@
+"""The table that is kept says of every case on every chip how it was checked, and the page shows it."""
+
+import json
+
+import pytest
+
+from jaxbuf.pallas.dispatch import KERNELS
+from tests.portability.table import CHIPS, PAGE, RECORD, check, incomplete, interpreted_by, page, run_on, words
+
+
+@pytest.fixture(scope="module")
+def record():
+    return json.loads(RECORD.read_text(encoding="utf-8"))
+
+
+def test_the_record_has_every_case_on_every_chip(record):
+    assert list(incomplete(record)) == []
+
+
+def test_a_kernel_that_the_dispatcher_has_is_in_the_record_or_says_why_not(record):
+    for line in record["lines"]:
+        known = line["platform"] in KERNELS[line["operation"]]
+        assert line["kernel"] == (known and line["reason"] is None), line
+        assert line["reason"] is not None or line["lowered"], line
+        assert line["platform"] == "gpu" or line["compiled"] is not None, line
+        assert line["failed"] is None, line
+
+
+def test_the_page_is_what_the_record_says(record):
+    assert PAGE.read_text(encoding="utf-8") == page(record)
+
+
+def test_a_line_is_found_without_the_compiler():
+    line = check("gated_norm", "16 heads of 64", "gpu", "Hopper")
+    assert not line["kernel"] and words(line) == "XLA: it needs value_dim 128, got 64"
+    line = check("gated_norm", "32 heads of 128 (Qwen3.5-4B)", "gpu", "Hopper")
+    assert line["lowered"] and line["interpreted"] == "tests/pallas/test_gated_norm.py"
+    assert words(line).startswith("kernel: interpreted, lowered, run 20")
+
+
+def test_what_ran_on_a_chip_is_read_from_the_records():
+    found = run_on("extend", "gpu", "Hopper")
+    assert found is not None and found["device"] == "NVIDIA H200"
+    assert interpreted_by("attend_chunk", "gpu") is None  # a library's
+    assert {generation for _, generation in CHIPS} == {"Hopper", "v4", "v5e", "v5p", "v6e", "tpu7x"}
