@@ -14,6 +14,7 @@ from rich.console import Console
 from jaxbuf.cli import bench, gates
 from jaxbuf.cli.chat import chat
 from jaxbuf.cli.errors import Command, Commands
+from jaxbuf.cli.export import export
 from jaxbuf.cli.generate import generate
 from jaxbuf.cli.models import models
 from jaxbuf.cli.plan import plan
@@ -102,7 +103,7 @@ def main(
             Console(highlight=False).print(line.format(version=__version__))
 
 
-for command in (generate, chat, score, plan, models, profile):
+for command in (generate, chat, score, plan, export, models, profile):
     app.command(cls=Command)(command)
 app.command("train-gate", cls=Command)(train_gate)
 app.add_typer(bench.app, name="bench")
