@@ -20,14 +20,14 @@ def test_a_known_model_is_exported_for_a_chip_that_is_not_there(tmp_path):
     assert f"wrote {tmp_path / 'llama'}: demo for a TPU v6e" in done.stdout
     manifest = json.loads((tmp_path / "llama" / "exported.json").read_text())
     assert manifest["target"] == {"platform": "tpu", "generation": "v6e"}
-    assert manifest["settings"]["rows"] == 1 and manifest["settings"]["prompt_tokens"] == 8
+    assert manifest["settings"]["rows"] == 1 and manifest["settings"]["prompt_tokens"] == 64
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--target", "v3"), "--target must be a Target or one of"),
-        (("--rows", "0"), "--rows must be at least 1, got 0"),
+        (("--rows", "0"), "--rows must be a whole number of at least 1, got '0'"),
         (("--without-parameters", "--model", "no-such-model"), "no model 'no-such-model'"),
     ],
 )

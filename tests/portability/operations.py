@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.attention import gated
 from jaxbuf.attention.latent import LatentPages, append_and_attend_latent
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import append_and_attend
@@ -159,6 +160,19 @@ def attending(heads: int, kv_heads: int, head_dim: int, time: int = 1, *, tree: 
     return Case(run, (*inputs, PagedKV(pages, pages), integers(rows + 1, 64), where), (3,))
 
 
+def attending_gated(heads: int, kv_heads: int, head_dim: int) -> Case:
+    sizes = {"slots": ROWS, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": 1024}
+    pages = {"window": 256, "max_pending": 8, "pages": ROWS * 64, "dtype": jnp.bfloat16}
+    cache = jax.eval_shape(lambda: gated.init(**sizes, **pages))
+
+    def run(cache, q, k, v, gates, **how):
+        return gated.extend(cache, q, k, v, gates, slots=np.arange(1, ROWS + 1), threshold=0.5, **how)
+
+    keys = shape(ROWS, 1, kv_heads, head_dim)
+    gates = shape(ROWS, 1, kv_heads, dtype=jnp.float32)
+    return Case(run, (cache, shape(ROWS, 1, heads, head_dim), keys, keys, gates), (0,))
+
+
 def attending_latent(heads: int, time: int = 1) -> Case:
     rank, shared, own = 512, 64, 128
     pages = LatentPages(shape(1 + ROWS * 64, 16, 1, rank + shared), rank)
@@ -190,7 +204,7 @@ PAGES = {
     "8 heads on 2 of 64": (8, 2, 64),
 }
 # operation -> family -> what makes the case
-CASES: dict[str, dict[str, Callable[[], Case]]] = {
+ALL_CASES: dict[str, dict[str, Callable[[], Case]]] = {
     "extend": {
         **{name: functools.partial(extending, spec) for name, spec in FAMILIES.items()},
         "Gated DeltaNet, 5 tokens": functools.partial(extending, QWEN, 5),
@@ -229,9 +243,11 @@ CASES: dict[str, dict[str, Callable[[], Case]]] = {
         **{name: functools.partial(attending, *sizes) for name, sizes in PAGES.items()},
         "32 heads on 8 of 128, a tree of 8": functools.partial(attending, 32, 8, 128, 8, tree=True),
     },
+    "attend_gated": {"32 heads on 8 of 128 (Llama-3.1-8B)": functools.partial(attending_gated, 32, 8, 128)},
     "append_and_attend_latent": {"32 heads (Kimi-Linear)": functools.partial(attending_latent, 32)},
     "attend_chunk": {"16 heads on 4 of 256, 512 tokens": functools.partial(attending, 16, 4, 256, 512, rows=4)},
 }
+CASES = {operation: families for operation, families in ALL_CASES.items() if operation in KERNELS}
 # Operations that stand within others of the table, or whose kernel the other one is.
 WITHIN = {
     "attend": "append_and_attend",

@@ -2,7 +2,6 @@
 shown on a page of the documentation."""
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -32,9 +31,11 @@ def interpreted_by(operation: str, platform: str) -> str | None:
     kernel = KERNELS[operation].get(platform)
     if kernel is None or kernel.library is not None:
         return None
-    file = Path("tests") / "pallas" / f"test_{kernel.package.rsplit('.', 1)[1]}.py"
-    text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
-    return str(file) if re.search(rf'"{platform}"', text) and "interpret" in text else None
+    for path in sorted((ROOT / "tests" / "pallas").glob(f"test_{kernel.package.rsplit('.', 1)[1]}*.py")):
+        text = path.read_text(encoding="utf-8")
+        if f'"{platform}"' in text and "interpret" in text:
+            return str(path.relative_to(ROOT))
+    return None
 
 
 def run_on(operation: str, platform: str, generation: str) -> dict[str, str] | None:
