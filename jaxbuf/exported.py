@@ -42,6 +42,7 @@ class ExportedModel:
         draft_tokens, vocab_size, stop_ids.
       parameters: Shape and dtype of each parameter that the programs take, by name; a draft model's begin with
         "drafter.".
+      carry_names: Of the arrays of a carry, in the programs' order.
     """
 
     directory: Path
@@ -92,7 +93,7 @@ class ExportedModel:
           max_new_tokens: Of each row; what has no room behind its prompt is left out.
           parameters: By name, with the shapes and dtypes of `self.parameters`; None: those that were exported.
           stop_ids: Tokens that end a text; None: those of the model.
-          **sampling: temperature (0 unless given: greedy), top_k, top_p, seed, the same for all rows.
+          sampling: Keyword arguments: temperature (0 unless given: greedy), top_k, top_p, seed, the same for all rows.
 
         Raises:
           ValueError: A prompt, a token or a setting out of range, or other parameters.

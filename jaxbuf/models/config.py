@@ -239,7 +239,11 @@ class ModelConfig:
         return self.spread(*(devices_of(self.mesh, axis) for axis in AXES))
 
     def spread(self, devices: int, expert_devices: int = 1) -> "ModelConfig":
-        """What each of so many devices has of the layers' heads, and of so many of their experts.
+        """What each of so many devices has of it.
+
+        Args:
+          devices: Along the axis "tensor", which share the heads.
+          expert_devices: Along the axis "expert", which share the experts.
 
         Raises:
           ValueError: The heads or experts can't be shared by so many.

@@ -20,7 +20,7 @@ from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.loading.checkpoint import compute_dtype
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.planning.model_sizes import ModelSizes, find_sizes, from_config
-from jaxbuf.planning.slices import Slice, find_slice
+from jaxbuf.planning.tpu_slices import Slice, find_slice
 from jaxbuf.recurrence import traffic
 from jaxbuf.recurrence.recurrent_memory import RecurrentMemory
 from jaxbuf.recurrence.spec import RecurrenceSpec

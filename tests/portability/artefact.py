@@ -52,7 +52,7 @@ def executed(hlo: str) -> Iterator[tuple[str, str]]:
             yield name, line
 
 
-def pool_copies(compiled: jax.stages.Compiled, pools: Any, *, loops_only: bool = False) -> list[str]:
+def pool_copies(compiled: jax.stages.Compiled, pools: Any, *, loops_only: bool = False, ends: bool = True) -> list[str]:
     """Instructions that write an array of a pool's dtype and size to the chip's memory anew, wherever they stand,
     branches included.
 
@@ -63,10 +63,32 @@ def pool_copies(compiled: jax.stages.Compiled, pools: Any, *, loops_only: bool =
       compiled: From `topologies.compile_for`.
       pools: The memory that is donated to it, arrays or `ShapeDtypeStruct`s with their shardings.
       loops_only: Leave out what stands outside of all loops, and so runs once a call.
+      ends: Count what lays arrays out anew at the program's ends, too, see `relaid`.
     """
-    inside = _in_loops(compiled.as_text()) if loops_only else None
+    hlo = compiled.as_text()
+    inside = _in_loops(hlo) if loops_only else None
     found = [line for line, back in _pool_writes(compiled, pools) if not back]
-    return [line for line in found if inside is None or line.split(":")[0] in inside]
+    found = [line for line in found if inside is None or line.split(":")[0] in inside]
+    if ends:
+        return found
+    entry, odd = re.findall(r"^ENTRY %([\w.\-]+)", hlo, re.MULTILINE)[0], relaid(compiled, pools)
+    at_ends = {line for line in found if line.split(":")[0] == entry and odd.intersection(_written(line))}
+    return [line for line in found if line not in at_ends]
+
+
+def relaid(compiled: jax.stages.Compiled, pools: Any) -> set[tuple[str, int]]:
+    """The dtype and size of the pools whose arguments a TPU does not keep in the order of their axes, which kernels
+    want: those whose last axis fills no tile. A program lays them out anew where it begins and where it ends."""
+    header = compiled.as_text().splitlines()[0].split("entry_computation_layout={(")[1].split(")->")[0]
+    found = set()
+    for kind, dims, order in re.findall(r"\b([a-z]+\d*)\[([\d,]+)\]\{([\d,]+)", header):
+        if [int(axis) for axis in order.split(",")] != list(range(dims.count(",") + 1))[::-1]:
+            found.add((kind, math.prod(map(int, dims.split(",")))))
+    return found & device_shapes(pools)
+
+
+def _written(line: str) -> list[tuple[str, int]]:
+    return shapes_in(operation(line)[0])
 
 
 def _in_loops(hlo: str) -> set[str]:

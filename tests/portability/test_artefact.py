@@ -13,6 +13,7 @@ from tests.portability.artefact import (
     collectives,
     host_transfers,
     pool_copies,
+    relaid,
     unaliased,
     vmem_bytes_used,
     written_back,
@@ -60,6 +61,29 @@ def test_a_pool_that_is_needed_later_is_found():
     """The program gives the old pool back beside the new one, so that XLA copies it first."""
     compiled = compile_for("v4", lambda *given: (written(*given), given[0]), POOL, ROWS, PLACES, donate_argnums=(0,))
     assert pool_copies(compiled, POOL) and pool_copies(compiled, POOL, loops_only=True) == []
+
+
+def test_a_pool_whose_last_axis_fills_no_tile_is_laid_out_anew_at_the_ends():
+    """A kernel reads it in the order of its axes; a TPU keeps it in another one between programs."""
+    narrow = jax.ShapeDtypeStruct((2**14, 8, 16, 80), jnp.bfloat16)
+
+    def body(pool, out):
+        pltpu.sync_copy(out.at[0], out.at[1])
+
+    def run(pool):
+        return pl.pallas_call(
+            body,
+            out_shape=pltpu.HBM(pool.shape, pool.dtype),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
+            input_output_aliases={0: 0},
+        )(pool)
+
+    compiled = compile_for("v6e", run, narrow, donate_argnums=(0,))
+    assert relaid(compiled, narrow) == {("bf16", 2**14 * 8 * 16 * 80)}
+    assert pool_copies(compiled, narrow) and pool_copies(compiled, narrow, ends=False) == []
+    compiled = compile_for("v6e", run, POOL, donate_argnums=(0,))
+    assert relaid(compiled, POOL) == set() and pool_copies(compiled, POOL) == []
 
 
 def test_what_is_not_donated_is_found():

@@ -1,14 +1,16 @@
 """Compiles for TPUs that are not there: libtpu holds the compiler of every generation, and needs no chip."""
 
+import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbuf.target import CHIPS
@@ -80,5 +82,18 @@ def compile_for(
     """
     mesh = tpu_mesh(generation, devices)
     jitted = function if hasattr(function, "trace") else jax.jit(function, donate_argnums=tuple(donate_argnums))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _without_cache():
         return jitted.trace(*on_mesh(mesh, specs)).lower().compile()
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """JAX writes what is compiled ahead of time to its compilation cache, and without a chip can't read it again."""
+    directory = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", directory)
+        compilation_cache.reset_cache()

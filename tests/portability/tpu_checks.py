@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.pallas.dispatch import ask
-from jaxbuf.planning.slices import CHIPS_OF_TPUS
+from jaxbuf.planning.tpu_slices import CHIPS_OF_TPUS
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.recurrence.traffic import buffered_step_bytes
 from jaxbuf.target import resolve_target
