@@ -42,6 +42,16 @@ def device_shapes(arrays: Any) -> set[tuple[str, int]]:
     return found
 
 
+def device_bytes(arrays: Any) -> int:
+    """The bytes that a device has of arrays, or of shapes that say where they lie."""
+    total = 0
+    for array in jax.tree.leaves(arrays):
+        sharding = getattr(array, "sharding", None)
+        shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
+        total += math.prod(shape) * np.dtype(array.dtype).itemsize
+    return total
+
+
 def executed(hlo: str) -> Iterator[tuple[str, str]]:
     """The computation and the line of every instruction that runs by itself: not those within a fusion."""
     lines = computations(hlo)
@@ -65,15 +75,18 @@ def pool_copies(compiled: jax.stages.Compiled, pools: Any, *, loops_only: bool =
       loops_only: Leave out what stands outside of all loops, and so runs once a call.
       ends: Count what lays arrays out anew at the program's ends, too, see `relaid`.
     """
-    hlo = compiled.as_text()
-    inside = _in_loops(hlo) if loops_only else None
     found = [line for line, back in _pool_writes(compiled, pools) if not back]
-    found = [line for line in found if inside is None or line.split(":")[0] in inside]
-    if ends:
-        return found
-    entry, odd = re.findall(r"^ENTRY %([\w.\-]+)", hlo, re.MULTILINE)[0], relaid(compiled, pools)
-    at_ends = {line for line in found if line.split(":")[0] == entry and odd.intersection(_written(line))}
-    return [line for line in found if line not in at_ends]
+    if loops_only:
+        inside = _in_loops(compiled.as_text())
+        found = [line for line in found if line.split(":")[0] in inside]
+    return found if ends else _within(compiled, pools, found)
+
+
+def _within(compiled: jax.stages.Compiled, pools: Any, lines: list[str]) -> list[str]:
+    """Those of a program's lines that do not lay out pools anew at its ends."""
+    entry = re.findall(r"^ENTRY %([\w.\-]+)", compiled.as_text(), re.MULTILINE)[0]
+    odd = relaid(compiled, pools)
+    return [line for line in lines if line.split(":")[0] != entry or not odd.intersection(_written(line))]
 
 
 def relaid(compiled: jax.stages.Compiled, pools: Any) -> set[tuple[str, int]]:
@@ -107,10 +120,12 @@ def _in_loops(hlo: str) -> set[str]:
     return found
 
 
-def written_back(compiled: jax.stages.Compiled, pools: Any) -> list[str]:
+def written_back(compiled: jax.stages.Compiled, pools: Any, *, ends: bool = True) -> list[str]:
     """Instructions that write a whole pool from VMEM to where it was. XLA's memory-space assignment fetches a pool that
-    fits into VMEM, scatters there, and writes all of it back; kernels pin pools to the chip's memory."""
-    return [line for line, back in _pool_writes(compiled, pools) if back]
+    fits into VMEM, scatters there, and writes all of it back; kernels pin pools to the chip's memory. `ends` is as in
+    `pool_copies`."""
+    found = [line for line, back in _pool_writes(compiled, pools) if back]
+    return found if ends else _within(compiled, pools, found)
 
 
 def _pool_writes(compiled: jax.stages.Compiled, pools: Any) -> list[tuple[str, bool]]:

@@ -287,7 +287,7 @@ def check_compiled(operation: str, family: str, generation: str, implementation:
     assert vmem_bytes_used(compiled) <= vmem and host_transfers(compiled) == []
     if implementation == "tpu":
         assert "tpu_custom_call" in compiled.as_text()
-        assert pool_copies(compiled, pools, ends=False) == [] and written_back(compiled, pools) == []
+        assert pool_copies(compiled, pools, ends=False) == written_back(compiled, pools, ends=False) == []
         outputs = jax.tree.leaves(compiled.out_info)
         held = {(x.shape, x.dtype) for x in jax.tree.leaves(pools) if x.ndim > 1}
         kept = [f"{x.dtype}{list(x.shape)}" for x in outputs if (x.shape, x.dtype) in held]

@@ -73,7 +73,7 @@ def test_a_pool_whose_last_axis_fills_no_tile_is_laid_out_anew_at_the_ends():
     def run(pool):
         return pl.pallas_call(
             body,
-            out_shape=pltpu.HBM(pool.shape, pool.dtype),
+            out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
             in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
             out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
             input_output_aliases={0: 0},

@@ -1,20 +1,25 @@
 """Whole `admit` and `generate_tokens` programs, compiled by the TPU compiler at the width of published models: their
 memory stays in place, nothing goes to the host, and devices exchange what their layers add up and no more."""
 
+import dataclasses
+
 import jax
 import pytest
 
 from jaxbuf.pallas.dispatch import unserved
 from jaxbuf.pallas.tpu_memory import vmem_bytes
+from jaxbuf.planning.tpu_slices import CHIPS_OF_TPUS
 from jaxbuf.target import Target
 from tests.portability.artefact import (
     collectives,
+    device_bytes,
     host_transfers,
     pool_copies,
     unaliased,
     vmem_bytes_used,
     written_back,
 )
+from tests.portability.models import carry_on_mesh
 from tests.portability.programs import ONE_PERIOD, PROGRAMS, Served
 from tests.portability.topologies import GENERATIONS
 
@@ -35,7 +40,7 @@ def check(served: Served, program: str) -> jax.stages.Compiled:
     assert vmem_bytes_used(compiled) <= vmem_bytes(served.generation)
     target = Target("tpu", served.generation)
     if all(unserved(operation, "tpu", target) is None for operation in MEMORY):
-        assert pool_copies(compiled, pools, ends=False) == written_back(compiled, pools) == []
+        assert pool_copies(compiled, pools, ends=False) == written_back(compiled, pools, ends=False) == []
     exchanged = collectives(compiled)
     if served.devices == 1:
         assert exchanged == []
@@ -58,6 +63,33 @@ def most_tokens(batch) -> int:
 @pytest.mark.parametrize("name", ONE_PERIOD)
 def test_a_program_of_one_period_keeps_its_memory_in_place(name, program):
     check(ONE_PERIOD[name], program)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("name", ONE_PERIOD)
+def test_a_whole_model_and_its_memory_fit_on_its_chips(name):
+    """At full depth, by shapes alone: parameters and memory, with a tenth of the chip left for the time of a call."""
+    served = dataclasses.replace(ONE_PERIOD[name], layers=None)
+    batch, chip = served.batch(), CHIPS_OF_TPUS[served.generation]
+    held = device_bytes((batch.lm.model, batch.drafter, carry_on_mesh(batch, served.mesh)))
+    assert 0 < held <= 0.9 * chip.memory_bytes / chip.devices
+
+
+@pytest.mark.exhaustive
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("name", ONE_PERIOD)
+def test_a_whole_model_compiles_for_every_generation(name, generation):
+    """At full depth, on eight devices if one or four do not hold it."""
+    for devices in (ONE_PERIOD[name].devices, 4, 8):
+        served = dataclasses.replace(ONE_PERIOD[name], layers=None, generation=generation, devices=devices)
+        batch, chip = served.batch(), CHIPS_OF_TPUS[generation]
+        held = device_bytes((batch.lm.model, batch.drafter, carry_on_mesh(batch, served.mesh)))
+        if held <= 0.9 * chip.memory_bytes / chip.devices:
+            memory = check(served, "generate_tokens").memory_analysis()
+            assert memory.argument_size_in_bytes + memory.temp_size_in_bytes <= chip.memory_bytes / chip.devices
+            return
+    pytest.skip(f"{held / 1e9:.0f} GB a device do not fit on eight devices of {generation}")
 
 
 def test_the_programs_cover_what_can_be_asked_for():
