@@ -109,7 +109,8 @@ def lowering_for(target: Target) -> Iterator[None]:
         yield
         return
     device = jax.sharding.AbstractDevice(*TPU_DEVICES[target.generation], "tpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)):
+    axes = {"axis_types": (jax.sharding.AxisType.Auto,), "abstract_device": device}
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("tensor",), **axes)):
         yield
 
 

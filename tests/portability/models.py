@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxbuf.bench.random_model import configuration
@@ -85,17 +84,13 @@ def _spread(kinds: tuple[str, ...], memories: tuple[Any, ...], mesh: Mesh) -> tu
     )
 
 
-def pools_of(carry: Any) -> list[Any]:
-    """The layers' memory in a carry, those of a drafter among them."""
+def pools_of(carry: Any, *, rings: bool = True) -> list[Any]:
+    """The layers' memory in a carry, those of a drafter among them; without `rings` not those of convolutions, which
+    XLA's path changes in most families."""
     found: list[Any] = []
     for node in jax.tree.leaves(carry, is_leaf=lambda node: isinstance(node, Cache | MTPCache)):
         if isinstance(node, Cache):
-            found += jax.tree.leaves(node.layers)
+            found += [layer.pool if hasattr(layer, "pool") and not rings else layer for layer in node.layers]
         elif isinstance(node, MTPCache):
-            found += jax.tree.leaves(node.kv)
-    return found
-
-
-def steps() -> jax.ShapeDtypeStruct:
-    """How many steps `generate_tokens` runs: data."""
-    return jax.ShapeDtypeStruct((), np.int32)
+            found.append(node.kv)
+    return jax.tree.leaves(found)

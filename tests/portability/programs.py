@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxbuf.models.abstract import abstract_model
 from jaxbuf.serving import admit, generate_tokens
 from jaxbuf.serving.batch import Batch
-from tests.portability.models import abstract_batch, carry_on_mesh, model_config, pools_of
+from tests.portability.models import abstract_batch, carry_on_mesh, model_config
 from tests.portability.topologies import compile_for, tpu_mesh
 
 ROWS, PROMPT, NEW_TOKENS = 64, 100, 400
@@ -27,7 +27,7 @@ class Served:
       drafter: None, "ngram", "mtp", or "lm": the same architecture with one period of layers.
       form, state_dtype: As `jaxbuf.generate` takes them.
       gates: Whether softmax layers have write gates.
-      relaid: Pools, as HLO writes their shapes, that XLA's path gives another layout in every step, which copies them.
+      relaid: Pools, as HLO writes their shapes, that XLA's path lays out anew in every step, which copies them.
     """
 
     model: str
@@ -67,10 +67,6 @@ class Served:
         given = () if batch.drafter is None else (batch.drafter,)
         arguments = batch.lm.model, carry, third, *given
         return compile_for(self.generation, PROGRAMS[program], *arguments, devices=self.devices), carry
-
-    def pools(self, carry: Any) -> list[Any]:
-        """The layers' memory of a carry."""
-        return pools_of(carry)
 
 
 PROGRAMS = {"admit": admit, "generate_tokens": generate_tokens}
