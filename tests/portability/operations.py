@@ -284,12 +284,16 @@ def check_compiled(operation: str, family: str, generation: str, implementation:
     run = functools.partial(case.function, implementation=implementation, target=generation)
     compiled = compile_for(generation, run, *case.arrays, donate_argnums=case.donated)
     pools = [case.arrays[place] for place in case.donated]
-    assert vmem_bytes_used(compiled) <= vmem and host_transfers(compiled) == []
+    used, sent = vmem_bytes_used(compiled), host_transfers(compiled)
+    assert used <= vmem, f"{used} bytes of VMEM, of {vmem}"
+    assert not sent, f"sent to the host: {sent[0]}"
     if implementation == "tpu":
-        assert "tpu_custom_call" in compiled.as_text()
-        assert pool_copies(compiled, pools, ends=False) == written_back(compiled, pools, ends=False) == []
+        assert "tpu_custom_call" in compiled.as_text(), "there is no kernel in it"
+        moved = pool_copies(compiled, pools, ends=False) + written_back(compiled, pools, ends=False)
+        assert not moved, f"{len(moved)} pools are written whole: {moved[0]}"
         outputs = jax.tree.leaves(compiled.out_info)
         held = {(x.shape, x.dtype) for x in jax.tree.leaves(pools) if x.ndim > 1}
-        kept = [f"{x.dtype}{list(x.shape)}" for x in outputs if (x.shape, x.dtype) in held]
-        assert not set(kept).intersection(unaliased(compiled))
+        kept = {f"{x.dtype}{list(x.shape)}" for x in outputs if (x.shape, x.dtype) in held}
+        lost = kept.intersection(unaliased(compiled))
+        assert not lost, f"not in place: {sorted(lost)}"
     return compiled
