@@ -17,8 +17,8 @@ from jaxbuf.target import Target, as_target
 def abstract_model(
     config: ModelConfig, name: str, target: Target | str, dtype: str | jnp.dtype = "bfloat16"
 ) -> LanguageModel:
-    """A language model whose parameters are `jax.ShapeDtypeStruct`s, placed on the mesh of its configuration if it has
-    one. Nothing is allocated.
+    """A language model of which every parameter is a `jax.ShapeDtypeStruct`, placed on the mesh of its configuration if
+    it has one. Nothing is allocated.
 
     Args:
       config: Of the model.
