@@ -67,10 +67,17 @@ def _cudnn(package: str) -> dict[str, Kernel]:
     return {"gpu": Kernel(f"jaxbuf.pallas.{package}", *chips, library="cuDNN")}
 
 
+GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+
+
+def _tpu(package: str) -> dict[str, Kernel]:
+    return {"tpu": Kernel(f"jaxbuf.pallas.{package}", GENERATIONS, "TPUs from v4 on")}
+
+
 # operation -> platform, which is what `implementation` names -> kernel
 KERNELS: dict[str, dict[str, Kernel]] = {
-    "extend": _hopper("extend"),
-    "fold": _hopper("extend"),  # one new token, which is appended nowhere
+    "extend": _hopper("extend") | _tpu("extend"),
+    "fold": _hopper("extend") | _tpu("extend"),  # one new token, which is appended nowhere
     "prepare": _hopper("prepare"),
     "gated_norm": _hopper("gated_norm"),
     "project": _hopper("project"),

@@ -11,6 +11,7 @@ from jax import lax
 from jaxbuf.axes import Array, Float, Float32, Int32
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.pallas.extend.call import FOLD_TO, FOLDING
 from jaxbuf.recurrence import pool as xla
 from jaxbuf.recurrence.begin import Held, Step
 from jaxbuf.recurrence.pool import Pool
@@ -40,7 +41,7 @@ def extend_pool(
       pool: Its arrays.
       step: From `begin`.
       q, k, v, log_decay, beta: As in `recurrent`.
-      implementation: "xla", "gpu" (an NVIDIA Hopper GPU), or "auto": the target's kernel where it serves the call, else
+      implementation: "xla", "gpu" (an NVIDIA Hopper GPU), "tpu", or "auto": the target's kernel where it serves the call, else
         "xla".
       interpret: Run the kernel that was named in Pallas' interpreter, on any platform: slow, for tests.
       target: What it is compiled for: a Target, or the name of a chip ("H100"). None: what v lies on, see
@@ -71,10 +72,10 @@ def _extend_pool(
     log_decay: Array | None,
     beta: Array | None,
 ) -> tuple[Array, Pool]:
-    if asked is not None and asked.takes(_gpu_reason(spec, pool, step.before, q, v)):
+    if asked is not None and asked.takes(_reason(asked, spec, pool, step.before, q, v)):
         inputs = q, rounded(k, pool.keys.dtype), v, log_decay, beta
         where = step.before, step.lengths, step.write, step.append, step.ancestors
-        return _extend_on_gpu(spec, pool, *where, inputs, asked.interpret)
+        return _extend_by_kernel(asked, spec, pool, *where, inputs)
     return xla.extend_with_xla(spec, pool, step, q, k, v, log_decay, beta)
 
 
@@ -109,13 +110,13 @@ def _fold_pool(spec: RecurrenceSpec, asked: Asked | None, pool: Pool, before: He
         # The kernel of `extend` folds; its one new token is appended nowhere, and its output is not used.
         rows = write.shape[0]
         q, v = (jnp.zeros((rows, 1, *x.shape[2:]), pool.keys.dtype) for x in (pool.keys, pool.updates))
-        reason = _gpu_reason(spec, pool, before, q, v)
+        reason = _reason(asked, spec, pool, before, q, v)
         if asked.takes(reason):
             shape = spec.decay_shape(rows, 1)
             log_decay = None if shape is None else jnp.zeros(shape, jnp.float32)
             append, lengths = jnp.full((rows, 1), NOWHERE), (write < NOWHERE).astype(jnp.int32)
             inputs = q, q, v, log_decay, jnp.zeros(v.shape[:3], jnp.float32)
-            return _extend_on_gpu(spec, pool, before, lengths, write, append, None, inputs, asked.interpret)[1]
+            return _extend_by_kernel(asked, spec, pool, before, lengths, write, append, None, inputs)[1]
     return xla.fold_with_xla(spec, pool, before, write)
 
 
@@ -128,7 +129,8 @@ def kernel_serves(spec: RecurrenceSpec, *, ring: int, state_dtype: object, entry
       state_dtype, entry_dtype: As in `init_pool`.
       target: What it is compiled for.
     """
-    if ask("extend", "auto", target) is None:
+    asked = ask("extend", "auto", target)
+    if asked is None:
         return False
     from jaxbuf.pallas.extend import Call, supports
 
@@ -136,11 +138,11 @@ def kernel_serves(spec: RecurrenceSpec, *, ring: int, state_dtype: object, entry
     sizes = {name: getattr(spec, name) for name in ("heads", "key_heads", "key_dim", "value_dim")}
     dtypes = {"state": form.high, "low": form.low, "entry": entry, "probe": entry, "out": entry}
     call = Call(rows=1, time=1, ring=ring, max_pending=1, delta=spec.delta, decay=spec.decay, **sizes, **dtypes)
-    return supports(call) is None
+    return supports(call, platform=asked.platform, generation=asked.generation) is None
 
 
-def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array, *, tree: bool = False):
-    # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
+def _call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array, *, tree: bool = False):
+    # Imported here: Pallas takes a while, and a CPU has no use for it.
     from jaxbuf.pallas.extend import Call
 
     return Call(
@@ -163,13 +165,15 @@ def _gpu_call(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array
     )
 
 
-def _gpu_reason(spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array) -> str | None:
+def _reason(asked: Asked, spec: RecurrenceSpec, pool: Pool, before: Held, q: Array, v: Array) -> str | None:
     from jaxbuf.pallas.extend import supports
 
-    return supports(_gpu_call(spec, pool, before, q, v))
+    call = _call(spec, pool, before, q, v)
+    return supports(call, platform=asked.platform, generation=asked.generation)
 
 
-def _extend_on_gpu(
+def _extend_by_kernel(
+    asked: Asked,
     spec: RecurrenceSpec,
     pool: Pool,
     before: Held,
@@ -178,40 +182,44 @@ def _extend_on_gpu(
     append: Array,
     ancestors: Array | None,
     inputs: tuple[Array, Array, Array, Array | None, Array | None],
-    interpret: bool,
 ) -> tuple[Array, Pool]:
     """The kernel on the fields of a `Step`, and on q, k (rounded), v, log_decay and beta."""
-    from jaxbuf.pallas.extend import Integers, gpu
+    from jaxbuf.pallas.extend import Integers
 
     q, k, v, log_decay, beta = inputs
     ancestors = None if v.shape[1] == 1 else ancestors  # One token has no other on its path.
-    call = _gpu_call(spec, pool, before, q, v, tree=ancestors is not None)
+    call = _call(spec, pool, before, q, v, tree=ancestors is not None)
     log_decay = jnp.zeros(v.shape[:3], jnp.float32) if log_decay is None else log_decay
     beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
-    spacing = gpu.row_spacing(call)
-    integers = Integers(*_integers(before, lengths, write, append, pool.keys.shape[1], spacing, ancestors))
+    of_rows = _row_integers(before, lengths, write, append, pool.keys.shape[1], ancestors)
     names = ["checkpoints", "keys", "updates", "gates", "low", "low_scales"]
     names = [name for name in names if getattr(pool, name) is not None]
     arrays = tuple(getattr(pool, name) for name in names)
     tokens = q.astype(call.probe), k.astype(call.probe), v, log_decay, beta
-    out, arrays = gpu.extend(call, integers, arrays, *tokens, interpret=interpret)
+    if asked.platform == "tpu":
+        from jaxbuf.pallas.extend import tpu
+
+        how = {"generation": asked.generation, "interpret": asked.interpret}
+        out, arrays = tpu.extend(call, Integers(*of_rows), arrays, *tokens, **how)
+    else:
+        from jaxbuf.pallas.extend import gpu
+
+        integers = Integers(*_folding_first(of_rows, gpu.row_spacing(call)))
+        out, arrays = gpu.extend(call, integers, arrays, *tokens, interpret=asked.interpret)
     return out, dataclasses.replace(pool, **dict(zip(names, arrays, strict=True)))
 
 
-def _integers(
+def _row_integers(
     before: Held,
     lengths: Array,
     write: Array,
     append: Array,
     block_size: int,
-    spacing: int,
     ancestors: Array | None,
 ) -> tuple[Array, ...]:
-    """The attributes of `pallas.extend.Integers`, in which each row has one line.
+    """The attributes of `pallas.extend.Integers`, in which each row has one line, in the rows' order.
 
-    Rows that fold get early lines: one line in `spacing`, or in fewer, so that all of them are in the first half. With
-    spacing 1, they get the first lines. Entries in the null block are left out, and so is everything of a row without
-    tokens.
+    Entries in the null block are left out, and so is everything of a row without tokens.
     """
     works = lengths > 0
     rows, ring = before.entries.shape
@@ -231,16 +239,27 @@ def _integers(
         jnp.broadcast_to(jnp.sum(folds, dtype=jnp.int32), rows),
     ]
     writes = (append >= block_size) & (append < NOWHERE)
+    found = [jnp.stack(fields, axis=1), entries, jnp.where(writes, append, -1)]
+    if ancestors is not None:
+        bits = 1 << jnp.arange(append.shape[1], dtype=jnp.int32)
+        found.append(jnp.sum(jnp.where(ancestors, bits[None, None], 0), axis=2, dtype=jnp.int32))
+    return tuple(found)
+
+
+def _folding_first(of_rows: tuple[Array, ...], spacing: int) -> tuple[Array, ...]:
+    """The lines of `_row_integers` in another order: rows that fold get early ones.
+
+    They get one line in `spacing`, or in fewer, so that all of them are in the first half. With spacing 1, they get the
+    first lines.
+    """
+    folds, count = of_rows[0][:, FOLD_TO] >= 0, of_rows[0][0, FOLDING]
+    rows = folds.shape[0]
     # No sort, which XLA would not fuse with anything.
-    count, rank = jnp.sum(folds), jnp.where(folds, jnp.cumsum(folds), jnp.cumsum(~folds)) - 1
+    rank = jnp.where(folds, jnp.cumsum(folds), jnp.cumsum(~folds)) - 1
     stride = jnp.clip(rows // jnp.maximum(2 * count, 1), 1, spacing)
     others = jnp.maximum(stride - 1, 1)  # lines between those of two rows that fold
     between = rank // others * stride + lax.rem(rank, others) + 1
     later = jnp.where(rank < count * (stride - 1), between, count + rank)
     line = jnp.where(folds, rank * stride, later)
-    first = jnp.argmax(line[None] == row, axis=1)
-    found = [jnp.stack(fields, axis=1), entries, jnp.where(writes, append, -1)]
-    if ancestors is not None:
-        bits = 1 << jnp.arange(append.shape[1], dtype=jnp.int32)
-        found.append(jnp.sum(jnp.where(ancestors, bits[None, None], 0), axis=2, dtype=jnp.int32))
-    return tuple(x[first] for x in found)
+    first = jnp.argmax(line[None] == jnp.arange(rows, dtype=jnp.int32)[:, None], axis=1)
+    return tuple(x[first] for x in of_rows)

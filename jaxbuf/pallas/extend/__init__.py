@@ -1,7 +1,7 @@
 """The kernels of `extend`, and what they can serve.
 
-`Call` describes a call of `extend`, `Integers` says where each row's memory lies, and `supports` says whether the GPU
-kernel serves a call. There are three GPU kernels. `gpu.extend` takes all that `supports` allows, and hands launches of
+`Call` describes a call of `extend`, `Integers` says where each row's memory lies, and `supports` says whether a
+platform's kernel serves a call. There is one kernel for TPUs, in `tpu`, and there are three for GPUs. `gpu.extend` takes all that `supports` allows, and hands launches of
 one token on short rings to the recurrent step in `gpu_step`, and other launches of families whose decay is one number
 a key channel to `gpu_channel`.
 
@@ -30,21 +30,33 @@ The words that the GPU kernels use, beside those of `jaxbuf.recurrence`:
 
 import jax.numpy as jnp
 
-from jaxbuf.pallas.extend import gpu
 from jaxbuf.pallas.extend.call import Call, Integers
-from jaxbuf.pallas.extend.gpu_channel_lane import DIM
 
-__all__ = ["Call", "Integers", "gpu", "supports"]
+__all__ = ["Call", "Integers", "supports"]
 
 
-def supports(call: Call) -> str | None:
-    """Whether a GPU kernel serves a call.
+def supports(call: Call, *, platform: str = "gpu", generation: str = "") -> str | None:
+    """Whether a platform's kernel serves a call.
+
+    Args:
+      call: The call.
+      platform: "gpu" or "tpu".
+      generation: Of a TPU, whose VMEM decides; as in `jaxbuf.target.Target`.
 
     Returns:
       None if it does; else what it needs, and what came instead.
     """
+    needs = _needs_of_tpu(call, generation) if platform == "tpu" else _needs_of_gpu(call)
+    return next((f"it needs {need}" for met, need in needs if not met), None)
+
+
+def _needs_of_gpu(call: Call) -> list[tuple[bool, str]]:
+    # Imported here, as a TPU has no use for Mosaic GPU.
+    from jaxbuf.pallas.extend import gpu
+    from jaxbuf.pallas.extend.gpu_channel_lane import DIM
+
     sizes = f"key_dim and value_dim {DIM} for a decay a channel, got {call.key_dim} and {call.value_dim}"
-    needs = (
+    return [
         (call.decay != "channel" or call.key_dim == call.value_dim == DIM, sizes),
         (call.decay != "channel" or call.low is None, "a checkpoint that is not split for a decay a channel"),
         (
@@ -54,5 +66,18 @@ def supports(call: Call) -> str | None:
         (1 <= call.time <= 16, f"1 to 16 tokens at once, got {call.time}"),
         (call.ring <= 1024, f"a ring of at most 1024 entries, got {call.ring}"),
         (call.state in (jnp.float32, jnp.bfloat16), f"a float32 or bfloat16 checkpoint, got {call.state.name}"),
-    )
-    return next((f"it needs {need}" for met, need in needs if not met), None)
+    ]
+
+
+def _needs_of_tpu(call: Call, generation: str) -> list[tuple[bool, str]]:
+    from jaxbuf.pallas.extend.tpu_plan import Plan, make_plan
+
+    floats = jnp.float32, jnp.bfloat16
+    plan = make_plan(call, generation)
+    return [
+        (1 <= call.time <= 16, f"1 to 16 tokens at once, got {call.time}"),
+        (call.state in floats, f"a float32 or bfloat16 checkpoint, got {call.state.name}"),
+        (call.entry in floats, f"float32 or bfloat16 entries, got {call.entry.name}"),
+        (call.out in floats, f"float32 or bfloat16 values, got {call.out.name}"),
+        (isinstance(plan, Plan), str(plan)),
+    ]

@@ -1,0 +1,597 @@
+"""`extend` on TPUs, in one launch: Pallas Mosaic TPU. (docstring to come)"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxbuf.axes import Array
+from jaxbuf.memory.ownership import NOWHERE
+from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, Call, Integers
+from jaxbuf.pallas.extend.tpu_plan import Plan, make_plan
+
+HIGHEST = lax.Precision.HIGHEST
+LARGEST = 127  # of int8, as in `jaxbuf.recurrence.state_format`
+
+
+class Refs(NamedTuple):
+    """What the kernel's body is given; None for what the call has not.
+
+    Attributes:
+      fields, entries, append, paths: As in `Integers`, in scalar memory.
+      checkpoints, keys, updates, gates, low, low_scales: Of the pool, in HBM; keys, updates and gates are flat.
+      q, k, v: Blocks of the row's new tokens.
+      ring_decay, ring_beta: f32 [1, places, heads], of the live entries.
+      new_decay, new_beta: f32 [1, T, heads], of the new tokens.
+      new_gates: f32 [1, T, heads, gates], as entries of a decay a channel have them.
+      out: The outputs' block.
+      written: The pool's arrays again, where they are written.
+      scratch: As in `Scratch`.
+    """
+
+    fields: Any
+    entries: Any
+    append: Any
+    paths: Any
+    pool: dict
+    inputs: dict
+    out: Any
+    written: dict
+    scratch: dict
+
+
+def extend(
+    call: Call,
+    integers: Integers,
+    arrays: tuple[Array, ...],
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array,
+    *,
+    generation: str = "",
+    interpret: Any = False,
+) -> tuple[Array, tuple[Array, ...]]:
+    """`jaxbuf.recurrence.pool.extend_pool` for every decay; `supports` says for which sizes."""
+    checkpoints, keys, updates, gates, *low = arrays
+    plan = make_plan(call, generation)
+    assert isinstance(plan, Plan), plan
+    rows, time, heads = call.rows, call.time, call.heads
+    flat = [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (keys, updates, gates)]
+    pool = {"checkpoints": checkpoints, "keys": flat[0], "updates": flat[1]}
+    inputs: dict[str, Array] = {"q": q, "k": k, "v": v}
+    positions = integers.entries[:, : call.max_live]
+    channel, width = call.decay == "channel", call.decay_width
+    packed = []
+    if width:
+        packed.append(log_decay if channel else log_decay[..., None])
+    if not call.delta:
+        packed.append(beta[..., None])
+    new_gates = jnp.concatenate(packed, axis=-1) if packed else None
+    if channel:
+        pool["gates"] = flat[2]
+        inputs["new_gates"] = new_gates
+    elif new_gates is not None:
+        ring = flat[2][jnp.pad(positions, ((0, 0), (0, plan.ring_rows - positions.shape[1])))]
+        if width:
+            inputs["ring_decay"], inputs["new_decay"] = ring[..., 0], log_decay
+        if not call.delta:
+            inputs["ring_beta"] = ring[..., -1]
+        where = jnp.where(integers.append < 0, NOWHERE, integers.append)
+        gates = flat[2].at[where].set(new_gates, mode="drop").reshape(gates.shape)
+    if call.delta or not channel:
+        inputs["new_beta"] = beta
+    pool |= dict(zip(("low", "low_scales"), low, strict=False))
+    paths = integers.paths
+    if paths is None:
+        chain = np.array([(2 << t) - 1 for t in range(time)], np.int64).astype(np.int32)
+        paths = jnp.broadcast_to(jnp.asarray(chain)[None], (rows, time))
+    scalars = integers.fields, positions, integers.append, paths
+    body = functools.partial(_body, plan, tuple(pool), tuple(inputs))
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+
+    def block(x):
+        zeros = (0,) * (x.ndim - 1)
+        return pl.BlockSpec((1, *x.shape[1:]), lambda i, b, *_: (i, *zeros))
+
+    out_shape = jax.ShapeDtypeStruct((rows, time, heads, call.value_dim), call.out)
+    operands = [*pool.values(), *inputs.values()]
+    found = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(rows, plan.blocks),
+            in_specs=[*[hbm] * len(pool), *map(block, inputs.values())],
+            out_specs=[block(out_shape), *[hbm] * len(pool)],
+            scratch_shapes=plan.scratch(),
+        ),
+        out_shape=[out_shape, *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pool.values()]],
+        input_output_aliases={len(scalars) + i: 1 + i for i in range(len(pool))},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem_limit
+        ),
+        interpret=interpret,
+        name="extend",
+    )(*scalars, *operands)
+    out, after = found[0], dict(zip(pool, found[1:], strict=True))
+    shaped = [after["keys"].reshape(keys.shape), after["updates"].reshape(updates.shape)]
+    gates = after["gates"].reshape(gates.shape) if channel else gates
+    return out, (after["checkpoints"], *shaped, gates, *[after[n] for n in ("low", "low_scales") if n in after])
+
+
+def _body(plan: Plan, pool_names: tuple[str, ...], input_names: tuple[str, ...], *refs) -> None:
+    scalars, refs = refs[:4], refs[4:]
+    count = len(pool_names)
+    pool, refs = dict(zip(pool_names, refs, strict=False)), refs[count:]
+    inputs, refs = dict(zip(input_names, refs, strict=False)), refs[len(input_names) :]
+    out, refs = refs[0], refs[1:]
+    written, refs = dict(zip(pool_names, refs, strict=False)), refs[count:]
+    scratch = dict(zip(plan.scratch_names(), refs, strict=True))
+    _Row(plan, Refs(*scalars, pool, inputs, out, written, scratch)).run()
+
+
+class _Row:
+    """One program: a block of heads of a row."""
+
+    def __init__(self, plan: Plan, refs: Refs):
+        self.plan, self.call, self.refs = plan, plan.call, refs
+        self.row, self.block = pl.program_id(0), pl.program_id(1)
+        self.step = self.row * plan.blocks + self.block
+        self.slot, self.entry_slot = lax.rem(self.step, 2), lax.rem(self.row, 2)
+        self.length, self.live = self.field(LENGTH), self.field(LIVE)
+        self.folds = self.field(FOLD_TO) >= 0
+        self.works = self.length > 0
+        # New entries of a row that folds lie behind all places of the ring, as all of its live entries are gone then.
+        self.base = jnp.where(self.folds, plan.places, self.live)
+        self.first_head = self.block * plan.heads
+
+    def field(self, column: int, row: Any = None):
+        return self.refs.fields[self.row if row is None else row, column]
+
+    def run(self) -> None:
+        plan = self.plan
+        last = pl.num_programs(0) * plan.blocks - 1
+
+        @pl.when(self.step > 0)
+        def _():
+            self.wait_writes(self.step - 1)
+
+        @pl.when(self.step == 0)
+        def _():
+            self.copy_in(self.step, start=True)
+
+        @pl.when(self.step < last)
+        def _():
+            self.copy_in(self.step + 1, start=True)
+
+        self.copy_in(self.step, start=False)
+
+        @pl.when(self.works)
+        def _():
+            self.compute()
+
+        @pl.when((self.block == plan.blocks - 1) & jnp.logical_not(self.works))
+        def _():
+            self.refs.out[...] = jnp.zeros(self.refs.out.shape, self.refs.out.dtype)
+
+        @pl.when(self.step == last)
+        def _():
+            self.wait_writes(self.step)
+
+    # Copies
+
+    def copy_in(self, step, *, start: bool) -> None:
+        """Starts the copies that program `step` needs, or waits for them."""
+        plan, refs, s = self.plan, self.refs, self.refs.scratch
+        row, block = lax.div(step, plan.blocks), lax.rem(step, plan.blocks)
+        slot, entry_slot = lax.rem(step, 2), lax.rem(row, 2)
+        heads = pl.ds(block * plan.heads, plan.heads)
+
+        def copy(source, target, semaphore):
+            found = pltpu.make_async_copy(source, target, semaphore)
+            return found.start() if start else found.wait()
+
+        @pl.when(self.field(HAS_CHECKPOINT, row) > 0)
+        def _():
+            state = self.field(CHECKPOINT, row)
+            copy(refs.pool["checkpoints"].at[state, heads], s["state"].at[slot], s["read"].at[slot])
+            if self.call.low is not None:
+
+                @pl.when(self.field(FOLD_TO, row) >= 0)
+                def _():
+                    for name in plan.low_names:
+                        copy(refs.pool[name].at[state, heads], s[name].at[slot], s["read"].at[slot])
+
+        @pl.when(block == 0)
+        def _():
+            def entry(i, _):
+                position = refs.entries[row, i]
+                for name in plan.entry_names:
+                    copy(refs.pool[name].at[position], s[name].at[entry_slot, i], s["read"].at[2 + entry_slot])
+
+            lax.fori_loop(0, self.field(LIVE, row), entry, None)
+
+    def wait_writes(self, step) -> None:
+        """Waits until what program `step` wrote has left VMEM, where others want to put theirs."""
+        plan = self.plan
+        row, block = lax.div(step, plan.blocks), lax.rem(step, plan.blocks)
+
+        @pl.when((self.field(LENGTH, row) > 0) & (self.field(FOLD_TO, row) >= 0))
+        def _():
+            self.copy_state(step, start=False)
+
+        @pl.when((self.field(LENGTH, row) > 0) & (block == plan.blocks - 1))
+        def _():
+            self.copy_entries(row, start=False)
+
+    def copy_state(self, step, *, start: bool) -> None:
+        plan, refs, s = self.plan, self.refs, self.refs.scratch
+        row, block, slot = lax.div(step, plan.blocks), lax.rem(step, plan.blocks), lax.rem(step, 2)
+        target = self.field(FOLD_TO, row)
+        heads = pl.ds(block * plan.heads, plan.heads)
+        for name in ("checkpoints", *plan.low_names):
+            source = s["state" if name == "checkpoints" else name].at[slot]
+            found = pltpu.make_async_copy(source, refs.written[name].at[target, heads], s["write"].at[0])
+            found.start() if start else found.wait()
+
+    def copy_entries(self, row, *, start: bool) -> None:
+        refs, s = self.refs, self.refs.scratch
+
+        def entry(t, _):
+            position = refs.append[row, t]
+
+            @pl.when(position >= 0)
+            def _():
+                for name in self.plan.entry_names:
+                    found = pltpu.make_async_copy(
+                        s[f"new_{name}"].at[t], refs.written[name].at[position], s["write"].at[1]
+                    )
+                    found.start() if start else found.wait()
+
+        lax.fori_loop(0, self.field(LENGTH, row), entry, None)
+
+    # Computation
+
+    def compute(self) -> None:
+        plan = self.plan
+
+        @pl.when(self.block == 0)
+        def _():
+            self.prepare()
+
+        @pl.when(self.folds)
+        def _():
+            self.fold()
+            self.copy_state(self.step, start=True)
+
+        has_state = (self.field(HAS_CHECKPOINT) > 0) | self.folds
+        if self.call.decay == "channel":
+
+            @pl.when(has_state)
+            def _():
+                lax.fori_loop(0, self.length, lambda t, _: self.sum_channels(t, weights=False), None)
+
+        @pl.when(has_state)
+        def _():
+            lax.fori_loop(0, plan.heads, lambda h, _: self.multiply_state(h), None)
+
+        @pl.when(jnp.logical_not(has_state))
+        def _():
+            products = self.refs.scratch["products"]
+            products[...] = jnp.zeros(products.shape, jnp.float32)
+
+        lax.fori_loop(0, self.length, lambda t, _: self.token(t), None)
+
+        @pl.when(self.block == plan.blocks - 1)
+        def _():
+            self.finish()
+
+    def prepare(self) -> None:
+        """The row's live entries and new tokens as float32 numbers, a row of `plan.*_rows` for each head and place."""
+        plan, call, refs, s = self.plan, self.call, self.refs, self.refs.scratch
+        heads, key_heads = plan.all_heads, plan.all_key_heads
+
+        def put(name, place, x, rows):
+            s[f"all_{name}"][pl.ds(pl.multiple_of(place * rows, 8), x.shape[0]), :] = x.astype(jnp.float32)
+
+        def entry(i, _):
+            for name in plan.entry_names:
+                put(name, i, s[name][self.entry_slot, i], key_heads if name == "keys" else heads)
+
+        lax.fori_loop(0, self.live, entry, None)
+        s["out"][...] = jnp.zeros(s["out"].shape, jnp.float32)
+        if "table" in s:
+            for name in plan.table_names:
+                s[f"all_{name}"][: plan.ring_rows, :] = refs.inputs[f"ring_{name}"][0]
+        for t in range(call.time):
+            k = refs.inputs["k"][0, t]
+            s["new_keys"][t] = k.astype(call.entry)
+            put("keys", self.base + t, k, key_heads)
+            s["all_q"][t * key_heads : t * key_heads + call.key_heads, :] = refs.inputs["q"][0, t].astype(jnp.float32)
+            s["all_v"][t] = refs.inputs["v"][0, t].astype(jnp.float32)
+            if "gates" in plan.entry_names:
+                gates = refs.inputs["new_gates"][0, t]
+                s["new_gates"][t] = gates
+                put("gates", self.base + t, gates, heads)
+            for name in plan.table_names:
+                new = refs.inputs[f"new_{name}"][0, t : t + 1, :]
+                s[f"all_{name}"][pl.ds(self.base + t, 1), :] = new
+
+    def on_path(self, t, first, count: int):
+        """bool [count, 1]: which of the places from `first` on are those of token t's path, its own included."""
+        place = first + lax.broadcasted_iota(jnp.int32, (count, 1), 0)
+        node = place - self.base
+        bit = lax.shift_right_logical(jnp.full_like(node, self.refs.paths[self.row, t]), jnp.clip(node, 0, 31)) & 1
+        of_launch = (node >= 0) & (node < self.call.time) & (bit > 0)
+        return of_launch | ((place < self.live) & jnp.logical_not(self.folds))
+
+    def sum_decays(self, on):
+        """From each place on: the sum of its and later decays, f32 [all places, heads], where `on`; and the weights."""
+        plan, s = self.plan, self.refs.scratch
+        if self.call.decay == "head":
+            total = jnp.where(on, s["all_decay"][...], 0.0)
+            step = 1
+            while step < plan.all_places:
+                total = total + _later(total, step)
+                step *= 2
+            weights = jnp.where(on, jnp.exp(_later(total, 1)), 0.0)
+            since = jnp.exp(total[:1])
+        else:
+            weights = jnp.where(on, jnp.ones((plan.all_places, self.call.heads), jnp.float32), 0.0)
+            since = jnp.ones((1, self.call.heads), jnp.float32)
+        if not self.call.delta:
+            weights = weights * jnp.where(on, s["all_beta"][...], 0.0)
+        return since, weights
+
+    def sum_channels(self, t, *, weights: bool) -> None:
+        """From the newest entry to the oldest: the decay behind each entry, if `weights`; and that of the checkpoint."""
+        call, plan, s = self.call, self.plan, self.refs.scratch
+        heads, path = plan.all_heads, self.refs.paths[self.row, t]
+
+        def add(place, total):
+            rows = pl.ds(pl.multiple_of(place * heads, 8), heads)
+            if weights:
+                s["table"][rows, :] = jnp.exp(total)
+            return total + s["all_gates"][rows, : call.key_dim]
+
+        def token(i, total):
+            node = t - i
+            on = lax.shift_right_logical(path, node) & 1
+            return lax.cond(on > 0, lambda x: add(self.base + node, x), lambda x: x, total)
+
+        total = lax.fori_loop(0, t + 1, token, jnp.zeros((heads, call.key_dim), jnp.float32))
+        count = jnp.where(self.folds, 0, self.live)
+        total = lax.fori_loop(0, count, lambda i, x: add(self.live - 1 - i, x), total)
+        if not weights:
+            s["since"][pl.ds(pl.multiple_of(t * heads, 8), heads), :] = jnp.exp(total)
+
+    def rows_of(self, name: str, first, head, count: int):
+        """Of `count` places from `first` on: the numbers of one head."""
+        stride = self.plan.all_key_heads if name in ("keys", "q") else self.plan.all_heads
+        ref = self.refs.scratch["table" if name == "table" else name if name == "since" else f"all_{name}"]
+        return ref[pl.ds(first * stride + head, count, stride=stride), :]
+
+    def multiply_state(self, i) -> None:
+        """The products of a head's state and the new tokens' keys and queries."""
+        call, plan, s = self.call, self.plan, self.refs.scratch
+        head = self.first_head + i
+        key_head = lax.div(head, call.heads_per_key)
+        time = call.time
+        keys = self.rows_of("keys", self.base, key_head, time)
+        queries = self.rows_of("q", 0, key_head, time)
+        if call.decay == "channel":
+            since = self.rows_of("since", 0, head, time)
+            keys, queries = keys * since, queries * since
+        s["probes"][:time, :] = keys
+        s["probes"][time : 2 * time, :] = queries
+        state = s["state"][self.slot, i].astype(jnp.float32)
+        found = _dot(s["probes"][...], state, 1, 1)
+        s["products"][pl.ds(pl.multiple_of(i * plan.probes, 8), plan.probes), :] = found
+
+    def token(self, t) -> None:
+        """Output and update of a new token, of all heads of the block."""
+        call, plan, s = self.call, self.plan, self.refs.scratch
+        chunk = plan.chunk
+        if call.decay == "channel":
+            self.sum_channels(t, weights=True)
+            since = None
+        else:
+            since, weights = self.sum_decays(self.on_path(t, 0, plan.all_places))
+            s["table"][...] = weights
+        first = jnp.where(self.folds, plan.places // chunk, 0)
+        end = lax.div(self.base + t, chunk) + 1
+        new_beta = self.refs.inputs["new_beta"][0, pl.ds(t, 1), :] if "new_beta" in self.refs.inputs else None
+
+        def of_key_head(i, _):
+            key_head = lax.div(self.first_head, call.heads_per_key) + i
+            key = self.rows_of("keys", self.base + t, key_head, 1)
+            query = self.rows_of("q", t, key_head, 1)
+
+            def match(c, _):
+                keys = self.rows_of("keys", c * chunk, key_head, chunk)
+                for n, probe in enumerate((key, query)):
+                    found = jnp.sum(keys * probe, axis=1, keepdims=True)
+                    s["matches"][n, pl.ds(pl.multiple_of(c * chunk, 8), chunk), :] = jnp.broadcast_to(
+                        found, (chunk, 128)
+                    )
+
+            if call.decay != "channel":
+                lax.fori_loop(first, end, match, None)
+
+            def of_head(j, _):
+                self.head_token(t, key_head * call.heads_per_key + j, key, query, since, new_beta, first, end)
+
+            lax.fori_loop(0, call.heads_per_key, of_head, None)
+
+        lax.fori_loop(0, plan.heads // call.heads_per_key, of_key_head, None)
+
+    def head_token(self, t, head, key, query, since, new_beta, first, end) -> None:
+        call, plan, s = self.call, self.plan, self.refs.scratch
+        chunk, channel = plan.chunk, call.decay == "channel"
+        key_head = lax.div(head, call.heads_per_key)
+        local = head - self.first_head
+
+        def add(c, sums):
+            start = c * chunk
+            place = start + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0)
+            before = self.on_path(t, start, chunk) & (place < self.base + t)
+            updates = self.rows_of("updates", start, head, chunk)
+            if channel:
+                keys = self.rows_of("keys", start, key_head, chunk) * self.rows_of("table", start, head, chunk)
+                matches = [jnp.sum(keys * probe, axis=1, keepdims=True) for probe in (key, query)]
+                if not call.delta:
+                    beta = self.rows_of("gates", start, head, chunk)[:, call.key_dim :]
+                    matches = [x * beta for x in matches]
+            else:
+                rows = pl.ds(pl.multiple_of(start, 8), chunk)
+                weight = _column(s["table"][rows, :], head)
+                matches = [s["matches"][n, rows, :][:, :1] * weight for n in range(2)]
+            return tuple(
+                total + jnp.sum(jnp.where(before, match * updates, 0.0), axis=0, keepdims=True)
+                for total, match in zip(sums, matches, strict=True)
+            )
+
+        zero = jnp.zeros((1, call.value_dim), jnp.float32)
+        recalled, out = lax.fori_loop(first, end, add, (zero, zero))
+        products = local * plan.probes
+        from_state = [s["products"][pl.ds(products + n * call.time + t, 1), :] for n in range(2)]
+        if since is not None and call.decay == "head":
+            factor = _column(since, head)
+            from_state = [factor * x for x in from_state]
+        value = s["all_v"][t, pl.ds(head, 1), :]
+        if new_beta is not None:
+            beta = _column(new_beta, head)
+        else:
+            beta = self.rows_of("gates", self.base + t, head, 1)[:, call.key_dim :]
+        entry = beta * (value - (from_state[0] + recalled)) if call.delta else value
+        entry = _rounded(entry, call.entry)
+        s["all_updates"][pl.ds((self.base + t) * plan.all_heads + head, 1), :] = entry
+        own = jnp.sum(key * query, axis=1, keepdims=True)
+        own = own if call.delta else own * beta
+        s["out"][t, pl.ds(head, 1), :] = from_state[1] + out + own * entry
+
+    def fold(self) -> None:
+        """The state after all live entries, in place of the checkpoint."""
+        call, plan, s = self.call, self.plan, self.refs.scratch
+        place = lax.broadcasted_iota(jnp.int32, (plan.all_places, 1), 0)
+        has = self.field(HAS_CHECKPOINT) > 0
+        since = None
+        if call.decay == "channel":
+            heads = plan.all_heads
+
+            def back(i, total):
+                rows = pl.ds(pl.multiple_of((self.live - 1 - i) * heads, 8), heads)
+                s["table"][rows, :] = jnp.exp(total)
+                return total + s["all_gates"][rows, : call.key_dim]
+
+            total = lax.fori_loop(0, self.live, back, jnp.zeros((heads, call.key_dim), jnp.float32))
+            s["since"][:heads, :] = jnp.exp(total)
+        else:
+            since, weights = self.sum_decays(place < self.live)
+            s["table"][...] = weights
+        chunk = plan.chunk
+        end = lax.div(self.live + chunk - 1, chunk)
+
+        def of_head(i, _):
+            head = self.first_head + i
+            key_head = lax.div(head, call.heads_per_key)
+            factor = s["since"][pl.ds(head, 1), :] if since is None else _column(since, head)
+
+            def kept():
+                state = s["state"][self.slot, i].astype(jnp.float32)
+                if call.low is not None:
+                    rest = s["low"][self.slot, i].astype(jnp.float32)
+                    if call.low == jnp.int8:
+                        rest = rest * _upright(s["low_scales"][self.slot, pl.ds(i, 1), :])
+                    state = state + rest
+                return state * factor
+
+            shape = call.value_dim, call.key_dim
+            state = lax.cond(has, kept, lambda: jnp.zeros(shape, jnp.float32))
+
+            def add(c, state):
+                start = c * chunk
+                alive = start + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < self.live
+                keys = self.rows_of("keys", start, key_head, chunk)
+                if call.decay == "channel":
+                    keys = keys * self.rows_of("table", start, head, chunk)
+                    if not call.delta:
+                        keys = keys * self.rows_of("gates", start, head, chunk)[:, call.key_dim :]
+                else:
+                    keys = keys * _column(s["table"][pl.ds(pl.multiple_of(start, 8), chunk), :], head)
+                updates = jnp.where(alive, self.rows_of("updates", start, head, chunk), 0.0)
+                return state + _dot(updates, jnp.where(alive, keys, 0.0), 0, 0)
+
+            self.store_state(i, lax.fori_loop(0, end, add, state))
+
+        lax.fori_loop(0, plan.heads, of_head, None)
+
+    def store_state(self, i, state) -> None:
+        call, s = self.call, self.refs.scratch
+        s["state"][self.slot, i] = state.astype(call.state)
+        if call.low is None:
+            return
+        rest = state - _rounded(state, call.state)
+        if call.low == jnp.int8:
+            scale = jnp.max(jnp.abs(rest), axis=1, keepdims=True) * np.float32(1 / LARGEST)
+            steps = jnp.round(rest / jnp.where(scale > 0, scale, np.float32(1)))
+            rest = jnp.clip(steps, -LARGEST, LARGEST).astype(jnp.int32)
+            s["low_scales"][self.slot, pl.ds(i, 1), :] = _lying(scale)
+        s["low"][self.slot, i] = rest.astype(call.low)
+
+    def finish(self) -> None:
+        """The outputs as they are returned, and the entries on their way into the pool."""
+        call, plan, refs, s = self.call, self.plan, self.refs, self.refs.scratch
+        for t in range(call.time):
+            refs.out[0, t] = s["out"][t].astype(call.out)
+            rows = pl.ds(pl.multiple_of((self.base + t) * plan.all_heads, 8), call.heads)
+            s["new_updates"][t] = s["all_updates"][rows, :].astype(call.entry)
+        self.copy_entries(self.row, start=True)
+
+
+def _later(x, count: int):
+    """Row i is x's row i + count, and zeros at the end."""
+    return jnp.concatenate([x[count:], jnp.zeros((count, x.shape[1]), x.dtype)], axis=0)
+
+
+def _column(x, index):
+    """Column `index` of x [rows, columns], as [rows, 1]."""
+    column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.sum(jnp.where(column == index, x, 0.0), axis=1, keepdims=True)
+
+
+def _diagonal(size: int):
+    rows, columns = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in range(2))
+    return rows == columns
+
+
+def _upright(x):
+    """[1, n] as [n, 1]."""
+    size = x.shape[1]
+    return jnp.sum(jnp.where(_diagonal(size), jnp.broadcast_to(x, (size, size)), 0.0), axis=1, keepdims=True)
+
+
+def _lying(x):
+    """[n, 1] as [1, n]."""
+    size = x.shape[0]
+    return jnp.sum(jnp.where(_diagonal(size), jnp.broadcast_to(x, (size, size)), 0.0), axis=0, keepdims=True)
+
+
+def _dot(a, b, of_a: int, of_b: int):
+    return lax.dot_general(
+        a, b, (((of_a,), (of_b,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def _rounded(x, dtype):
+    if dtype == jnp.float32:
+        return x
+    limits = jnp.finfo(dtype)
+    return lax.reduce_precision(x, limits.nexp, limits.nmant)
