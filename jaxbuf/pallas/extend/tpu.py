@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxbuf.axes import Array
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, Call, Integers
-from jaxbuf.pallas.extend.tpu_plan import Plan, make_plan
+from jaxbuf.pallas.extend.tpu_plan import LANES, SUBLANES, Plan, make_plan
 
 HIGHEST = lax.Precision.HIGHEST
 LARGEST = 127  # of int8, as in `jaxbuf.recurrence.state_format`
@@ -299,7 +299,7 @@ class _Row:
         heads, key_heads = plan.all_heads, plan.all_key_heads
 
         def put(name, place, x, rows):
-            s[f"all_{name}"][pl.ds(pl.multiple_of(place * rows, 8), x.shape[0]), :] = x.astype(jnp.float32)
+            _store(s[f"all_{name}"], place * rows, x.astype(jnp.float32))
 
         def entry(i, _):
             for name in plan.entry_names:
@@ -314,7 +314,7 @@ class _Row:
             k = refs.inputs["k"][0, t]
             s["new_keys"][t] = k.astype(call.entry)
             put("keys", self.base + t, k, key_heads)
-            s["all_q"][t * key_heads : t * key_heads + call.key_heads, :] = refs.inputs["q"][0, t].astype(jnp.float32)
+            _store(s["all_q"], t * key_heads, refs.inputs["q"][0, t].astype(jnp.float32))
             s["all_v"][t] = refs.inputs["v"][0, t].astype(jnp.float32)
             if "gates" in plan.entry_names:
                 gates = refs.inputs["new_gates"][0, t]
@@ -356,10 +356,9 @@ class _Row:
         heads, path = plan.all_heads, self.refs.paths[self.row, t]
 
         def add(place, total):
-            rows = pl.ds(pl.multiple_of(place * heads, 8), heads)
             if weights:
-                s["table"][rows, :] = jnp.exp(total)
-            return total + s["all_gates"][rows, : call.key_dim]
+                _store(s["table"], place * heads, jnp.exp(total))
+            return total + _load(s["all_gates"], place * heads, heads, call.key_dim)
 
         def token(i, total):
             node = t - i
@@ -370,13 +369,21 @@ class _Row:
         count = jnp.where(self.folds, 0, self.live)
         total = lax.fori_loop(0, count, lambda i, x: add(self.live - 1 - i, x), total)
         if not weights:
-            s["since"][pl.ds(pl.multiple_of(t * heads, 8), heads), :] = jnp.exp(total)
+            _store(s["since"], t * heads, jnp.exp(total))
 
     def rows_of(self, name: str, first, head, count: int):
-        """Of `count` places from `first` on: the numbers of one head."""
-        stride = self.plan.all_key_heads if name in ("keys", "q") else self.plan.all_heads
-        ref = self.refs.scratch["table" if name == "table" else name if name == "since" else f"all_{name}"]
-        return ref[pl.ds(first * stride + head, count, stride=stride), :]
+        """Of `count` places from `first` on: the numbers of one head, [count, width]."""
+        plan, call = self.plan, self.call
+        stride = plan.all_key_heads if name in ("keys", "q") else plan.all_heads
+        width = call.value_dim if name == "updates" else call.key_dim
+        ref = self.refs.scratch[name if name in ("table", "since") else f"all_{name}"]
+        return _load(ref, first * stride + head, count, width, stride)
+
+    def betas_of(self, first, head, count: int):
+        """The write strengths of entries of a decay a channel, [count, 1]: they lie behind their decays."""
+        stride, (slab, lane) = self.plan.all_heads, divmod(self.call.key_dim, LANES)
+        rows = pl.ds(first * stride + head, count, stride=stride)
+        return self.refs.scratch["all_gates"].at[slab][rows, :][:, lane : lane + 1]
 
     def multiply_state(self, i) -> None:
         """The products of a head's state and the new tokens' keys and queries."""
@@ -447,7 +454,7 @@ class _Row:
                 keys = self.rows_of("keys", start, key_head, chunk) * self.rows_of("table", start, head, chunk)
                 matches = [jnp.sum(keys * probe, axis=1, keepdims=True) for probe in (key, query)]
                 if not call.delta:
-                    beta = self.rows_of("gates", start, head, chunk)[:, call.key_dim :]
+                    beta = self.betas_of(start, head, chunk)
                     matches = [x * beta for x in matches]
             else:
                 rows = pl.ds(pl.multiple_of(start, 8), chunk)
@@ -469,10 +476,10 @@ class _Row:
         if new_beta is not None:
             beta = _column(new_beta, head)
         else:
-            beta = self.rows_of("gates", self.base + t, head, 1)[:, call.key_dim :]
+            beta = self.betas_of(self.base + t, head, 1)
         entry = beta * (value - (from_state[0] + recalled)) if call.delta else value
         entry = _rounded(entry, call.entry)
-        s["all_updates"][pl.ds((self.base + t) * plan.all_heads + head, 1), :] = entry
+        _store(s["all_updates"], (self.base + t) * plan.all_heads + head, entry)
         own = jnp.sum(key * query, axis=1, keepdims=True)
         own = own if call.delta else own * beta
         s["out"][t, pl.ds(head, 1), :] = from_state[1] + out + own * entry
@@ -487,12 +494,12 @@ class _Row:
             heads = plan.all_heads
 
             def back(i, total):
-                rows = pl.ds(pl.multiple_of((self.live - 1 - i) * heads, 8), heads)
-                s["table"][rows, :] = jnp.exp(total)
-                return total + s["all_gates"][rows, : call.key_dim]
+                first = (self.live - 1 - i) * heads
+                _store(s["table"], first, jnp.exp(total))
+                return total + _load(s["all_gates"], first, heads, call.key_dim)
 
             total = lax.fori_loop(0, self.live, back, jnp.zeros((heads, call.key_dim), jnp.float32))
-            s["since"][:heads, :] = jnp.exp(total)
+            _store(s["since"], 0, jnp.exp(total))
         else:
             since, weights = self.sum_decays(place < self.live)
             s["table"][...] = weights
@@ -502,7 +509,7 @@ class _Row:
         def of_head(i, _):
             head = self.first_head + i
             key_head = lax.div(head, call.heads_per_key)
-            factor = s["since"][pl.ds(head, 1), :] if since is None else _column(since, head)
+            factor = self.rows_of("since", 0, head, 1) if since is None else _column(since, head)
 
             def kept():
                 state = s["state"][self.slot, i].astype(jnp.float32)
@@ -523,7 +530,7 @@ class _Row:
                 if call.decay == "channel":
                     keys = keys * self.rows_of("table", start, head, chunk)
                     if not call.delta:
-                        keys = keys * self.rows_of("gates", start, head, chunk)[:, call.key_dim :]
+                        keys = keys * self.betas_of(start, head, chunk)
                 else:
                     keys = keys * _column(s["table"][pl.ds(pl.multiple_of(start, 8), chunk), :], head)
                 updates = jnp.where(alive, self.rows_of("updates", start, head, chunk), 0.0)
@@ -551,9 +558,32 @@ class _Row:
         call, plan, refs, s = self.call, self.plan, self.refs, self.refs.scratch
         for t in range(call.time):
             refs.out[0, t] = s["out"][t].astype(call.out)
-            rows = pl.ds(pl.multiple_of((self.base + t) * plan.all_heads, 8), call.heads)
-            s["new_updates"][t] = s["all_updates"][rows, :].astype(call.entry)
+            updates = _load(s["all_updates"], (self.base + t) * plan.all_heads, call.heads, call.value_dim)
+            s["new_updates"][t] = updates.astype(call.entry)
         self.copy_entries(self.row, start=True)
+
+
+def _load(ref, first, count: int, width: int, stride: int = 1):
+    """`count` rows of `width` numbers, from row `first` on, of an array that was cut into slabs of 128 columns.
+
+    Rows that lie apart are loaded by one instruction each tile, but only from arrays of 128 columns.
+    """
+    rows = pl.ds(first, count, stride=stride) if stride > 1 and count > 1 else _rows(first, count)
+    slabs = [ref.at[i][rows, :] for i in range(-(-width // LANES))]
+    found = slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, axis=1)
+    return found[:, :width]
+
+
+def _store(ref, first, x) -> None:
+    """The reverse of `_load`."""
+    for i in range(-(-x.shape[1] // LANES)):
+        part = x[:, i * LANES : (i + 1) * LANES]
+        ref[i, _rows(first, x.shape[0]), : part.shape[1]] = part
+
+
+def _rows(first, count: int):
+    """`count` rows from `first` on: a multiple of a tile's, unless it is one row."""
+    return pl.ds(first if count == 1 or isinstance(first, int) else pl.multiple_of(first, SUBLANES), count)
 
 
 def _later(x, count: int):

@@ -1,9 +1,7 @@
 """How the TPU kernel of `extend` arranges a call: how many heads at once, and what lies in VMEM."""
 
 import dataclasses
-import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
@@ -18,6 +16,11 @@ LANES, SUBLANES = 128, 8
 def up(x: int, multiple: int) -> int:
     """The next multiple."""
     return -(-x // multiple) * multiple
+
+
+def _slabs(rows: int, width: int) -> tuple[int, int, int]:
+    """Shape of an array of which rows that lie apart are loaded together: cut into slabs of 128 columns."""
+    return -(-width // LANES), rows, min(width, LANES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,16 +115,16 @@ class Plan:
             found[name] = (2, up(call.max_live, 1), *widths[name]), dtype
             found[f"new_{name}"] = (time, *widths[name]), dtype
             rows = self.all_key_heads if name == "keys" else self.all_heads
-            found[f"all_{name}"] = (self.all_places * rows, widths[name][1]), f32
+            found[f"all_{name}"] = _slabs(self.all_places * rows, widths[name][1]), f32
         for name in self.table_names:
             found[f"all_{name}"] = (self.all_places, call.heads), f32
         if call.decay == "channel":
-            found["table"] = (self.all_places * self.all_heads, call.key_dim), f32
-            found["since"] = (time * self.all_heads, call.key_dim), f32
+            found["table"] = _slabs(self.all_places * self.all_heads, call.key_dim), f32
+            found["since"] = _slabs(time * self.all_heads, call.key_dim), f32
         else:
             found["table"] = (self.all_places, call.heads), f32
             found["matches"] = (2, self.all_places, LANES), f32
-        found["all_q"] = (time * self.all_key_heads, call.key_dim), f32
+        found["all_q"] = _slabs(time * self.all_key_heads, call.key_dim), f32
         found["all_v"] = (time, call.heads, call.value_dim), f32
         found["out"] = (time, call.heads, call.value_dim), f32
         found["probes"] = (self.probes, call.key_dim), f32
