@@ -112,7 +112,7 @@ def extend(
             out_specs=[block(out_shape), *[hbm] * len(pool)],
             scratch_shapes=plan.scratch(),
         ),
-        out_shape=[out_shape, *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pool.values()]],
+        out_shape=[out_shape, *[pltpu.HBM(x.shape, x.dtype) for x in pool.values()]],
         input_output_aliases={len(scalars) + i: 1 + i for i in range(len(pool))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem_limit
