@@ -17,7 +17,7 @@ from jaxbuf.recurrence import recurrent
 from tests.recurrence import definition
 from tests.recurrence.families import FAMILIES, worst_row
 from tests.recurrence.families import inputs as inputs_of
-from tests.recurrence.twin import PROMPT, ROWS, SHARED, SLOTS, TIME, Twin, commit, extend, path_to, read, reset
+from tests.recurrence.twin import INTERPRETED, PROMPT, ROWS, SHARED, SLOTS, TIME, Twin, commit, extend, path_to, read, reset
 
 GDN, EACH = "Gated DeltaNet", np.arange(1, SLOTS + 1, dtype=np.int32)
 FIRST = EACH[:ROWS]
@@ -66,12 +66,13 @@ class Schedule(RuleBasedStateMachine):
     """Any calls in any order. The twin checks after each all there is to check about it."""
 
     family, sizes, least = GDN, SHARED, 1  # `least`: limits below it are this one
+    how = None
 
     @initialize(seed=seeds, limits=limits)
     def start(self, seed, limits):
         # The last gives every memory the same ring.
         rng, limits = np.random.default_rng(seed), [max(limit, self.least) for limit in (*limits, 40)]
-        self.twin = Twin(self.family, rng, limits=limits, **self.sizes)
+        self.twin = Twin(self.family, rng, limits=limits, how=self.how, **self.sizes)
 
     def held(self):
         """Slots that hold tokens."""
@@ -161,9 +162,9 @@ class WithRepeatedSlots(Schedule):
         self.twin.reset(numbers(slots))
 
 
-def run(machine, examples, family=GDN, sizes=SHARED):
+def run(machine, examples, family=GDN, sizes=SHARED, how=None):
     """A blob that a failure prints goes on the machine's class, as `@reproduce_failure`."""
-    of_family = type(machine.__name__, (machine,), {"family": family, "sizes": sizes})
+    of_family = type(machine.__name__, (machine,), {"family": family, "sizes": sizes, "how": how})
     run_state_machine_as_test(of_family, settings=bounded(max_examples=examples, stateful_step_count=STEPS))
 
 
@@ -204,6 +205,14 @@ def test_any_of_many_schedules_equals_the_recurrence(sizes, times):
 )
 def test_any_schedule_of_any_family_equals_the_recurrence(family):
     run(Schedule, 8, family)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family == GDN else slow) for family in FAMILIES if family != "retention"]
+)
+def test_any_schedule_equals_the_recurrence_by_the_interpreted_tpu_kernel(family):
+    """Of retention the kernel sees nothing that it does not see of Mamba-2."""
+    run(Schedule, 3 if family == GDN else 6, family, how=INTERPRETED)
 
 
 run_recurrent = jax.jit(recurrent, static_argnums=0)

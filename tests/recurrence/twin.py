@@ -19,10 +19,12 @@ SHARED = {"states": 5, "blocks": 20}  # fewer than six slots could use: they run
 
 _jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 prefill = _jit(buffered.prefill, static_argnums=0)
-extend = _jit(buffered.extend, static_argnums=0)
+extend = _jit(buffered.extend, static_argnums=0, static_argnames=("implementation", "interpret"))
 begin = _jit(buffered.begin, static_argnums=3)
 commit, fork, reset, load = (_jit(call) for call in (buffered.commit, buffered.fork, buffered.reset, buffered.load))
-fold, read = (_jit(function, static_argnums=0) for function in (buffered.fold, buffered.read))
+fold = _jit(buffered.fold, static_argnums=0, static_argnames=("implementation", "interpret"))
+read = _jit(buffered.read, static_argnums=0)
+INTERPRETED = {"implementation": "tpu", "interpret": True}  # how `extend` and `fold` run by a TPU's kernel on a CPU
 entries_of = _jit(lambda cursor: buffered.held(cursor, jnp.arange(cursor.length.shape[0])).entries)
 
 
@@ -64,8 +66,10 @@ class Twin:
     Every call is compiled: slots may be there twice or not exist, and lengths may be out of range.
     """
 
-    def __init__(self, family, rng, *, limits=LIMITS, state_dtype="float32", bounds=(1e-4, 1e-4), **sizes):
-        """`bounds`: what outputs and states may differ by, as a part of their norm in a row."""
+    def __init__(self, family, rng, *, limits=LIMITS, state_dtype="float32", bounds=(1e-4, 1e-4), how=None, **sizes):
+        """`bounds`: what outputs and states may differ by, as a part of their norm in a row. `how`: INTERPRETED, or
+        None for XLA."""
+        self.how = {} if how is None else how
         self.family, self.spec, self.rng = family, FAMILIES[family], rng
         self.out_bound, self.state_bound = bounds
         options = {"limit": np.array(limits), "max_pending": TIME, "entry_dtype": jnp.float32}
@@ -103,7 +107,7 @@ class Twin:
         chain = np.broadcast_to(np.arange(-1, TIME - 1, dtype=np.int32), (ROWS, TIME))
 
         def call(cache):
-            return extend(self.spec, cache, *inputs, slots=given[0], lengths=given[1], parents=parents)
+            return extend(self.spec, cache, *inputs, slots=given[0], lengths=given[1], parents=parents, **self.how)
 
         step, _ = begin(self.cache.cursor, *given, TIME)
         assert_apart(step, self.cache.pool.keys.shape[1])
@@ -129,7 +133,7 @@ class Twin:
         return self._verify()
 
     def fold(self, slots):
-        self._run(lambda cache: (None, fold(self.spec, cache, slots=slots)), first_rows(slots))
+        self._run(lambda cache: (None, fold(self.spec, cache, slots=slots, **self.how)), first_rows(slots))
         return self._verify()
 
     def load(self, slots, tokens):
