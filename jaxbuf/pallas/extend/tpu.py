@@ -163,14 +163,10 @@ class _Row:
         def _():
             self.wait_writes(self.step - 1)
 
-        @pl.when(self.step == 0)
-        def _():
-            self.copy_in(self.step, start=True)
-
-        @pl.when(self.step < last)
-        def _():
-            self.copy_in(self.step + 1, start=True)
-
+        # The next program's memory is on its way while this one computes; nobody has sent for that of the first.
+        first = jnp.where(self.step == 0, 0, self.step + 1)
+        end = jnp.minimum(self.step + 2, last + 1)
+        lax.fori_loop(first, end, lambda step, _: self.copy_in(step, start=True), None)
         self.copy_in(self.step, start=False)
 
         @pl.when(self.works)
@@ -310,7 +306,8 @@ class _Row:
         if "table" in s:
             for name in plan.table_names:
                 s[f"all_{name}"][: plan.ring_rows, :] = refs.inputs[f"ring_{name}"][0]
-        for t in range(call.time):
+
+        def token(t, _):
             k = refs.inputs["k"][0, t]
             s["new_keys"][t] = k.astype(call.entry)
             put("keys", self.base + t, k, key_heads)
@@ -321,8 +318,9 @@ class _Row:
                 s["new_gates"][t] = gates
                 put("gates", self.base + t, gates, heads)
             for name in plan.table_names:
-                new = refs.inputs[f"new_{name}"][0, t : t + 1, :]
-                s[f"all_{name}"][pl.ds(self.base + t, 1), :] = new
+                s[f"all_{name}"][pl.ds(self.base + t, 1), :] = refs.inputs[f"new_{name}"][0, pl.ds(t, 1), :]
+
+        lax.fori_loop(0, call.time, token, None)
 
     def on_path(self, t, first, count: int):
         """bool [count, 1]: which of the places from `first` on are those of token t's path, its own included."""
@@ -556,10 +554,13 @@ class _Row:
     def finish(self) -> None:
         """The outputs as they are returned, and the entries on their way into the pool."""
         call, plan, refs, s = self.call, self.plan, self.refs, self.refs.scratch
-        for t in range(call.time):
+
+        def token(t, _):
             refs.out[0, t] = s["out"][t].astype(call.out)
             updates = _load(s["all_updates"], (self.base + t) * plan.all_heads, call.heads, call.value_dim)
             s["new_updates"][t] = updates.astype(call.entry)
+
+        lax.fori_loop(0, call.time, token, None)
         self.copy_entries(self.row, start=True)
 
 
