@@ -41,8 +41,8 @@ def extend_pool(
       pool: Its arrays.
       step: From `begin`.
       q, k, v, log_decay, beta: As in `recurrent`.
-      implementation: "xla", "gpu" (an NVIDIA Hopper GPU), "tpu", or "auto": the target's kernel where it serves the call, else
-        "xla".
+      implementation: "xla", "gpu" (an NVIDIA Hopper GPU), "tpu", or "auto": the target's kernel where it serves the
+        call, else "xla".
       interpret: Run the kernel that was named in Pallas' interpreter, on any platform: slow, for tests.
       target: What it is compiled for: a Target, or the name of a chip ("H100"). None: what v lies on, see
         `jaxbuf.target.resolve_target`.

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,36 +11,12 @@ from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from tests.gpu import checks
 from tests.gpu.checks import new_inputs
-from tests.recurrence.twin import path_to, random_parents
+from tests.pallas import extending
+from tests.pallas.extending import DELTA_NET, GLA, KDA, LINEAR, NARROW, NO_DECAY, ODD, SLOTS, SMALL, STACKED
 
-SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
-NARROW = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64)
-# Without the delta rule: heads in stacks of two, and heads that can't be.
-STACKED = RecurrenceSpec(heads=4, key_heads=2, key_dim=64, value_dim=64, delta=False)
-ODD = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64, delta=False)
-NO_DECAY = dataclasses.replace(ODD, decay="none")
-DELTA_NET, LINEAR = (dataclasses.replace(spec, decay="none") for spec in (NARROW, STACKED))
-KDA = RecurrenceSpec(heads=2, key_heads=2, key_dim=128, value_dim=128, decay="channel")
-GLA = RecurrenceSpec(heads=2, key_heads=1, key_dim=128, value_dim=128, decay="channel", delta=False)
 KIMI = dataclasses.replace(KDA, heads=32, key_heads=32)
 MAMBA = RecurrenceSpec(heads=128, key_heads=8, key_dim=128, value_dim=64, delta=False)
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
-SLOTS = 2
-REJECTED = np.array([[False, False, True]])  # of three tokens
-
-
-def poisoned(cache):
-    """A memory in which everything that no slot has written is NaN."""
-    return buffered.BufferedState(cache.cursor, jax.tree.map(checks.spoiled, cache.pool))
-
-
-def extend_on_gpu(spec, cache, inputs, **rows):
-    return buffered.extend(spec, cache, *inputs, **rows, implementation="gpu", interpret=True)
-
-
-def error(found, expected):
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    return np.abs(found - expected).max() / np.abs(expected).max()
 
 
 @pytest.mark.slow
@@ -117,11 +92,6 @@ def lowered(spec, time: int, rows: int = 128, parents=None, **sizes) -> str:
     return jax.jit(step, donate_argnums=0).trace(cache, *inputs).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def state_bound(state, bound):
-    """Nearly equal states may have high halves that differ: outputs then do, too, but not the sums of both halves."""
-    return min(bound, checks.KEPT.get(state, bound))
-
-
 @pytest.mark.parametrize(
     "spec, state, entry, limit, bound",
     [
@@ -148,31 +118,7 @@ def state_bound(state, bound):
 def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeypatch, spec, state, entry, limit, bound):
     # Two processors: every block then serves two heads at a time, and more than one after the other.
     monkeypatch.setattr(gpu_schedule, "PROCESSORS", 2)
-    dtypes = {"state_dtype": state, "entry_dtype": jnp.dtype(entry)}
-    cache = poisoned(buffered.init(spec, slots=SLOTS, limit=limit, max_pending=4, **dtypes))
-    both = jnp.array([1, 2])
-    for _ in range((limit - 1) // 3 if limit > 16 else 0):  # more live entries than the kernel takes at once
-        _, cache = buffered.extend(spec, cache, *new_inputs(rng, spec, 2, 3, jnp.float32), slots=both)
-        cache = buffered.commit(cache, jnp.array([3, 3]), slots=both)
-    for lengths, accepted in (([1, 3], [1, 2]), ([3, 0], [3, 0]), ([2, 3], [1, 3])):
-        inputs = new_inputs(rng, spec, 2, 3, jnp.float32)
-        rows = {"slots": both, "lengths": jnp.array(lengths)}
-        expected, reference = buffered.extend(spec, cache, *inputs, **rows, implementation="xla")
-        out, cache = extend_on_gpu(spec, cache, inputs, **rows)
-        assert error(out, expected) < bound
-        for name in ("keys", "gates"):
-            found, expected = (np.asarray(getattr(x.pool, name), np.float32) for x in (cache, reference))
-            np.testing.assert_array_equal(found, expected)
-        # A new update may lie between two numbers of its dtype, and be rounded to the other one. So that the states
-        # show what the folds did, the same updates are read on top of both.
-        written = np.nan_to_num([np.asarray(x.pool.updates, np.float32) for x in (cache, reference)])
-        assert error(*written) < bound
-        pool = dataclasses.replace(reference.pool, updates=cache.pool.updates)
-        reference = dataclasses.replace(reference, pool=pool)
-        cache, reference = (buffered.commit(x, jnp.array(accepted), slots=rows["slots"]) for x in (cache, reference))
-        held = buffered.read(spec, cache, rows["slots"])
-        assert error(held, buffered.read(spec, reference, rows["slots"])) < state_bound(state, bound)
-    assert int(cache.cursor.folded.max()) > 0
+    extending.check_ragged("gpu", rng, spec, state, entry, limit, bound)
 
 
 @pytest.mark.slow
@@ -191,28 +137,7 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
     ],
 )
 def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, bound):
-    entry = jnp.dtype(entry)
-    cache = buffered.init(spec, slots=SLOTS, limit=limit, max_pending=1, state_dtype=state, entry_dtype=entry)
-    cache, slots = poisoned(cache), jnp.array([2, 1])
-    for lengths in ([1, 1], [1, 0], [0, 1], *[[1, 1]] * limit):
-        inputs = new_inputs(rng, spec, 2, 1, jnp.float32)
-        lengths = jnp.array(lengths)
-        expected, reference = buffered.extend(spec, cache, *inputs, slots=slots, lengths=lengths, implementation="xla")
-        out, cache = extend_on_gpu(spec, cache, inputs, slots=slots, lengths=lengths)
-        assert error(out, expected) < bound
-        for name in ("keys", "gates"):
-            found, expected = (np.asarray(getattr(x.pool, name), np.float32) for x in (cache, reference))
-            np.testing.assert_array_equal(found, expected)
-        cache, reference = (buffered.commit(x, lengths, slots=slots) for x in (cache, reference))
-        states = [buffered.read(spec, x, slots) for x in (cache, reference)]
-        assert error(*states) < state_bound(state, bound)
-        if state in checks.KEPT and int(cache.cursor.folded.max()):
-            assert np.nanmax(np.abs(np.asarray(cache.pool.low[1:], np.float32))) > 0, "the low half vanished"
-    assert (cache.cursor.folded[1:] > 0).all()
-    slots = jnp.array([1, 0])
-    expected = buffered.fold(spec, cache, slots=slots, implementation="xla")
-    found = buffered.fold(spec, cache, slots=slots, implementation="gpu", interpret=True)
-    assert error(*(np.asarray(x.pool.checkpoints[1:], np.float32) for x in (found, expected))) < bound
+    extending.check_recurrent("gpu", rng, spec, state, entry, limit, bound)
 
 
 @pytest.mark.parametrize(
@@ -226,39 +151,13 @@ def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, boun
 )
 def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, monkeypatch, limit, held, time, pending):
     monkeypatch.setattr(gpu_schedule, "PROCESSORS", 2)
-    cache, rows = poisoned(buffered.init(NARROW, slots=SLOTS, limit=limit, max_pending=pending)), jnp.array([1, 2])
-    while (missing := held - int(cache.cursor.length[1])) > 0:
-        lengths = jnp.array([min(pending, missing), 1])
-        inputs = new_inputs(rng, NARROW, 2, pending, jnp.bfloat16)
-        _, cache = buffered.extend(NARROW, cache, *inputs, slots=rows, lengths=lengths)
-        cache = buffered.commit(cache, lengths, slots=rows)
-    inputs = new_inputs(rng, NARROW, 2, time, jnp.bfloat16)
-    expected, reference = buffered.extend(NARROW, cache, *inputs, slots=rows, implementation="xla")
-    out, after = extend_on_gpu(NARROW, cache, inputs, slots=rows)
-    assert error(out, expected) < 1e-2
-    taken = (buffered.commit(x, jnp.array([1, 1]), slots=rows) for x in (after, reference))
-    states = [buffered.read(NARROW, x, rows) for x in taken]
-    assert error(*states) < 1e-2
-    folded = buffered.fold(NARROW, cache, slots=rows, implementation="gpu", interpret=True)
-    assert error(buffered.read(NARROW, folded, rows), buffered.read(NARROW, cache, rows)) < 1e-4
-    assert int(folded.cursor.folded[1]) == held
+    extending.check_long_ring("gpu", rng, limit, held, time, pending)
 
 
 @pytest.mark.slow
 def test_rejected_drafts_that_are_not_finite_change_no_bit(rng):
     """A kernel's next step, which folds, gives the bits that it gives after finite drafts."""
-    clean = buffered.init(NARROW, slots=1, limit=4, max_pending=3)
-    one, lengths = jnp.array([1]), jnp.array([2])
-    drafts, tokens = (new_inputs(rng, NARROW, 1, 3, jnp.bfloat16) for _ in range(2))
-    found = []
-    for cache, spoiled in ((clean, drafts), (poisoned(clean), [checks.spoil(rng, x, REJECTED) for x in drafts])):
-        _, cache = extend_on_gpu(NARROW, cache, spoiled, slots=one)
-        cache = buffered.commit(cache, lengths, slots=one)
-        out, cache = extend_on_gpu(NARROW, cache, tokens, slots=one)
-        assert int(cache.cursor.folded[1]) == 2
-        found.append((np.asarray(out), np.asarray(buffered.read(NARROW, cache, one))))
-    for sick, expected in zip(*reversed(found), strict=True):
-        assert np.isfinite(expected).all() and sick.tobytes() == expected.tobytes()
+    extending.check_rejected_drafts("gpu", rng)
 
 
 @pytest.mark.exhaustive
@@ -268,42 +167,17 @@ def test_rejected_drafts_that_are_not_finite_change_no_bit_of_recurrent_steps(rn
 
 @pytest.mark.slow
 def test_the_null_slot_gives_zeros_and_writes_nothing(rng):
-    cache = poisoned(buffered.init(SMALL, slots=SLOTS, limit=4, max_pending=4))
-    inputs = new_inputs(rng, SMALL, 2, 3, jnp.float32)
-    out, after = extend_on_gpu(SMALL, cache, inputs, slots=jnp.array([0, 0]))
-    np.testing.assert_array_equal(out, 0)
-    assert all(np.isnan(x).all() for x in jax.tree.leaves(after.pool))
+    extending.check_null_slot("gpu", rng)
 
 
 @pytest.mark.slow
 def test_a_forced_fold_by_the_kernel_is_that_of_the_xla_path(rng):
-    cache, rows = poisoned(buffered.init(NARROW, slots=SLOTS, limit=32, max_pending=3)), jnp.array([1, 2])
-    for accepted in ([3, 3], [3, 1]):
-        _, cache = buffered.extend(NARROW, cache, *new_inputs(rng, NARROW, 2, 3, jnp.float32), slots=rows)
-        cache = buffered.commit(cache, jnp.array(accepted), slots=rows)
-    for slots in (jnp.array([1, 0]), jnp.array([2, 1])):  # the second time, slot 1 has nothing to fold
-        expected = buffered.fold(NARROW, cache, slots=slots, implementation="xla")
-        cache = buffered.fold(NARROW, cache, slots=slots, implementation="gpu", interpret=True)
-        assert error(buffered.read(NARROW, cache, slots), buffered.read(NARROW, expected, slots)) < 1e-4
-        for name in ("keys", "updates", "gates"):
-            found, same = (np.asarray(getattr(x.pool, name), np.float32) for x in (cache, expected))
-            np.testing.assert_array_equal(found, same)
-    assert np.isnan(cache.pool.checkpoints[0]).all()
+    extending.check_forced_fold("gpu", rng)
 
 
 @pytest.mark.exhaustive
 def test_the_gpu_kernel_follows_forks_and_the_order_that_a_tree_left(rng):
-    cache = buffered.init(NARROW, slots=3, limit=16, max_pending=3, states=3, blocks=12, entry_dtype=jnp.float32)
-    inputs = new_inputs(rng, NARROW, 1, 3, jnp.float32)
-    parents = jnp.array([[-1, -1, 1]])
-    _, cache = buffered.extend(NARROW, cache, *inputs, slots=jnp.array([1]), parents=parents)
-    cache = buffered.commit(cache, jnp.array([2]), slots=jnp.array([1]), path=jnp.array([[1, 2, 0]]))
-    cache = buffered.fork(cache, 1, jnp.array([2]))
-    inputs = new_inputs(rng, NARROW, 2, 3, jnp.float32)
-    expected, reference = buffered.extend(NARROW, cache, *inputs, slots=jnp.array([1, 2]), implementation="xla")
-    out, cache = extend_on_gpu(NARROW, cache, inputs, slots=jnp.array([1, 2]))
-    assert error(out, expected) < 1e-4
-    assert error(cache.pool.updates, reference.pool.updates) < 1e-4
+    extending.check_forks("gpu", rng)
 
 
 @pytest.mark.parametrize(
@@ -319,41 +193,13 @@ def test_the_gpu_kernel_follows_forks_and_the_order_that_a_tree_left(rng):
 def test_trees_are_those_of_the_xla_path(rng, monkeypatch, spec):
     """Of random trees, whose committed paths fold; what is not on a path may be NaN."""
     monkeypatch.setattr(gpu_schedule, "PROCESSORS", 2)
-    time, rows = 4, {"slots": jnp.array([1, 2])}
-    cache = poisoned(buffered.init(spec, slots=SLOTS, limit=5, max_pending=time, entry_dtype=jnp.float32))
-    for _ in range(3):
-        parents, lengths = random_parents(rng, SLOTS, time), np.array([time, rng.integers(1, time + 1)])
-        paths = [path_to(parents[row], length - 1) for row, length in enumerate(lengths)]
-        on_path = np.array([np.isin(np.arange(time), path) for path in paths])
-        inputs = new_inputs(rng, spec, 2, time, jnp.float32)
-        inputs = [x if x is None else checks.spoil(rng, x, ~on_path) for x in inputs]
-        rows |= {"lengths": jnp.asarray(lengths, jnp.int32), "parents": jnp.asarray(parents)}
-        expected, reference = buffered.extend(spec, cache, *inputs, **rows, implementation="xla")
-        out, cache = extend_on_gpu(spec, cache, inputs, **rows)
-        last = np.arange(SLOTS), lengths - 1
-        assert np.isfinite(expected[last]).all() and error(out[last], expected[last]) < 1e-4
-        accepted = {"accepted": jnp.array([len(path) for path in paths]), "slots": rows["slots"]}
-        accepted["path"] = jnp.array([path + [0] * (time - len(path)) for path in paths])
-        cache, reference = (buffered.commit(x, **accepted) for x in (cache, reference))
-        assert error(buffered.read(spec, cache, rows["slots"]), buffered.read(spec, reference, rows["slots"])) < 1e-4
-    assert int(cache.cursor.folded.max()) > 0
+    extending.check_trees("gpu", rng, spec)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [SMALL, pytest.param(KDA, marks=pytest.mark.exhaustive)])
 def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng, spec):
-    start = buffered.init(spec, slots=SLOTS, limit=16, max_pending=4)
-    rows = {"slots": jnp.array([1, 2])}
-    _, start = extend_on_gpu(spec, start, new_inputs(rng, spec, 2, 3, jnp.bfloat16), **rows)
-    start = buffered.commit(start, jnp.array([3, 2]), **rows)
-    inputs = new_inputs(rng, spec, 2, 3, jnp.bfloat16)
-    _, at_once = extend_on_gpu(spec, start, inputs, **rows)
-    at_once = buffered.commit(at_once, jnp.array([3, 3]), **rows)
-    one_by_one = start
-    for t in range(3):
-        _, one_by_one = extend_on_gpu(spec, one_by_one, [x[:, t : t + 1] for x in inputs], **rows)
-        one_by_one = buffered.commit(one_by_one, jnp.array([1, 1]), **rows)
-    chex.assert_trees_all_equal(at_once.pool, one_by_one.pool)
+    extending.check_at_once("gpu", rng, spec)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,20 @@ from jaxbuf.recurrence import recurrent
 from tests.recurrence import definition
 from tests.recurrence.families import FAMILIES, worst_row
 from tests.recurrence.families import inputs as inputs_of
-from tests.recurrence.twin import INTERPRETED, PROMPT, ROWS, SHARED, SLOTS, TIME, Twin, commit, extend, path_to, read, reset
+from tests.recurrence.twin import (
+    INTERPRETED,
+    PROMPT,
+    ROWS,
+    SHARED,
+    SLOTS,
+    TIME,
+    Twin,
+    commit,
+    extend,
+    path_to,
+    read,
+    reset,
+)
 
 GDN, EACH = "Gated DeltaNet", np.arange(1, SLOTS + 1, dtype=np.int32)
 FIRST = EACH[:ROWS]
@@ -208,7 +221,8 @@ def test_any_schedule_of_any_family_equals_the_recurrence(family):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family == GDN else slow) for family in FAMILIES if family != "retention"]
+    "family",
+    [pytest.param(family, marks=() if family == GDN else slow) for family in FAMILIES if family != "retention"],
 )
 def test_any_schedule_equals_the_recurrence_by_the_interpreted_tpu_kernel(family):
     """Of retention the kernel sees nothing that it does not see of Mamba-2."""

@@ -1,9 +1,9 @@
 """The kernels of `extend`, and what they can serve.
 
 `Call` describes a call of `extend`, `Integers` says where each row's memory lies, and `supports` says whether a
-platform's kernel serves a call. There is one kernel for TPUs, in `tpu`, and there are three for GPUs. `gpu.extend` takes all that `supports` allows, and hands launches of
-one token on short rings to the recurrent step in `gpu_step`, and other launches of families whose decay is one number
-a key channel to `gpu_channel`.
+platform's kernel serves a call. `tpu.extend` is the kernel for TPUs. There are three GPU kernels. `gpu.extend` takes
+all that `supports` allows, and hands launches of one token on short rings to the recurrent step in `gpu_step`, and
+other launches of families whose decay is one number a key channel to `gpu_channel`.
 
 The words that the GPU kernels use, beside those of `jaxbuf.recurrence`:
 

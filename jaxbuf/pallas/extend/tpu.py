@@ -1,6 +1,5 @@
 """`extend` on TPUs, in one launch: Pallas Mosaic TPU. (docstring to come)"""
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -349,7 +348,7 @@ class _Row:
         return since, weights
 
     def sum_channels(self, t, *, weights: bool) -> None:
-        """From the newest entry to the oldest: the decay behind each entry, if `weights`; and that of the checkpoint."""
+        """From the newest entry to the oldest: each one's weight if `weights`, else what is left of the checkpoint."""
         call, plan, s = self.call, self.plan, self.refs.scratch
         heads, path = plan.all_heads, self.refs.paths[self.row, t]
 
@@ -471,10 +470,7 @@ class _Row:
             factor = _column(since, head)
             from_state = [factor * x for x in from_state]
         value = s["all_v"][t, pl.ds(head, 1), :]
-        if new_beta is not None:
-            beta = _column(new_beta, head)
-        else:
-            beta = self.betas_of(self.base + t, head, 1)
+        beta = self.betas_of(self.base + t, head, 1) if new_beta is None else _column(new_beta, head)
         entry = beta * (value - (from_state[0] + recalled)) if call.delta else value
         entry = _rounded(entry, call.entry)
         _store(s["all_updates"], (self.base + t) * plan.all_heads + head, entry)
@@ -616,9 +612,7 @@ def _lying(x):
 
 
 def _dot(a, b, of_a: int, of_b: int):
-    return lax.dot_general(
-        a, b, (((of_a,), (of_b,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32
-    )
+    return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32)
 
 
 def _rounded(x, dtype):

@@ -170,4 +170,4 @@ def make_plan(call: Call, generation: str) -> Plan | str:
         if plan.vmem() <= room:
             return plan
     assert plan is not None
-    return f"at most {room} bytes of VMEM, got {plan.vmem()} with {plan.heads} heads at once"
+    return f"at most {room} bytes of VMEM, got {plan.vmem()} with {plan.heads} of {call.heads} heads at once"
