@@ -13,21 +13,21 @@ from tests.gpu.checks import new_inputs
 from tests.portability.dma import count_dma_bytes
 
 # A few heads of each, for what is counted is a multiple of them; all else is as the models have it.
-GDN = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
-MAMBA = RecurrenceSpec(heads=8, key_heads=1, key_dim=128, value_dim=64, delta=False)
-KDA = RecurrenceSpec(heads=4, key_heads=4, key_dim=128, value_dim=128, decay="channel")
+GDN = RecurrenceSpec(heads=2, key_heads=1, key_dim=128, value_dim=128)
+MAMBA = RecurrenceSpec(heads=4, key_heads=1, key_dim=128, value_dim=64, delta=False)
+KDA = RecurrenceSpec(heads=2, key_heads=2, key_dim=128, value_dim=128, decay="channel")
 LIMIT = 16
 
 
 def decode(spec, rows, *, kv_only=0, **settings):
     """One step of `rows` requests, each with another number of live entries, up to all that a ring holds before a
-    fold; the last `kv_only` never folded. What was moved, and the floor."""
+    fold; the first `kv_only` never folded. What was moved, and the floor."""
     rng = np.random.default_rng(0)
     state = settings.get("state_dtype", jnp.float32)
     cache = buffered.init(spec, slots=rows, limit=LIMIT, max_pending=8, **settings)
     slots = jnp.arange(1, rows + 1)
     prompt = new_inputs(rng, spec, rows, LIMIT, jnp.bfloat16)
-    folded = jnp.where(jnp.arange(rows) < rows - kv_only, LIMIT, 0)
+    folded = jnp.where(jnp.arange(rows) < kv_only, 0, LIMIT)
     _, cache = buffered.prefill(spec, cache, *prompt, slots=slots, lengths=folded)
     live = 1 + jnp.arange(rows, dtype=jnp.int32) % LIMIT
     _, cache = buffered.prefill(spec, cache, *prompt, slots=slots, lengths=live, keep=live)

@@ -275,7 +275,7 @@ class _Row:
 
         @pl.when(has_state)
         def _():
-            lax.fori_loop(0, plan.heads, lambda h, _: self.multiply_state(h), None)
+            self.each_head(self.multiply_state)
 
         @pl.when(jnp.logical_not(has_state))
         def _():
@@ -382,30 +382,44 @@ class _Row:
         rows = pl.ds(first * stride + head, count, stride=stride)
         return self.refs.scratch["all_gates"].at[slab][rows, :][:, lane : lane + 1]
 
-    def multiply_state(self, i) -> None:
-        """The products of a head's state and the new tokens' keys and queries."""
+    def each_head(self, of_heads) -> None:
+        """Calls `of_heads` with the numbers in the block of some heads that are computed together, for all heads."""
+        together = self.plan.together
+        count = self.plan.heads // together
+        lax.fori_loop(0, count, lambda i, _: of_heads([i * together + j for j in range(together)]), None)
+
+    def multiply_state(self, local) -> None:
+        """The products of the heads' states with all new keys and queries."""
         call, plan, s = self.call, self.plan, self.refs.scratch
-        head = self.first_head + i
-        key_head = lax.div(head, call.heads_per_key)
-        time = call.time
-        keys = self.rows_of("keys", self.base, key_head, time)
-        queries = self.rows_of("q", 0, key_head, time)
-        if call.decay == "channel":
-            since = self.rows_of("since", 0, head, time)
-            keys, queries = keys * since, queries * since
-        s["probes"][:time, :] = keys
-        s["probes"][time : 2 * time, :] = queries
-        state = s["state"][self.slot, i].astype(jnp.float32)
-        found = _dot(s["probes"][...], state, 1, 1)
-        s["products"][pl.ds(pl.multiple_of(i * plan.probes, 8), plan.probes), :] = found
+        heads, time = [self.first_head + i for i in local], call.time
+        shared = 1 if call.decay == "channel" else min(call.heads_per_key, len(heads))
+        for n, head in enumerate(heads[::shared]):
+            key_head = lax.div(head, call.heads_per_key)
+            probes = [self.rows_of("keys", self.base, key_head, time), self.rows_of("q", 0, key_head, time)]
+            if call.decay == "channel":
+                since = self.rows_of("since", 0, head, time)
+                probes = [since * x for x in probes]
+            for place, x in enumerate(probes):
+                s["probes"][n, place * time : (place + 1) * time, :] = x
+        # All loads come before all stores, or the compiler could not compute the heads side by side.
+        stacked = [jnp.concatenate(_parts(s["probes"][n], 3), axis=0) for n in range(len(heads[::shared]))]
+        found = []
+        for n, i in enumerate(local):
+            state = s["state"][self.slot, i].astype(jnp.float32)
+            # The smallest products are added first.
+            parts = reversed(_parts(state, 3 if call.state == jnp.float32 else 1))
+            products = sum(_dot_of_parts(stacked[n // shared], part) for part in parts)
+            found.append(sum(products[n * plan.probes : (n + 1) * plan.probes] for n in reversed(range(3))))
+        for i, products in zip(local, found, strict=True):
+            s["products"][i] = products
 
     def token(self, t) -> None:
         """Output and update of a new token, of all heads of the block."""
         call, plan, s = self.call, self.plan, self.refs.scratch
-        chunk = plan.chunk
-        if call.decay == "channel":
+        chunk, channel = plan.chunk, call.decay == "channel"
+        since = None
+        if channel:
             self.sum_channels(t, weights=True)
-            since = None
         else:
             since, weights = self.sum_decays(self.on_path(t, 0, plan.all_places))
             s["table"][...] = weights
@@ -413,70 +427,61 @@ class _Row:
         end = lax.div(self.base + t, chunk) + 1
         new_beta = self.refs.inputs["new_beta"][0, pl.ds(t, 1), :] if "new_beta" in self.refs.inputs else None
 
-        def of_key_head(i, _):
-            key_head = lax.div(self.first_head, call.heads_per_key) + i
-            key = self.rows_of("keys", self.base + t, key_head, 1)
-            query = self.rows_of("q", t, key_head, 1)
+        def of_heads(local):
+            heads = [self.first_head + i for i in local]
+            # Heads that are computed together and read the same key head come one after another.
+            shared = min(call.heads_per_key, len(heads))
+            key_heads = [lax.div(head, call.heads_per_key) for head in heads[::shared]]
+            probes = [
+                (self.rows_of("keys", self.base + t, key_head, 1), self.rows_of("q", t, key_head, 1))
+                for key_head in key_heads
+            ]
 
-            def match(c, _):
-                keys = self.rows_of("keys", c * chunk, key_head, chunk)
-                for n, probe in enumerate((key, query)):
-                    found = jnp.sum(keys * probe, axis=1, keepdims=True)
-                    s["matches"][n, pl.ds(pl.multiple_of(c * chunk, 8), chunk), :] = jnp.broadcast_to(
-                        found, (chunk, 128)
-                    )
+            def add(c, sums):
+                start = c * chunk
+                place = start + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0)
+                before = self.on_path(t, start, chunk) & (place < self.base + t)
+                keys = [self.rows_of("keys", start, key_head, chunk) for key_head in key_heads]
+                if not channel:
+                    table = s["table"][_rows(start, chunk), :]
+                    plain = [_products(x, of_key) for x, of_key in zip(keys, probes, strict=True)]
+                found = []
+                for i, head in enumerate(heads):
+                    if channel:
+                        decayed = keys[i // shared] * self.rows_of("table", start, head, chunk)
+                        matches = _products(decayed, probes[i // shared])
+                        weight = None if call.delta else self.betas_of(start, head, chunk)
+                    else:
+                        matches, weight = plain[i // shared], _column(table, head)
+                    updates = self.rows_of("updates", start, head, chunk)
+                    for n, match in enumerate(matches):
+                        match = match if weight is None else match * weight
+                        live = jnp.where(before, match * updates, 0.0)
+                        found.append(sums[2 * i + n] + jnp.sum(live, axis=0, keepdims=True))
+                return tuple(found)
 
-            if call.decay != "channel":
-                lax.fori_loop(first, end, match, None)
+            zero = jnp.zeros((1, call.value_dim), jnp.float32)
+            sums = lax.fori_loop(first, end, add, (zero,) * (2 * len(heads)))
+            found = []
+            for i, head in enumerate(heads):
+                recalled, out = sums[2 * i : 2 * i + 2]
+                from_state = [s["products"][local[i], pl.ds(n * call.time + t, 1), :] for n in range(2)]
+                if call.decay == "head":
+                    factor = _column(since, head)
+                    from_state = [factor * x for x in from_state]
+                value = s["all_v"][t, pl.ds(head, 1), :]
+                beta = self.betas_of(self.base + t, head, 1) if new_beta is None else _column(new_beta, head)
+                entry = beta * (value - (from_state[0] + recalled)) if call.delta else value
+                entry = _rounded(entry, call.entry)
+                key, query = probes[i // shared]
+                own = jnp.sum(key * query, axis=1, keepdims=True)
+                own = own if call.delta else own * beta
+                found.append((entry, from_state[1] + out + own * entry))
+            for head, (entry, out) in zip(heads, found, strict=True):
+                _store(s["all_updates"], (self.base + t) * plan.all_heads + head, entry)
+                s["out"][t, pl.ds(head, 1), :] = out
 
-            def of_head(j, _):
-                self.head_token(t, key_head * call.heads_per_key + j, key, query, since, new_beta, first, end)
-
-            lax.fori_loop(0, call.heads_per_key, of_head, None)
-
-        lax.fori_loop(0, plan.heads // call.heads_per_key, of_key_head, None)
-
-    def head_token(self, t, head, key, query, since, new_beta, first, end) -> None:
-        call, plan, s = self.call, self.plan, self.refs.scratch
-        chunk, channel = plan.chunk, call.decay == "channel"
-        key_head = lax.div(head, call.heads_per_key)
-        local = head - self.first_head
-
-        def add(c, sums):
-            start = c * chunk
-            place = start + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0)
-            before = self.on_path(t, start, chunk) & (place < self.base + t)
-            updates = self.rows_of("updates", start, head, chunk)
-            if channel:
-                keys = self.rows_of("keys", start, key_head, chunk) * self.rows_of("table", start, head, chunk)
-                matches = [jnp.sum(keys * probe, axis=1, keepdims=True) for probe in (key, query)]
-                if not call.delta:
-                    beta = self.betas_of(start, head, chunk)
-                    matches = [x * beta for x in matches]
-            else:
-                rows = pl.ds(pl.multiple_of(start, 8), chunk)
-                weight = _column(s["table"][rows, :], head)
-                matches = [s["matches"][n, rows, :][:, :1] * weight for n in range(2)]
-            return tuple(
-                total + jnp.sum(jnp.where(before, match * updates, 0.0), axis=0, keepdims=True)
-                for total, match in zip(sums, matches, strict=True)
-            )
-
-        zero = jnp.zeros((1, call.value_dim), jnp.float32)
-        recalled, out = lax.fori_loop(first, end, add, (zero, zero))
-        products = local * plan.probes
-        from_state = [s["products"][pl.ds(products + n * call.time + t, 1), :] for n in range(2)]
-        if since is not None and call.decay == "head":
-            factor = _column(since, head)
-            from_state = [factor * x for x in from_state]
-        value = s["all_v"][t, pl.ds(head, 1), :]
-        beta = self.betas_of(self.base + t, head, 1) if new_beta is None else _column(new_beta, head)
-        entry = beta * (value - (from_state[0] + recalled)) if call.delta else value
-        entry = _rounded(entry, call.entry)
-        _store(s["all_updates"], (self.base + t) * plan.all_heads + head, entry)
-        own = jnp.sum(key * query, axis=1, keepdims=True)
-        own = own if call.delta else own * beta
-        s["out"][t, pl.ds(head, 1), :] = from_state[1] + out + own * entry
+        self.each_head(of_heads)
 
     def fold(self) -> None:
         """The state after all live entries, in place of the checkpoint."""
@@ -594,6 +599,11 @@ def _column(x, index):
     return jnp.sum(jnp.where(column == index, x, 0.0), axis=1, keepdims=True)
 
 
+def _products(keys, probes):
+    """Of entries' keys [entries, key_dim] with each probe [1, key_dim]: [entries, 1]."""
+    return [jnp.sum(keys * probe, axis=1, keepdims=True) for probe in probes]
+
+
 def _diagonal(size: int):
     rows, columns = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in range(2))
     return rows == columns
@@ -613,6 +623,27 @@ def _lying(x):
 
 def _dot(a, b, of_a: int, of_b: int):
     return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _parts(x, count: int):
+    """bfloat16 numbers whose sum is x: one where x is bfloat16 already, three of any float32 number.
+
+    They are cut off, not rounded, which takes fewer instructions and is as exact.
+    """
+    found = []
+    for left in range(count - 1, -1, -1):
+        part = x
+        if left:
+            bits = lax.bitcast_convert_type(x, jnp.int32) & np.int32(-(2**16))
+            part = lax.bitcast_convert_type(bits, jnp.float32)
+            x = x - part
+        found.append(part.astype(jnp.bfloat16))
+    return found
+
+
+def _dot_of_parts(a, b):
+    """[m, k] and [n, k] in bfloat16, whose products are exact: their sums over k, [m, n] in float32."""
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _rounded(x, dtype):

@@ -10,6 +10,7 @@ from jaxbuf.pallas.extend.call import Call
 from jaxbuf.pallas.tpu_memory import padded_bytes, vmem_bytes
 
 MOST_CHUNK = 32  # entries
+MOST_TOGETHER = 4  # heads
 LANES, SUBLANES = 128, 8
 
 
@@ -73,6 +74,14 @@ class Plan:
         return up(self.call.key_heads, SUBLANES)
 
     @property
+    def together(self) -> int:
+        """Heads that are computed side by side, as one alone would leave most of the processor waiting. They read one
+        key head, or all that read theirs are among them."""
+        group = self.call.heads_per_key
+        fitting = (n for n in range(MOST_TOGETHER, 0, -1) if self.heads % n == 0 and (n % group == 0 or group % n == 0))
+        return next(fitting)
+
+    @property
     def probes(self) -> int:
         """New keys and queries of a head, in whole tiles."""
         return up(2 * self.call.time, SUBLANES)
@@ -123,12 +132,11 @@ class Plan:
             found["since"] = _slabs(time * self.all_heads, call.key_dim), f32
         else:
             found["table"] = (self.all_places, call.heads), f32
-            found["matches"] = (2, self.all_places, LANES), f32
         found["all_q"] = _slabs(time * self.all_key_heads, call.key_dim), f32
         found["all_v"] = (time, call.heads, call.value_dim), f32
         found["out"] = (time, call.heads, call.value_dim), f32
-        found["probes"] = (self.probes, call.key_dim), f32
-        found["products"] = (self.heads * self.probes, call.value_dim), f32
+        found["probes"] = (self.together, self.probes, call.key_dim), f32
+        found["products"] = (self.heads, self.probes, call.value_dim), f32
         return found
 
     def scratch_names(self) -> tuple[str, ...]:
