@@ -46,7 +46,7 @@ def step(spec, generation, cache, parents, inputs):
 
 def row_major(generation, tree):
     """How an array lies whose last axis is the fastest, whatever that is padded to."""
-    place = on_mesh(tpu_mesh(generation), jax.ShapeDtypeStruct((), jnp.int32)).sharding
+    place = on_mesh(tpu_mesh(generation, 1), jax.ShapeDtypeStruct((), jnp.int32)).sharding
     return jax.tree.map(lambda x: Format(Layout(tuple(range(len(x.shape)))), place), tree)
 
 
@@ -57,16 +57,10 @@ def check(spec, generation, time=1, tree=False, dtype=jnp.bfloat16, **sizes):
     # XLA may lay out per-head gates as it likes: the kernel gets the live entries' from XLA, which appends new ones.
     arrays = cache.pool if spec.decay == "channel" else _without_gates(cache.pool)
     formats = row_major(generation, arrays)
-    flat, tree_of = jax.tree.flatten(cache)
     chosen = {id(x): y for x, y in zip(jax.tree.leaves(arrays), jax.tree.leaves(formats), strict=True)}
-    layouts = [chosen.get(id(x)) for x in flat]
-    placed = [
-        x if y is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y)
-        for x, y in zip(flat, layouts, strict=True)
-    ]
-    out = None, jax.tree.unflatten(tree_of, layouts)
-    jitted = jax.jit(run, donate_argnums=0, out_shardings=out)
-    compiled = _compile(generation, jitted, jax.tree.unflatten(tree_of, placed), parents, inputs)
+    layouts = jax.tree.map(lambda x: chosen.get(id(x)), cache)
+    jitted = jax.jit(run, donate_argnums=0, in_shardings=(layouts, None, None), out_shardings=(None, layouts))
+    compiled = compile_for(generation, jitted, cache, parents, inputs)
     assert "tpu_custom_call" in compiled.as_text()
     assert pool_copies(compiled, arrays) == [] and written_back(compiled, arrays) == []
     held = {(x.shape, x.dtype) for x in jax.tree.leaves(cache.pool) if x.size}
@@ -77,17 +71,6 @@ def check(spec, generation, time=1, tree=False, dtype=jnp.bfloat16, **sizes):
 
 def _without_gates(pool):
     return [x for x in (pool.checkpoints, pool.keys, pool.updates, pool.low, pool.low_scales) if x is not None]
-
-
-def _compile(generation, jitted, cache, parents, inputs):
-    mesh = tpu_mesh(generation)
-
-    def placed(x):
-        return x if isinstance(x.sharding, Format) else on_mesh(mesh, x)
-
-    specs = jax.tree.map(placed, (cache, parents, inputs))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jitted.trace(*specs).lower().compile()
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
