@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxbuf.pallas.extend import tpu
+from jaxbuf.pallas.extend import tpu, tpu_row
 from jaxbuf.pallas.extend.call import CHECKPOINT
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.recurrence.traffic import state_traffic, token_bytes
@@ -61,12 +61,12 @@ def test_rows_without_a_checkpoint_read_none_and_split_ones_half():
 
 
 def test_a_kernel_that_reads_its_checkpoint_twice_moves_too_much(monkeypatch):
-    class Twice(tpu._Row):
+    class Twice(tpu_row.Row):
         def compute(self):
             source = self.refs.pool["checkpoints"].at[self.field(CHECKPOINT)]
             pltpu.sync_copy(source, self.refs.scratch["state"].at[self.slot])
             super().compute()
 
-    monkeypatch.setattr(tpu, "_Row", Twice)
+    monkeypatch.setattr(tpu, "Row", Twice)
     moved, floor = decode(GDN, LIMIT)
     assert moved.bytes > 1.5 * floor

@@ -9,7 +9,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxbuf.pallas.extend import tpu, tpu_plan
+from jaxbuf.pallas.extend import tpu_plan, tpu_row
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from tests.gpu.checks import new_inputs
 from tests.pallas.extending import error, poisoned
@@ -64,5 +64,5 @@ def test_there_is_no_race_where_a_row_takes_two_programs(monkeypatch, mode):
 
 
 def test_a_kernel_that_does_not_wait_for_what_it_wrote_has_a_race(monkeypatch):
-    monkeypatch.setattr(tpu._Row, "wait_writes", lambda row, step: None)
+    monkeypatch.setattr(tpu_row.Row, "wait_writes", lambda row, step: None)
     assert run("eager", GDN, "float32")
