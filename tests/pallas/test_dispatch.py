@@ -55,7 +55,7 @@ def kernels(traced, platform="cuda"):
 def test_every_kernel_is_where_the_table_says_and_says_what_it_needs(operation):
     for platform, kernel in KERNELS[operation].items():
         package = importlib.import_module(kernel.package)
-        assert package.Call and package.supports and getattr(package, platform)
+        assert package.Call and package.supports and importlib.import_module(f"{kernel.package}.{platform}")
         for generation in kernel.generations:
             target = Target(platform, generation)
             assert target in CHIPS.values()
@@ -84,14 +84,10 @@ def test_an_operation_says_what_it_has_no_kernel_for(operation):
             with pytest.raises(ValueError, match=words) as caught:
                 ask(operation, "gpu", chip)
             assert str(caught.value).endswith(f"and the target is {CHIPS.get(chip, CHIPS['CPU'])}")
-    if "tpu" in KERNELS[operation]:
-        words = rf'implementation="tpu" can not serve this {operation}: its kernel is written for TPUs from v4 on'
+    for platform in {"gpu", "tpu"}.difference(KERNELS[operation]):
+        words = f'implementation="{platform}" has no kernel for {operation} yet, expected "auto"'
         with pytest.raises(ValueError, match=words):
-            ask(operation, "tpu", "H100")
-    else:
-        words = rf'implementation="tpu" has no kernel for {operation} yet, expected "auto"'
-        with pytest.raises(ValueError, match=words):
-            ask(operation, "tpu", "v6e")
+            ask(operation, platform, "v6e")
     with pytest.raises(ValueError, match=r'implementation must be one of "auto", "xla".*, got \'fast\''):
         ask(operation, "fast")
     with pytest.raises(ValueError, match=r"target must be a Target or one of CPU, A100.*, got 'H900'"):
@@ -160,14 +156,19 @@ def test_a_device_is_known_by_what_jax_says_of_it(platform, kind, capability, ex
 
 def test_users_of_other_chips_are_told_what_xla_compiles_there():
     assert told(CHIPS["CPU"]) is None and told(CHIPS["H200"]) is None
-    operations = "extend, fold, prepare, gated_norm, project, gated_project, add_and_norm, experts, append_and_attend"
+    hopper, ampere = (KERNELS[name]["gpu"].chips for name in ("extend", "causal_attention"))
     for chip, words in (
-        ("A100", "most is compiled by XLA on an NVIDIA Ampere GPU"),
-        ("B200", "most is compiled by XLA on an NVIDIA Blackwell GPU"),
-        ("v6e", "everything is compiled by XLA on a TPU v6e"),
+        ("A100", "most is compiled by XLA on an NVIDIA Ampere GPU: "),
+        ("B200", "most is compiled by XLA on an NVIDIA Blackwell GPU: "),
+        ("v6e", "most is compiled by XLA on a TPU v6e: "),
     ):
-        assert told(CHIPS[chip]).startswith(f"{words}: {operations} have kernels for NVIDIA Hopper GPUs")
-    assert told(CHIPS["v6e"]).endswith(
-        "attend_chunk, causal_attention have kernels for NVIDIA GPUs from Ampere on alone"
-    )
+        found = told(CHIPS[chip])
+        assert found.startswith(words)
+        for operation, kernels in KERNELS.items():
+            is_left_out = bool(kernels) and all(CHIPS[chip].generation not in x.generations for x in kernels.values())
+            assert (operation in found.removeprefix(words).replace(";", ",").replace(" have", ",").split(", ")) == (
+                is_left_out and ("gpu" in kernels or chip == "v6e")
+            )
+        assert f"have kernels for {hopper} alone" in found
+    assert told(CHIPS["v6e"]).endswith(f"attend_chunk, causal_attention have kernels for {ampere} alone")
     assert "left out" in told(CHIPS["H100"].without_kernels())

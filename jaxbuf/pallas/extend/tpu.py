@@ -55,7 +55,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxbuf.axes import Array
-from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.pallas.extend.call import Call, Integers
 from jaxbuf.pallas.extend.tpu_plan import Plan, make_plan
 from jaxbuf.pallas.extend.tpu_row import Refs, Row
@@ -109,13 +108,13 @@ def extend(
         pool["gates"] = flat[2]
         inputs["new_gates"] = jnp.concatenate(packed, axis=-1)
     elif packed:
-        # Appended by XLA after it has gathered the live ones. -1 would be the last entry.
+        # Appended by XLA after it has gathered the live ones. An index of -1 would be the last entry's.
         ring = flat[2][jnp.pad(positions, ((0, 0), (0, plan.ring_rows - positions.shape[1])))]
         if width:
             inputs["ring_decay"], inputs["new_decay"] = ring[..., 0], log_decay
         if not call.delta:
             inputs["ring_beta"] = ring[..., -1]
-        where = jnp.where(integers.append < 0, NOWHERE, integers.append)
+        where = jnp.where(integers.append < 0, flat[2].shape[0], integers.append)
         gates = flat[2].at[where].set(jnp.concatenate(packed, axis=-1), mode="drop").reshape(gates.shape)
     if call.delta or not channel:
         inputs["new_beta"] = beta
