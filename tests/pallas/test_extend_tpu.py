@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.pallas.extend import supports, tpu_plan
+from jaxbuf.pallas.extend import Call, supports, tpu_plan
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.target import Target
 from tests.gpu.checks import new_inputs
@@ -130,12 +130,16 @@ def test_what_fits_depends_on_the_generations_vmem(generation, served):
     assert (found is None) == served, found
 
 
-def call_of(spec, ring):
-    from jaxbuf.pallas.extend import Call
+def test_what_fits_depends_on_the_scalar_memory_too():
+    assert supports(call_of(SMALL, 256, rows=512), platform="tpu", generation="v5e") is None
+    reason = supports(call_of(SMALL, 256, rows=1024), platform="tpu", generation="v5e")
+    assert reason.startswith("it needs at most 983040 bytes of integers, got 1052672 for 1024 rows of 248 entries")
 
+
+def call_of(spec, ring, rows=64):
     sizes = {name: getattr(spec, name) for name in ("heads", "key_heads", "key_dim", "value_dim", "decay", "delta")}
     dtypes = {"state": jnp.dtype("float32")} | dict.fromkeys(("entry", "probe", "out"), jnp.dtype("bfloat16"))
-    return Call(rows=64, time=1, ring=ring, max_pending=8, **sizes, **dtypes)
+    return Call(rows=rows, time=1, ring=ring, max_pending=8, **sizes, **dtypes)
 
 
 def test_a_v6e_gets_the_kernel_by_itself():

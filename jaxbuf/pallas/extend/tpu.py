@@ -123,7 +123,8 @@ def extend(
     if paths is None:
         chain = np.array([(2 << t) - 1 for t in range(time)], np.int64).astype(np.int32)
         paths = jnp.broadcast_to(jnp.asarray(chain)[None], (rows, time))
-    scalars = integers.fields, positions, integers.append, paths
+    # One array: of several, each row would be padded to a tile, and scalar memory is small.
+    words = jnp.concatenate([integers.fields, positions, integers.append, paths], axis=1).reshape(-1)
     body = functools.partial(_body, plan, tuple(pool), tuple(inputs))
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
 
@@ -136,20 +137,20 @@ def extend(
     found = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=1,
             grid=(rows, plan.blocks),
             in_specs=[*[hbm] * len(pool), *map(block, inputs.values())],
             out_specs=[block(out_shape), *[hbm] * len(pool)],
             scratch_shapes=plan.scratch(),
         ),
         out_shape=[out_shape, *[pltpu.HBM(x.shape, x.dtype) for x in pool.values()]],
-        input_output_aliases={len(scalars) + i: 1 + i for i in range(len(pool))},
+        input_output_aliases={1 + i: 1 + i for i in range(len(pool))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem_limit
         ),
         interpret=interpret,
         name="extend",
-    )(*scalars, *operands)
+    )(words, *operands)
     out, after = found[0], dict(zip(pool, found[1:], strict=True))
     shaped = [after["keys"].reshape(keys.shape), after["updates"].reshape(updates.shape)]
     gates = after["gates"].reshape(gates.shape) if channel else gates
@@ -159,8 +160,8 @@ def extend(
 def _body(plan: Plan, pool_names: tuple[str, ...], input_names: tuple[str, ...], *refs: Any) -> None:
     """A program: it names what it is given, scalars, inputs, outputs and scratch one behind the other."""
     given = iter(refs)
-    fields, entries, append, paths = (next(given) for _ in range(4))
+    words = next(given)
     pool, inputs = ({name: next(given) for name in names} for names in (pool_names, input_names))
     out, written = next(given), {name: next(given) for name in pool_names}
     scratch = dict(zip(plan.scratch_names(), given, strict=True))
-    Row(plan, Refs(fields, entries, append, paths, pool, inputs, out, written, scratch)).run()
+    Row(plan, Refs(words, pool, inputs, out, written, scratch)).run()

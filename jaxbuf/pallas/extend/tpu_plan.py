@@ -1,16 +1,18 @@
 """How the TPU kernel of `extend` arranges a call: how many heads at once, and what lies in VMEM."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxbuf.pallas.extend.call import Call
+from jaxbuf.pallas.extend.call import FIELDS, Call
 from jaxbuf.pallas.tpu_memory import padded_bytes, vmem_bytes
 
 MOST_CHUNK = 32  # entries
 MOST_TOGETHER = 4  # heads
+SCALARS = 2**20 - 2**16  # bytes of scalar memory for the integers of all rows; the compiler needs a few
 LANES, SUBLANES = 128, 8
 
 
@@ -85,6 +87,18 @@ class Plan:
     def probes(self) -> int:
         """New keys and queries of a head, in whole tiles."""
         return up(2 * self.call.time, SUBLANES)
+
+    @property
+    def word_places(self) -> dict[str, int]:
+        """Where the numbers of each array of `Integers` begin among those of a row."""
+        call = self.call
+        ends = itertools.accumulate((FIELDS, call.max_live, call.time, call.time))
+        return dict(zip(("entries", "append", "paths", "end"), ends, strict=True)) | {"fields": 0}
+
+    @property
+    def words(self) -> int:
+        """Integers of a row."""
+        return self.word_places["end"]
 
     @property
     def entry_names(self) -> tuple[str, ...]:
@@ -164,6 +178,9 @@ class Plan:
 def make_plan(call: Call, generation: str) -> Plan | str:
     """How a call is arranged on a generation, or the reason why it can't be."""
     total = vmem_bytes(generation)
+    integers = 4 * call.rows * Plan(call, call.heads).words
+    if integers > SCALARS:
+        return f"at most {SCALARS} bytes of integers, got {integers} for {call.rows} rows of {call.max_live} entries"
     # The compiler keeps what does not fit in registers in VMEM, too.
     room = total - max(total // 8, 2 * 2**20)
     group = call.heads_per_key

@@ -33,7 +33,7 @@ class Refs(NamedTuple):
     """What a program is given.
 
     Attributes:
-      fields, entries, append, paths: As in `Integers`, in scalar memory.
+      words: In scalar memory, row by row, what `Integers` says of it: fields, entries, append and paths.
       pool: The arrays of the pool, in HBM: "checkpoints", and flat "keys", "updates" and, of a decay a channel,
         "gates"; "low" and "low_scales" where checkpoints are split.
       inputs: Blocks of the row's new tokens: "q", "k", "v"; "new_beta"; of a decay a channel, "new_gates" as entries
@@ -44,10 +44,7 @@ class Refs(NamedTuple):
       scratch: What `Plan.arrays` and `Plan.scratch_names` say.
     """
 
-    fields: Any
-    entries: Any
-    append: Any
-    paths: Any
+    words: Any
     pool: dict
     inputs: dict
     out: Any
@@ -81,8 +78,13 @@ class Row:
         self.base = jnp.where(self.folds, plan.places, self.live)
         self.first_head = self.block * plan.heads
 
+    def word(self, array: str, i, row: Any = None):
+        """Number i of a row, this one if none is named, in an array of `Integers`."""
+        row = self.row if row is None else row
+        return self.refs.words[row * self.plan.words + self.plan.word_places[array] + i]
+
     def field(self, column: int, row: Any = None):
-        return self.refs.fields[self.row if row is None else row, column]
+        return self.word("fields", column, row)
 
     def run(self) -> None:
         plan = self.plan
@@ -137,7 +139,7 @@ class Row:
         @pl.when(block == 0)
         def _():
             def entry(i, _):
-                position = refs.entries[row, i]
+                position = self.word("entries", i, row)
                 for name in plan.entry_names:
                     copy(refs.pool[name].at[position], s[name].at[entry_slot, i], s["read"].at[2 + entry_slot])
 
@@ -170,7 +172,7 @@ class Row:
         refs, s = self.refs, self.refs.scratch
 
         def entry(t, _):
-            position = refs.append[row, t]
+            position = self.word("append", t, row)
 
             @pl.when(position >= 0)
             def _():
@@ -255,7 +257,7 @@ class Row:
         """bool [count, 1]: which of the places from `first` on are those of token t's path, its own included."""
         place = first + lax.broadcasted_iota(jnp.int32, (count, 1), 0)
         node = place - self.base
-        bit = lax.shift_right_logical(jnp.full_like(node, self.refs.paths[self.row, t]), jnp.clip(node, 0, 31)) & 1
+        bit = lax.shift_right_logical(jnp.full_like(node, self.word("paths", t)), jnp.clip(node, 0, 31)) & 1
         of_launch = (node >= 0) & (node < self.call.time) & (bit > 0)
         return of_launch | ((place < self.live) & jnp.logical_not(self.folds))
 
@@ -280,7 +282,7 @@ class Row:
     def sum_channels(self, t, *, weights: bool) -> None:
         """From the newest entry to the oldest: each one's weight if `weights`, else what is left of the checkpoint."""
         call, plan, s = self.call, self.plan, self.refs.scratch
-        heads, path = plan.all_heads, self.refs.paths[self.row, t]
+        heads, path = plan.all_heads, self.word("paths", t)
 
         def add(place, total):
             if weights:
