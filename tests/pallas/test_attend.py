@@ -3,16 +3,27 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import _divide, append_and_attend
+from jaxbuf.pallas.attend import tpu_call
 from tests.attention.launches import Sizes, make_launch, worst_error
-from tests.pallas.attending import CASES
+from tests.pallas.attending import BOUNDS, CASES
+
+TPU_CASES = [
+    Sizes((9, 0, 64, 330), 1, 4, 2, 64),
+    Sizes((9, 1, 63, 350), 5, 8, 2, 64, page_size=8, trees=True, dtype="float32"),
+    Sizes((9, 200, 140), 2, 4, 4, 256, page_size=32, trees=True),
+    Sizes((9, 70, 129), 16, 16, 8, 128, trees=True, in_a_row=True),
+]
 
 
 def shapes(rows, time, heads, kv_heads, head_dim, *, max_pages=68, trees=False, dtype=jnp.bfloat16):
@@ -101,3 +112,29 @@ def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(change, reas
     given = shapes(**sizes)
     with pytest.raises(ValueError, match=reason):
         jax.eval_shape(lambda *given: step(*given, implementation="gpu", target="H100"), *given)
+
+
+@pytest.mark.parametrize("sizes", TPU_CASES)
+def test_the_tpu_kernel_is_attention_in_float64(rng, sizes):
+    launch = make_launch(rng, sizes)
+    out, kv = append_and_attend(*launch.arrays, **launch.integers, implementation="tpu", interpret=True)
+    assert worst_error(out, launch) <= (BOUNDS | {"float32": 1e-5})[sizes.dtype]
+    same_pages(kv, launch.pool)
+
+
+def same_pages(found, expected):
+    for x, y in ((found.keys, expected.keys), (found.values, expected.values)):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+def test_the_tpu_kernel_waits_for_its_copies_and_stays_in_bounds(rng, mode):
+    """Two cores share the rows, and blocks are small, so that many are in flight."""
+    launch = make_launch(rng, Sizes((9, 0, 40, 17), 2, 4, 2, 64, page_size=8, trees=True, in_a_row=True))
+    how = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, num_cores_or_threads=2)
+    with mock.patch.multiple(tpu_call, LEAST_KEYS=16, MOST_KEYS=16):
+        named = {"implementation": "tpu", "interpret": how, "target": "v4"}
+        out, kv = append_and_attend(*launch.arrays, **launch.integers, **named)
+    assert worst_error(out, launch) <= BOUNDS["bfloat16"]
+    same_pages(kv, launch.pool)
+    assert not interpreter.races.races_found

@@ -1,0 +1,430 @@
+"""`append_and_attend` on TPUs: Pallas Mosaic TPU.
+
+A core computes whole rows, one block of pages after another. While it computes a block, the next ones are on their way
+to VMEM, those of the following rows, too, so that bandwidth is used between rows as within them. Of a row's last page
+the live part is copied alone. A row's new tokens come from the launch's inputs: they lie behind the places of its last
+block. They are appended to their pages once all pages of the row are there, and arrive while later rows are computed.
+
+Two cores of one device (v4, v5p) have an equal share of the blocks each, in whole rows.
+
+Floor: (keys and values of the committed tokens + k, v, their appends + q + out) / read bandwidth. Beside it k and v are
+read a second time, from where they are appended.
+
+Precision: products of two-byte operands, or of float32 in full, with float32 sums; the softmax is in float32, and its
+weights are rounded to the pages' dtype for the second product.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxbuf.axes import Array
+from jaxbuf.pallas.attend.tpu_call import (
+    BLOCKS,
+    CLEAN,
+    COUNT,
+    END,
+    END_ROW,
+    FIRST_ROW,
+    HOLES,
+    LANES,
+    REAL,
+    ROW_FIELDS,
+    SHARE_FIELDS,
+    Arrangement,
+    Integers,
+)
+from jaxbuf.pallas.attend.tpu_pages import TokenTiles, each_piece
+from jaxbuf.pallas.attend.tpu_softmax import Softmax, has_bit, index
+from jaxbuf.pallas.tpu_memory import MEBIBYTE
+
+OUTPUTS = 2  # rows whose outputs are in VMEM at once
+
+
+def append_and_attend(
+    plan: Arrangement,
+    integers: Integers,
+    pages: tuple[Array, Array],
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    interpret: Any = False,
+) -> tuple[Array, tuple[Array, Array]]:
+    """`jaxbuf.attention.paged_launch.append_and_attend`; `supports` says for which sizes.
+
+    Args:
+      plan: The call, and how it is arranged.
+      integers: Of the launch.
+      pages: Keys and values as in `PagedKV`. They are written in place.
+      q: [rows, time, heads, head_dim].
+      k, v: [rows, time, kv_heads, head_dim].
+      interpret: Run in Pallas' interpreter; or how.
+
+    Returns:
+      out [rows, time, heads, head_dim], and the pages.
+    """
+    call, packed, groups = plan.call, plan.packed, plan.groups
+    split = call.rows, call.time, groups, packed, call.group, call.head_dim
+    queries = packed * call.queries
+    grouped = jnp.transpose(q.reshape(split), (0, 2, 3, 1, 4, 5)).reshape(call.rows, groups, queries, call.head_dim)
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, plan.queries - queries), (0, 0)))
+    out, *pools = _kernel(plan, interpret)(*integers, grouped, k, v, *pages)
+    out = out[:, :, :queries].reshape(call.rows, groups, packed, call.time, call.group, call.head_dim)
+    return jnp.transpose(out, (0, 3, 1, 2, 4, 5)).reshape(q.shape), tuple(pools)
+
+
+class Unit(NamedTuple):
+    """A block of a row, and the place of its buffers: units are numbered in the order of a worker."""
+
+    number: Array
+    row: Array
+    block: Array
+
+
+class Memory(NamedTuple):
+    """What a core works with: buffers of blocks, of their rows' queries, outputs and tables; sums; semaphores.
+
+    Attributes:
+      keys, values: Of `depth` units.
+      queries: [depth, groups, queries, head_dim], of so many rows.
+      outs: [OUTPUTS, groups, queries, head_dim].
+      tables: int32 [depth + 1, chunks, LANES], in scalar memory.
+      appended: int32 [1], in scalar memory: how many tokens of the last row are on their way to their pages.
+      softmax: Of the row that is computed.
+      blocks, rows, results, lists: Semaphores for each of these buffers.
+      appends: A semaphore.
+    """
+
+    keys: Any
+    values: Any
+    queries: Any
+    outs: Any
+    tables: Any
+    appended: Any
+    highest: Any
+    total: Any
+    sums: Any
+    blocks: Any
+    rows: Any
+    results: Any
+    lists: Any
+    appends: Any
+
+
+class Arrays(NamedTuple):
+    """The launch's arrays in the chip's memory: as `append_and_attend` has them, q and out by groups."""
+
+    table: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    keys: Any
+    values: Any
+
+
+def _kernel(plan: Arrangement, interpret: Any) -> Callable[..., Any]:
+    call, depth = plan.call, plan.depth
+    pages = TokenTiles(plan, bool(interpret))
+
+    def append_and_attend_rows(rows, append, visible, shares, order, table, q, k, v, _, __, out, keys, values, *memory):
+        integers = Integers(rows, append, visible, shares, order, table)
+        arrays = Arrays(table, q, k, v, out, keys, values)
+        share = pl.program_id(0) * SHARE_FIELDS
+        first, end, units = (integers.shares[share + field] for field in (FIRST_ROW, END_ROW, COUNT))
+        _Core(plan, pages, integers, arrays, Memory(*memory), first, end, units).run()
+
+    pool = pl.BlockSpec(memory_space=pltpu.HBM)
+    item = (plan.groups, plan.queries, call.head_dim)
+    scratch = [
+        pages.buffer(),
+        pages.buffer(),
+        pltpu.VMEM((depth, *item), call.dtype),
+        pltpu.VMEM((OUTPUTS, *item), call.dtype),
+        pltpu.SMEM((depth + 1, plan.chunks, LANES), jnp.int32),
+        pltpu.SMEM((1,), jnp.int32),
+        *Softmax.scratch(*item),
+        pltpu.SemaphoreType.DMA((depth,)),
+        pltpu.SemaphoreType.DMA((depth,)),
+        pltpu.SemaphoreType.DMA((OUTPUTS,)),
+        pltpu.SemaphoreType.DMA((depth + 1,)),
+        pltpu.SemaphoreType.DMA,
+    ]
+    scalars = len(Integers._fields) - 1  # the table lies in the chip's memory
+
+    def run(*given: Array) -> Any:
+        keys, values = given[-2:]
+        return pl.pallas_call(
+            append_and_attend_rows,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=scalars,
+                grid=(plan.workers,),
+                in_specs=[pool] * 6,
+                out_specs=[pool] * 3,
+                scratch_shapes=scratch,
+            ),
+            out_shape=[
+                jax.ShapeDtypeStruct((call.rows, *item), call.dtype),
+                *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values)),
+            ],
+            input_output_aliases={len(given) - 2: 1, len(given) - 1: 2},
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=(pltpu.PARALLEL,), vmem_limit_bytes=plan.vmem + 4 * MEBIBYTE
+            ),
+            interpret=interpret,
+        )(*given)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Core:
+    """A core at work.
+
+    Attributes:
+      plan: How the call is arranged.
+      pages: How pages are read.
+      integers, arrays, memory: Of the launch.
+      first_row, end_row: Its rows.
+      units: How many blocks they have.
+    """
+
+    plan: Arrangement
+    pages: Any
+    integers: Integers
+    arrays: Arrays
+    memory: Memory
+    first_row: Array
+    end_row: Array
+    units: Array
+
+    def run(self) -> None:
+        """Computes all rows of this worker."""
+        self.memory.appended[0] = jnp.int32(0)
+        pl.when(self.units > 0)(lambda: self.copy_table(self.first_row, True))
+        lead = self.plan.depth - 1  # units that are fetched before the first one is computed
+
+        def step(number, carry):
+            (row, block), ahead = carry
+            ahead = self.fetch(Unit(number, *ahead))
+            unit = Unit(number - lead, row, block)
+            ready = unit.number >= 0
+            pl.when(ready)(lambda: self.compute(unit))
+            row, block = self.following(unit)
+            return (jnp.where(ready, row, unit.row), jnp.where(ready, block, unit.block)), ahead
+
+        start = self.first_row, jnp.int32(0)
+        (row, _), _ = lax.fori_loop(0, jnp.where(self.units > 0, self.units + lead, 0), step, (start, start))
+        self.finish_appends()
+        for back in range(OUTPUTS, 0, -1):
+            pl.when(row - back >= self.first_row)(lambda back=back: self.copy_out(row - back, False))
+
+    def field(self, row: Array, field: int) -> Array:
+        return self.integers.rows[row * ROW_FIELDS + field]
+
+    def following(self, unit: Unit) -> tuple[Array, Array]:
+        """The row and block of the next unit."""
+        ends = unit.block + 1 == self.field(unit.row, BLOCKS)
+        return jnp.where(ends, unit.row + 1, unit.row), jnp.where(ends, 0, unit.block + 1)
+
+    def is_last(self, unit: Unit) -> Array:
+        return unit.block + 1 == self.field(unit.row, BLOCKS)
+
+    def fetch(self, unit: Unit) -> tuple[Array, Array]:
+        """Starts to bring what a unit needs, if there is such a unit; returns the row and block of the next one."""
+        real = unit.number < self.units
+
+        @pl.when(real)
+        def _():
+            @pl.when(unit.block == 0)
+            def _():
+                self.copy_table(unit.row, False)
+                pl.when(unit.row + 1 < self.end_row)(lambda: self.copy_table(unit.row + 1, True))
+                self.copy_queries(unit.row, True)
+
+            self.copy_block(unit, True)
+
+        # Beyond the last unit there is no row whose fields could be read.
+        row = jnp.where(real, unit.row, self.first_row)
+        next_row, next_block = self.following(Unit(unit.number, row, unit.block))
+        return jnp.where(real, next_row, unit.row), jnp.where(real, next_block, unit.block)
+
+    def copy_table(self, row: Array, start: bool) -> None:
+        """Brings the table of a row, as far as it is used."""
+        place = lax.rem(row, np.int32(self.plan.depth + 1))
+        pages = -(-self.field(row, END) // self.plan.call.page_size)
+
+        def chunk(i, _):
+            there, here = self.arrays.table.at[row, pl.ds(i, 1)], self.memory.tables.at[place, pl.ds(i, 1)]
+            _act(pltpu.make_async_copy(there, here, self.memory.lists.at[place]), start)
+
+        lax.fori_loop(0, -(-pages // LANES), chunk, None)
+
+    def copy_queries(self, row: Array, start: bool) -> None:
+        place = lax.rem(row, np.int32(self.plan.depth))
+        copy = pltpu.make_async_copy(self.arrays.q.at[row], self.memory.queries.at[place], self.memory.rows.at[place])
+        _act(copy, start)
+
+    def copy_out(self, row: Array, start: bool) -> None:
+        place = lax.rem(row, np.int32(OUTPUTS))
+        copy = pltpu.make_async_copy(self.memory.outs.at[place], self.arrays.out.at[row], self.memory.results.at[place])
+        _act(copy, start)
+
+    def page(self, row: Array, number: Array) -> Array:
+        """The page that holds the tokens with this number of a row."""
+        place = lax.rem(row, np.int32(self.plan.depth + 1))
+        return self.memory.tables[place, number // LANES, number % LANES]
+
+    def live_tokens(self, unit: Unit) -> Array:
+        """How many places of the unit lie before END."""
+        return jnp.clip(self.field(unit.row, END) - unit.block * self.plan.span, 0, self.plan.span)
+
+    def copy_block(self, unit: Unit, start: bool) -> None:
+        """Brings the live part of a block's pages, and to a row's last block its new tokens."""
+        place, size = lax.rem(unit.number, np.int32(self.plan.depth)), self.plan.call.page_size
+        both = ((self.arrays.keys, self.memory.keys), (self.arrays.values, self.memory.values))
+        semaphore = self.memory.blocks.at[place]
+        ahead = unit.block * (self.plan.span // size)
+
+        def copy(i, first, count):
+            page = self.page(unit.row, ahead + i) if start else np.int32(0)
+            for pool, buffer in both:
+                source = self.pages.of_page(pool, page, first, count)
+                for each in self.pages.copies(source, buffer.at[place], i * size + first, count, semaphore):
+                    _act(each, start)
+
+        each_piece(size, self.pages.least, self.live_tokens(unit), copy)
+
+        @pl.when(self.is_last(unit))
+        def _():
+            for new, (_, buffer) in zip((self.arrays.k, self.arrays.v), both, strict=True):
+                source = new.at[unit.row]
+                copies = self.pages.copies(source, buffer.at[place], self.plan.span, self.plan.call.time, semaphore)
+                for each in copies:
+                    _act(each, start)
+
+    def compute(self, unit: Unit) -> None:
+        """Attends to a block; behind a row's last one its outputs and new tokens are written."""
+        pl.when(unit.block == 0)(lambda: self.copy_queries(unit.row, False))
+        pl.when(unit.block == 0)(self.softmax.clear)
+        self.copy_block(unit, False)
+        last = self.is_last(unit)
+        clean = (unit.block < self.field(unit.row, CLEAN)) & ~last
+
+        pl.when(clean)(lambda: self.add(unit, self.plan.span, None, None))
+
+        @pl.when(~clean)
+        def _():
+            columns = self.plan.columns
+            self.add(unit, columns, self.visible(unit, last), self.live(unit, last, index((columns, 1), 0)))
+
+        @pl.when(last)
+        def _():
+            self.finish_appends()
+            self.append(unit.row)
+            pl.when(unit.row - self.first_row >= OUTPUTS)(lambda: self.copy_out(unit.row - OUTPUTS, False))
+            place = lax.rem(unit.row, np.int32(OUTPUTS))
+            for group in range(self.plan.groups):
+                self.memory.outs[place, group] = self.softmax.result(group).astype(self.plan.call.dtype)
+            self.copy_out(unit.row, True)
+
+    @property
+    def softmax(self) -> Softmax:
+        return Softmax(self.memory.highest, self.memory.total, self.memory.sums)
+
+    def add(self, unit: Unit, count: int, seen: Array | None, live: Array | None) -> None:
+        """Adds the first tokens of a unit's buffers to all groups.
+
+        Args:
+          unit: Which.
+          count: Tokens.
+          seen: bool [queries or 1, count · packed], which a query sees; None: all.
+          live: bool [count, 1], tokens that are there; None: all.
+        """
+        plan = self.plan
+        place, row = lax.rem(unit.number, np.int32(plan.depth)), lax.rem(unit.row, np.int32(plan.depth))
+        if plan.packed > 1:
+            shape = plan.queries, count * plan.packed
+            its = lax.rem(index(shape, 1), np.int32(plan.packed)) == index(shape, 0) // plan.call.queries
+            seen = its if seen is None else seen & its
+        for group in range(plan.groups):
+            keys = self.pages.rows(self.memory.keys.at[place], group, count)
+            values = self.pages.rows(self.memory.values.at[place], group, count, live)
+            q = self.memory.queries[row, group]
+            self.softmax.add(group, q, keys, values, seen, plan.call.head_dim**-0.5)
+
+    def live(self, unit: Unit, last: Array, token: Array) -> Array:
+        """bool, like `token`, the numbers of tokens in a unit's buffer: whether something is there."""
+        plan, row = self.plan, unit.row
+        place = unit.block * plan.span + token
+        committed = (token < plan.span) & (place < self.field(row, END))
+        for i in range(plan.call.listed):
+            committed &= place != self.integers.order[row * plan.call.listed + i]
+        size = plan.call.page_size
+        pages = plan.span // size
+
+        def without(i, gone):
+            missing = self.page(row, unit.block * pages + i) == 0
+            return jnp.where((token // size == i) & missing, 1, gone)
+
+        some = jnp.where(self.field(row, HOLES) > 0, -(-self.live_tokens(unit) // size), 0)
+        gone = lax.fori_loop(0, some, without, jnp.zeros(token.shape, jnp.int32))
+        real = jnp.where(last, self.field(row, REAL), 0)
+        return (committed & (gone == 0)) | has_bit(real, token - plan.span)
+
+    def visible(self, unit: Unit, last: Array) -> Array:
+        """bool [queries or 1, columns · packed]: which tokens of a unit's buffer each query sees."""
+        plan, call = self.plan, self.plan.call
+        width = plan.columns * plan.packed
+        live = self.live(unit, last, index((1, width), 1) // plan.packed)
+        if call.time == 1:
+            return live
+        query = lax.rem(index((plan.queries, 1), 0) // call.group, np.int32(call.time))
+        bits = jnp.zeros((plan.queries, 1), jnp.int32)
+        for t in range(call.time):
+            bits = jnp.where(query == t, self.integers.visible[unit.row * call.time + t], bits)
+        token = index((plan.queries, width), 1) // plan.packed
+        return live & ((token < plan.span) | has_bit(bits, token - plan.span))
+
+    def append(self, row: Array) -> None:
+        """Starts to append the new tokens of a row."""
+        call = self.plan.call
+
+        def append_token(t, count):
+            at = self.integers.append[row * call.time + t]
+
+            @pl.when(at >= 0)
+            def _():
+                for copy in self.token_copies(row, t, at // call.page_size, at % call.page_size):
+                    copy.start()
+
+            return count + (at >= 0).astype(jnp.int32)
+
+        self.memory.appended[0] = lax.fori_loop(0, call.time, append_token, jnp.int32(0))
+
+    def finish_appends(self) -> None:
+        """Waits until the tokens that are being appended have arrived."""
+
+        def wait(*_):
+            for copy in self.token_copies(0, 0, 0, 0):
+                copy.wait()
+
+        lax.fori_loop(0, self.memory.appended[0], wait, None)
+
+    def token_copies(self, row: Any, t: Any, page: Any, inside: Any) -> list[Any]:
+        arrays, semaphore = self.arrays, self.memory.appends
+        pairs = (arrays.k, arrays.keys), (arrays.v, arrays.values)
+        return [pltpu.make_async_copy(new.at[row, t], pool.at[page, inside], semaphore) for new, pool in pairs]
+
+
+def _act(copy: Any, start: bool) -> None:
+    """Starts a copy, or waits for one of its shape."""
+    (copy.start if start else copy.wait)()
