@@ -64,7 +64,8 @@ def append_and_attend(
         from jaxbuf.pallas.attend import supports
 
         call = _call(q, kv, table, order)
-        if asked.takes(supports(call, q=q.dtype, k=k.dtype, v=v.dtype, platform=asked.platform)):
+        dtypes = {"q": q.dtype, "k": k.dtype, "v": v.dtype}
+        if asked.takes(supports(call, **dtypes, platform=asked.platform, generation=asked.generation)):
             if asked.platform == "gpu":
                 return _on_gpu(call, asked.interpret, q, k, v, kv, table, where, ancestors)
             from jaxbuf.pallas.attend.tpu_call import arrange
@@ -111,7 +112,7 @@ def _on_tpu(
     from jaxbuf.pallas.attend import tpu
 
     integers = _tpu_integers(plan, _places(plan.call, table, **where, ancestors=ancestors))
-    out, pages = tpu.append_and_attend(plan, integers, (kv.keys, kv.values), q, k, v, interpret=interpret)
+    out, pages = tpu.append_and_attend(plan, integers, (kv.keys, kv.values), q, (k, v), interpret=interpret)
     return out, PagedKV(*pages)
 
 
@@ -203,7 +204,7 @@ def _bits(flags: Array) -> Array:
 
 def _tpu_integers(plan, where: _Places):
     """What the TPU kernel goes by: see `jaxbuf.pallas.attend.tpu_call.Integers`."""
-    from jaxbuf.pallas.attend.tpu_call import LANES, Integers
+    from jaxbuf.pallas.attend.tpu_call import LANES, SUBLANES, Integers
 
     page_size, rows = plan.call.page_size, where.end.shape[0]
     end = where.end
@@ -231,9 +232,13 @@ def _tpu_integers(plan, where: _Places):
 
     pages = jnp.pad(where.pages, ((0, 0), (0, plan.chunks * LANES - where.pages.shape[1])))
     order = jnp.zeros(1, jnp.int32) if where.order is None else where.order.reshape(-1)
+    # Of new tokens that are written together, the first one's number stands for all.
+    tile = jnp.where(where.append >= 0, where.append // SUBLANES, -1)
+    homes = jnp.argmax(tile[:, None] == tile[:, :, None], axis=2).astype(jnp.int32)
     return Integers(
         rows=fields.reshape(-1),
         append=where.append.reshape(-1),
+        homes=homes.reshape(-1),
         visible=where.visible.reshape(-1),
         shares=shares.reshape(-1),
         order=order,

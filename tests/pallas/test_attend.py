@@ -1,5 +1,6 @@
 """The kernel of `append_and_attend`: it lowers for its platform at the real sizes, and computes what float64 does."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,15 +15,23 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import _divide, append_and_attend
-from jaxbuf.pallas.attend import tpu_call
+from jaxbuf.pallas.attend import tpu, tpu_call
 from tests.attention.launches import Sizes, make_launch, worst_error
 from tests.pallas.attending import BOUNDS, CASES
 
+# How the TPU kernel is interpreted: as plain JAX; or with what its memories hold, copies that are late or early, and
+# races found. Copies have clocks, of so many: where two have one, waiting for either of them seems to be enough.
+LATE, EARLY = (
+    pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, vector_clock_size=256)
+    for mode in ("on_wait", "eager")
+)
 TPU_CASES = [
-    Sizes((9, 0, 64, 330), 1, 4, 2, 64),
-    Sizes((9, 1, 63, 350), 5, 8, 2, 64, page_size=8, trees=True, dtype="float32"),
-    Sizes((9, 200, 140), 2, 4, 4, 256, page_size=32, trees=True),
-    Sizes((9, 70, 129), 16, 16, 8, 128, trees=True, in_a_row=True),
+    (True, Sizes((9, 0, 64, 330), 1, 4, 2, 64)),
+    (LATE, Sizes((9, 1, 63, 350), 5, 8, 2, 64, page_size=8, trees=True, dtype="float32")),
+    (EARLY, Sizes((9, 200, 140), 2, 4, 4, 256, page_size=32, trees=True)),
+    (LATE, Sizes((9, 70, 129), 16, 16, 8, 128, trees=True, in_a_row=True)),
+    (LATE, Sizes((9, 0, 63, 200), 9, 4, 1, 128, trees=True)),  # tokens share tiles, as in the next ones
+    (EARLY, Sizes((9, 0, 64, 130), 4, 6, 3, 128, page_size=8, trees=True, dtype="float32")),
 ]
 
 
@@ -114,12 +123,17 @@ def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(change, reas
         jax.eval_shape(lambda *given: step(*given, implementation="gpu", target="H100"), *given)
 
 
-@pytest.mark.parametrize("sizes", TPU_CASES)
-def test_the_tpu_kernel_is_attention_in_float64(rng, sizes):
+@pytest.mark.parametrize("how, sizes", TPU_CASES)
+def test_the_tpu_kernel_is_attention_in_float64(rng, how, sizes):
     launch = make_launch(rng, sizes)
-    out, kv = append_and_attend(*launch.arrays, **launch.integers, implementation="tpu", interpret=True)
+    out, kv = append_and_attend(*launch.arrays, **launch.integers, implementation="tpu", interpret=how)
     assert worst_error(out, launch) <= (BOUNDS | {"float32": 1e-5})[sizes.dtype]
+    assert how is True or not interpreter.races.races_found
     same_pages(kv, launch.pool)
+    if sizes.dtype == "float32":
+        defined, _ = append_and_attend(*launch.arrays, **launch.integers, implementation="xla")
+        real = launch.real[..., None, None]
+        np.testing.assert_allclose(np.where(real, out, 0), np.where(real, defined, 0), rtol=0, atol=1e-5)
 
 
 def same_pages(found, expected):
@@ -127,14 +141,46 @@ def same_pages(found, expected):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-@pytest.mark.parametrize("mode", ["on_wait", "eager"])
-def test_the_tpu_kernel_waits_for_its_copies_and_stays_in_bounds(rng, mode):
+@pytest.mark.parametrize("how", [LATE, EARLY])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_tpu_kernel_waits_for_its_copies_and_stays_in_bounds(rng, how, kv_heads):
     """Two cores share the rows, and blocks are small, so that many are in flight."""
-    launch = make_launch(rng, Sizes((9, 0, 40, 17), 2, 4, 2, 64, page_size=8, trees=True, in_a_row=True))
-    how = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, num_cores_or_threads=2)
+    sizes = Sizes((9, 0, 40, 17, 33, 0, 50), 2, 4, kv_heads, 64, page_size=8, trees=True, in_a_row=True)
+    launch = make_launch(rng, sizes)
+    named = {"implementation": "tpu", "interpret": dataclasses.replace(how, num_cores_or_threads=2), "target": "v4"}
     with mock.patch.multiple(tpu_call, LEAST_KEYS=16, MOST_KEYS=16):
-        named = {"implementation": "tpu", "interpret": how, "target": "v4"}
         out, kv = append_and_attend(*launch.arrays, **launch.integers, **named)
     assert worst_error(out, launch) <= BOUNDS["bfloat16"]
     same_pages(kv, launch.pool)
     assert not interpreter.races.races_found
+
+
+def test_tokens_that_are_appended_before_their_row_was_read_are_a_race(rng):
+    """The control: the TPU kernel does not wait for a row's pages."""
+    launch = make_launch(rng, Sizes((9, 40, 17), 1, 2, 2, 64, page_size=8))
+    plain = tpu._Core.copy_block
+
+    def hasty(core, unit, start):
+        if start:
+            plain(core, unit, start)
+
+    with mock.patch.object(tpu._Core, "copy_block", hasty), mock.patch.object(tpu_call, "LEAST_KEYS", 32):
+        append_and_attend(*launch.arrays, **launch.integers, implementation="tpu", interpret=EARLY)
+    assert interpreter.races.races_found
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"dtype": jnp.float16}, "pages in bfloat16 or float32, got float16"),
+        ({"head_dim": 96}, "head_dim 64, 128 or 256, got 96"),
+        ({"max_pages": 40_000}, "at most 512 KiB of integers, got 2 rows and 40000 pages of a slot"),
+        ({"heads": 256, "kv_heads": 128, "head_dim": 256, "time": 16}, "buffers that fit in 16384 KiB of VMEM, got"),
+    ],
+)
+def test_what_the_tpu_kernel_cannot_serve_is_an_error_that_says_why(change, reason):
+    sizes = {"rows": 2, "time": 1, "heads": 4, "kv_heads": 2, "head_dim": 64} | change
+    given = shapes(**sizes)
+    with pytest.raises(ValueError, match=reason):
+        jax.eval_shape(lambda *given: step(*given, implementation="tpu", target="v4"), *given)
+    assert jax.eval_shape(lambda *given: step(*given, target="v4"), *given)[0].shape == given[0].shape

@@ -19,24 +19,28 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def supports(call: Call, *, q: np.dtype, k: np.dtype, v: np.dtype, platform: str = "gpu") -> str | None:
+def supports(
+    call: Call, *, q: np.dtype, k: np.dtype, v: np.dtype, platform: str = "gpu", generation: str = ""
+) -> str | None:
     """Whether a platform's kernel serves a call whose inputs have these dtypes.
 
     Args:
       call: The call.
       q, k, v: The dtypes.
       platform: "gpu" or "tpu".
+      generation: Of a TPU, whose memory decides; as in `jaxbuf.target.Target`.
 
     Returns:
       None if it does; else what it needs, and what came instead.
     """
     inputs = ", ".join(np.dtype(x).name for x in (q, k, v))
-    needs = _gpu_needs(call) if platform == "gpu" else tpu_call.needs(call)
-    needs = (
-        *needs,
-        (all(x == call.dtype for x in (q, k, v)), f"q, k and v in the pages' {call.dtype.name}, got {inputs}"),
-    )
-    return next((f"it needs {need}" for met, need in needs if not met), None)
+    needs = _gpu_needs(call) if platform == "gpu" else _tpu_needs(call, generation)
+    same = all(x == call.dtype for x in (q, k, v)), f"q, k and v in the pages' {call.dtype.name}, got {inputs}"
+    return next((f"it needs {need}" for met, need in (*needs, same) if not met), None)
+
+
+def _tpu_needs(call: Call, generation: str) -> tuple[tuple[bool, str], ...]:
+    return tpu_call.needs(call, tpu_call.arrange(call, generation))
 
 
 def _gpu_needs(call: Call) -> tuple[tuple[bool, str], ...]:

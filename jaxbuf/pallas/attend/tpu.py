@@ -4,6 +4,7 @@ A core computes whole rows, one block of pages after another. While it computes 
 to VMEM, those of the following rows, too, so that bandwidth is used between rows as within them. Of a row's last page
 the live part is copied alone. A row's new tokens come from the launch's inputs: they lie behind the places of its last
 block. They are appended to their pages once all pages of the row are there, and arrive while later rows are computed.
+How pages lie in the chip's memory, and what this means, is in `tpu_pages`.
 
 Two cores of one device (v4, v5p) have an equal share of the blocks each, in whole rows.
 
@@ -15,7 +16,8 @@ weights are rounded to the pages' dtype for the second product.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxbuf.axes import Array
+from jaxbuf.pallas.attend.tpu_append import TileAppends, TokenAppends
 from jaxbuf.pallas.attend.tpu_call import (
     BLOCKS,
     CLEAN,
@@ -41,7 +44,7 @@ from jaxbuf.pallas.attend.tpu_call import (
     Arrangement,
     Integers,
 )
-from jaxbuf.pallas.attend.tpu_pages import TokenTiles, each_piece
+from jaxbuf.pallas.attend.tpu_pages import HeadTiles, TokenTiles, each_piece
 from jaxbuf.pallas.attend.tpu_softmax import Softmax, has_bit, index
 from jaxbuf.pallas.tpu_memory import MEBIBYTE
 
@@ -51,34 +54,41 @@ OUTPUTS = 2  # rows whose outputs are in VMEM at once
 def append_and_attend(
     plan: Arrangement,
     integers: Integers,
-    pages: tuple[Array, Array],
+    pools: tuple[Array, ...],
     q: Array,
-    k: Array,
-    v: Array,
+    new: tuple[Array, ...],
     *,
     interpret: Any = False,
-) -> tuple[Array, tuple[Array, Array]]:
+) -> tuple[Array, tuple[Array, ...]]:
     """`jaxbuf.attention.paged_launch.append_and_attend`; `supports` says for which sizes.
 
     Args:
       plan: The call, and how it is arranged.
       integers: Of the launch.
-      pages: Keys and values as in `PagedKV`. They are written in place.
+      pools: Pages of keys and of values as in `PagedKV`, or where these are one those of keys. They are written in
+        place.
       q: [rows, time, heads, head_dim].
-      k, v: [rows, time, kv_heads, head_dim].
+      new: For each pool, [rows, time, kv_heads, head_dim].
       interpret: Run in Pallas' interpreter; or how.
 
     Returns:
-      out [rows, time, heads, head_dim], and the pages.
+      out [rows, time, heads, value_dim], and the pools.
     """
     call, packed, groups = plan.call, plan.packed, plan.groups
+    pages = _pages(plan, interpret)
     split = call.rows, call.time, groups, packed, call.group, call.head_dim
     queries = packed * call.queries
     grouped = jnp.transpose(q.reshape(split), (0, 2, 3, 1, 4, 5)).reshape(call.rows, groups, queries, call.head_dim)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, plan.queries - queries), (0, 0)))
-    out, *pools = _kernel(plan, interpret)(*integers, grouped, k, v, *pages)
-    out = out[:, :, :queries].reshape(call.rows, groups, packed, call.time, call.group, call.head_dim)
-    return jnp.transpose(out, (0, 3, 1, 2, 4, 5)).reshape(q.shape), tuple(pools)
+    given = *(pages.inputs(x) for x in new), *(pages.stored(x) for x in pools)
+    out, *pools_after = _kernel(plan, pages, interpret)(*integers, grouped, *given)
+    out = out[:, :, :queries].reshape(call.rows, groups, packed, call.time, call.group, plan.value_dim)
+    out = jnp.transpose(out, (0, 3, 1, 2, 4, 5)).reshape(*q.shape[:3], plan.value_dim)
+    return out, tuple(pages.stored(x) for x in pools_after)
+
+
+def _pages(plan: Arrangement, interpret: Any) -> TokenTiles | HeadTiles:
+    return TokenTiles(plan, bool(interpret)) if plan.token_tiles else HeadTiles(plan)
 
 
 class Unit(NamedTuple):
@@ -93,91 +103,84 @@ class Memory(NamedTuple):
     """What a core works with: buffers of blocks, of their rows' queries, outputs and tables; sums; semaphores.
 
     Attributes:
-      keys, values: Of `depth` units.
+      buffers: Of `depth` units, for each pool.
       queries: [depth, groups, queries, head_dim], of so many rows.
-      outs: [OUTPUTS, groups, queries, head_dim].
+      outs: [OUTPUTS, groups, queries, value_dim].
       tables: int32 [depth + 1, chunks, LANES], in scalar memory.
-      appended: int32 [1], in scalar memory: how many tokens of the last row are on their way to their pages.
       softmax: Of the row that is computed.
       blocks, rows, results, lists: Semaphores for each of these buffers.
-      appends: A semaphore.
     """
 
-    keys: Any
-    values: Any
+    buffers: Sequence[Any]
     queries: Any
     outs: Any
     tables: Any
-    appended: Any
-    highest: Any
-    total: Any
-    sums: Any
+    softmax: Softmax
     blocks: Any
     rows: Any
     results: Any
     lists: Any
-    appends: Any
 
 
 class Arrays(NamedTuple):
-    """The launch's arrays in the chip's memory: as `append_and_attend` has them, q and out by groups."""
+    """The launch's arrays in the chip's memory: as the kernel sees them, q and out by groups."""
 
     table: Any
     q: Any
-    k: Any
-    v: Any
     out: Any
-    keys: Any
-    values: Any
+    new: Sequence[Any]
+    pools: Sequence[Any]
 
 
-def _kernel(plan: Arrangement, interpret: Any) -> Callable[..., Any]:
-    call, depth = plan.call, plan.depth
-    pages = TokenTiles(plan, bool(interpret))
+def _kernel(plan: Arrangement, pages: TokenTiles | HeadTiles, interpret: Any) -> Callable[..., Any]:
+    call, depth, pools = plan.call, plan.depth, plan.pools
+    appends = TokenAppends if plan.token_tiles else TileAppends
+    scalars = len(Integers._fields) - 1  # the table lies in the chip's memory
 
-    def append_and_attend_rows(rows, append, visible, shares, order, table, q, k, v, _, __, out, keys, values, *memory):
-        integers = Integers(rows, append, visible, shares, order, table)
-        arrays = Arrays(table, q, k, v, out, keys, values)
+    def append_and_attend_rows(*refs):  # A profile shows this name.
+        integers, (q, *refs) = Integers(*refs[: scalars + 1]), refs[scalars + 1 :]
+        new, refs = refs[:pools], refs[2 * pools :]  # the pools that are read are those that are written
+        (out, *written), refs = refs[: pools + 1], refs[pools + 1 :]
+        buffers, (queries, outs, tables, *refs) = refs[:pools], refs[pools:]
+        softmax, (blocks, rows, results, lists, *rest) = Softmax(*refs[:3]), refs[3:]
+        memory = Memory(buffers, queries, outs, tables, softmax, blocks, rows, results, lists)
         share = pl.program_id(0) * SHARE_FIELDS
-        first, end, units = (integers.shares[share + field] for field in (FIRST_ROW, END_ROW, COUNT))
-        _Core(plan, pages, integers, arrays, Memory(*memory), first, end, units).run()
+        its = (integers.shares[share + field] for field in (FIRST_ROW, END_ROW, COUNT))
+        arrays = Arrays(integers.table, q, out, new, written)
+        _Core(plan, pages, integers, arrays, memory, appends(plan, integers, new, written, rest), *its).run()
 
     pool = pl.BlockSpec(memory_space=pltpu.HBM)
-    item = (plan.groups, plan.queries, call.head_dim)
+    of_row = plan.groups, plan.queries
     scratch = [
-        pages.buffer(),
-        pages.buffer(),
-        pltpu.VMEM((depth, *item), call.dtype),
-        pltpu.VMEM((OUTPUTS, *item), call.dtype),
+        *[pages.buffer()] * pools,
+        pltpu.VMEM((depth, *of_row, call.head_dim), call.dtype),
+        pltpu.VMEM((OUTPUTS, *of_row, plan.value_dim), call.dtype),
         pltpu.SMEM((depth + 1, plan.chunks, LANES), jnp.int32),
-        pltpu.SMEM((1,), jnp.int32),
-        *Softmax.scratch(*item),
+        *Softmax.scratch(*of_row, plan.value_dim),
         pltpu.SemaphoreType.DMA((depth,)),
         pltpu.SemaphoreType.DMA((depth,)),
         pltpu.SemaphoreType.DMA((OUTPUTS,)),
         pltpu.SemaphoreType.DMA((depth + 1,)),
-        pltpu.SemaphoreType.DMA,
+        *appends.scratch(plan),
     ]
-    scalars = len(Integers._fields) - 1  # the table lies in the chip's memory
 
     def run(*given: Array) -> Any:
-        keys, values = given[-2:]
         return pl.pallas_call(
             append_and_attend_rows,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=scalars,
                 grid=(plan.workers,),
-                in_specs=[pool] * 6,
-                out_specs=[pool] * 3,
+                in_specs=[pool] * (2 + 2 * pools),
+                out_specs=[pool] * (1 + pools),
                 scratch_shapes=scratch,
             ),
             out_shape=[
-                jax.ShapeDtypeStruct((call.rows, *item), call.dtype),
-                *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values)),
+                jax.ShapeDtypeStruct((call.rows, *of_row, plan.value_dim), call.dtype),
+                *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[-pools:]),
             ],
-            input_output_aliases={len(given) - 2: 1, len(given) - 1: 2},
+            input_output_aliases={len(given) - pools + i: 1 + i for i in range(pools)},
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=(pltpu.PARALLEL,), vmem_limit_bytes=plan.vmem + 4 * MEBIBYTE
+                dimension_semantics=(pltpu.PARALLEL,), vmem_limit_bytes=plan.vmem + 8 * MEBIBYTE
             ),
             interpret=interpret,
         )(*given)
@@ -192,23 +195,24 @@ class _Core:
     Attributes:
       plan: How the call is arranged.
       pages: How pages are read.
-      integers, arrays, memory: Of the launch.
+      integers, arrays, memory, appends: Of the launch.
       first_row, end_row: Its rows.
       units: How many blocks they have.
     """
 
     plan: Arrangement
-    pages: Any
+    pages: TokenTiles | HeadTiles
     integers: Integers
     arrays: Arrays
     memory: Memory
+    appends: TokenAppends
     first_row: Array
     end_row: Array
     units: Array
 
     def run(self) -> None:
         """Computes all rows of this worker."""
-        self.memory.appended[0] = jnp.int32(0)
+        self.appends.clear()
         pl.when(self.units > 0)(lambda: self.copy_table(self.first_row, True))
         lead = self.plan.depth - 1  # units that are fetched before the first one is computed
 
@@ -223,7 +227,7 @@ class _Core:
 
         start = self.first_row, jnp.int32(0)
         (row, _), _ = lax.fori_loop(0, jnp.where(self.units > 0, self.units + lead, 0), step, (start, start))
-        self.finish_appends()
+        self.appends.finish()
         for back in range(OUTPUTS, 0, -1):
             pl.when(row - back >= self.first_row)(lambda back=back: self.copy_out(row - back, False))
 
@@ -251,6 +255,7 @@ class _Core:
                 self.copy_queries(unit.row, True)
 
             self.copy_block(unit, True)
+            pl.when(self.is_last(unit))(lambda: self.appends.fetch(unit.row))
 
         # Beyond the last unit there is no row whose fields could be read.
         row = jnp.where(real, unit.row, self.first_row)
@@ -290,12 +295,12 @@ class _Core:
     def copy_block(self, unit: Unit, start: bool) -> None:
         """Brings the live part of a block's pages, and to a row's last block its new tokens."""
         place, size = lax.rem(unit.number, np.int32(self.plan.depth)), self.plan.call.page_size
-        both = ((self.arrays.keys, self.memory.keys), (self.arrays.values, self.memory.values))
+        both = list(zip(self.arrays.pools, self.memory.buffers, strict=True))
         semaphore = self.memory.blocks.at[place]
         ahead = unit.block * (self.plan.span // size)
 
         def copy(i, first, count):
-            page = self.page(unit.row, ahead + i) if start else np.int32(0)
+            page = self.page(unit.row, ahead + i) if start else jnp.int32(0)
             for pool, buffer in both:
                 source = self.pages.of_page(pool, page, first, count)
                 for each in self.pages.copies(source, buffer.at[place], i * size + first, count, semaphore):
@@ -305,49 +310,43 @@ class _Core:
 
         @pl.when(self.is_last(unit))
         def _():
-            for new, (_, buffer) in zip((self.arrays.k, self.arrays.v), both, strict=True):
-                source = new.at[unit.row]
-                copies = self.pages.copies(source, buffer.at[place], self.plan.span, self.plan.call.time, semaphore)
-                for each in copies:
+            for new, buffer in zip(self.arrays.new, self.memory.buffers, strict=True):
+                source, count = self.pages.new_tokens(new, unit.row)
+                for each in self.pages.copies(source, buffer.at[place], self.plan.span, count, semaphore):
                     _act(each, start)
 
     def compute(self, unit: Unit) -> None:
         """Attends to a block; behind a row's last one its outputs and new tokens are written."""
         pl.when(unit.block == 0)(lambda: self.copy_queries(unit.row, False))
-        pl.when(unit.block == 0)(self.softmax.clear)
+        pl.when(unit.block == 0)(self.memory.softmax.clear)
         self.copy_block(unit, False)
         last = self.is_last(unit)
         clean = (unit.block < self.field(unit.row, CLEAN)) & ~last
 
         pl.when(clean)(lambda: self.add(unit, self.plan.span, None, None))
-
-        @pl.when(~clean)
-        def _():
-            columns = self.plan.columns
-            self.add(unit, columns, self.visible(unit, last), self.live(unit, last, index((columns, 1), 0)))
+        pl.when(~clean)(
+            lambda: self.add(unit, self.plan.columns, self.visible(unit, last), partial(self.live, unit, last))
+        )
 
         @pl.when(last)
         def _():
-            self.finish_appends()
-            self.append(unit.row)
+            self.appends.finish()
+            place = lax.rem(unit.number, np.int32(self.plan.depth))
+            self.appends.start(unit.row, [buffer.at[place] for buffer in self.memory.buffers])
             pl.when(unit.row - self.first_row >= OUTPUTS)(lambda: self.copy_out(unit.row - OUTPUTS, False))
             place = lax.rem(unit.row, np.int32(OUTPUTS))
             for group in range(self.plan.groups):
-                self.memory.outs[place, group] = self.softmax.result(group).astype(self.plan.call.dtype)
+                self.memory.outs[place, group] = self.memory.softmax.result(group).astype(self.plan.call.dtype)
             self.copy_out(unit.row, True)
 
-    @property
-    def softmax(self) -> Softmax:
-        return Softmax(self.memory.highest, self.memory.total, self.memory.sums)
-
-    def add(self, unit: Unit, count: int, seen: Array | None, live: Array | None) -> None:
+    def add(self, unit: Unit, count: int, seen: Array | None, live: Callable[[Array], Array] | None) -> None:
         """Adds the first tokens of a unit's buffers to all groups.
 
         Args:
           unit: Which.
           count: Tokens.
           seen: bool [queries or 1, count · packed], which a query sees; None: all.
-          live: bool [count, 1], tokens that are there; None: all.
+          live: bool, of the numbers of tokens: those that are there; None: all.
         """
         plan = self.plan
         place, row = lax.rem(unit.number, np.int32(plan.depth)), lax.rem(unit.row, np.int32(plan.depth))
@@ -355,11 +354,12 @@ class _Core:
             shape = plan.queries, count * plan.packed
             its = lax.rem(index(shape, 1), np.int32(plan.packed)) == index(shape, 0) // plan.call.queries
             seen = its if seen is None else seen & its
+        buffers = [buffer.at[place] for buffer in self.memory.buffers]
         for group in range(plan.groups):
-            keys = self.pages.rows(self.memory.keys.at[place], group, count)
-            values = self.pages.rows(self.memory.values.at[place], group, count, live)
+            keys = self.pages.rows(buffers[0], group, count)
+            values = self.pages.rows(buffers[-1], group, count, live)
             q = self.memory.queries[row, group]
-            self.softmax.add(group, q, keys, values, seen, plan.call.head_dim**-0.5)
+            self.memory.softmax.add(group, q, keys, values[:, : plan.value_dim], seen, plan.scale)
 
     def live(self, unit: Unit, last: Array, token: Array) -> Array:
         """bool, like `token`, the numbers of tokens in a unit's buffer: whether something is there."""
@@ -393,36 +393,6 @@ class _Core:
             bits = jnp.where(query == t, self.integers.visible[unit.row * call.time + t], bits)
         token = index((plan.queries, width), 1) // plan.packed
         return live & ((token < plan.span) | has_bit(bits, token - plan.span))
-
-    def append(self, row: Array) -> None:
-        """Starts to append the new tokens of a row."""
-        call = self.plan.call
-
-        def append_token(t, count):
-            at = self.integers.append[row * call.time + t]
-
-            @pl.when(at >= 0)
-            def _():
-                for copy in self.token_copies(row, t, at // call.page_size, at % call.page_size):
-                    copy.start()
-
-            return count + (at >= 0).astype(jnp.int32)
-
-        self.memory.appended[0] = lax.fori_loop(0, call.time, append_token, jnp.int32(0))
-
-    def finish_appends(self) -> None:
-        """Waits until the tokens that are being appended have arrived."""
-
-        def wait(*_):
-            for copy in self.token_copies(0, 0, 0, 0):
-                copy.wait()
-
-        lax.fori_loop(0, self.memory.appended[0], wait, None)
-
-    def token_copies(self, row: Any, t: Any, page: Any, inside: Any) -> list[Any]:
-        arrays, semaphore = self.arrays, self.memory.appends
-        pairs = (arrays.k, arrays.keys), (arrays.v, arrays.values)
-        return [pltpu.make_async_copy(new.at[row, t], pool.at[page, inside], semaphore) for new, pool in pairs]
 
 
 def _act(copy: Any, start: bool) -> None:

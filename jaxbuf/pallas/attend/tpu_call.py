@@ -4,7 +4,6 @@ import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.attend.call import Call
@@ -16,6 +15,7 @@ BLOCK_BYTES = 256 * KIB  # of a block's keys: large enough that a core waits for
 MOST_SCORES = 512 * KIB  # bytes of the scores of a block that exist at once
 LEAST_KEYS, MOST_KEYS = 128, 512  # tokens of a block
 MOST_DEPTH = 4
+MOST_TOKENS, HEAD_DIMS, PAGE_SIZES = 16, (64, 128, 256), (8, 16, 32, 64, 128)
 SMEM_BYTES = 512 * KIB  # for integers; half of what a core has
 CORES = {"v4": 2, "v5p": 2}  # cores that share the memory of a device, where there are several
 BLOCKS, CLEAN, END, REAL, HOLES, ROW_FIELDS = 0, 1, 2, 3, 4, 5
@@ -33,6 +33,7 @@ class Integers(NamedTuple):
         tokens alone. END: from this place on, nothing is committed. REAL: bit t says whether new token t is appended.
         HOLES: 1 if a page before END is not there.
       append: int32 [rows · time], where each new token goes: page · page_size + place in the page; -1: nowhere.
+      homes: int32 [rows · time]: the first new token of the row whose place is in the same tile of SUBLANES places.
       visible: int32 [rows · time]: bit j of new token t says whether it sees new token j.
       shares: int32 [workers · SHARE_FIELDS]: each worker's first row, the one behind its last, and
         how many blocks its rows have.
@@ -42,6 +43,7 @@ class Integers(NamedTuple):
 
     rows: Array
     append: Array
+    homes: Array
     visible: Array
     shares: Array
     order: Array
@@ -52,25 +54,38 @@ class Integers(NamedTuple):
 class Arrangement:
     """How a call is arranged on a core.
 
-    A group is what one matrix product serves: the query heads of as many key heads as a 32-bit word holds numbers of a
-    lane, so that the words of a key's heads are read as they lie. Its queries are ordered by key head, token and head.
+    A group is what one matrix product serves: the query heads of a key head, or, where each token of a page is a tile
+    (`token_tiles`), of as many key heads as a 32-bit word holds numbers of a lane, so that the words of a key's heads
+    are read as they lie. Its queries are ordered by key head, token and head.
 
     Attributes:
       call: The call.
       generation: Of the chip, as in `Target`.
+      rank: Values are the first so many numbers of the keys; None: they have pages of their own.
+      scale: The scores q · k are multiplied with it.
       depth: Blocks that are in VMEM at once, all but one of them on their way.
       span: Places of a block.
     """
 
     call: Call
     generation: str
+    rank: int | None
+    scale: float
     depth: int
     span: int
 
     @property
+    def token_tiles(self) -> bool:
+        """Whether XLA keeps each token of a page in tiles of its own: where key heads fill these. Else a head's tokens
+        share tiles."""
+        call = self.call
+        few = (2, 4) if call.dtype.itemsize == 2 else (1, 2, 4)
+        return self.rank is None and (call.kv_heads in few or call.kv_heads % SUBLANES == 0)
+
+    @property
     def packed(self) -> int:
         """Key heads of a group."""
-        return 4 // self.call.dtype.itemsize
+        return 4 // self.call.dtype.itemsize if self.token_tiles else 1
 
     @property
     def groups(self) -> int:
@@ -79,12 +94,26 @@ class Arrangement:
     @property
     def queries(self) -> int:
         """Queries of a group, in whole sublanes."""
-        return _up(self.packed * self.call.queries, SUBLANES)
+        return up(self.packed * self.call.queries, SUBLANES)
+
+    @property
+    def value_dim(self) -> int:
+        return self.call.head_dim if self.rank is None else self.rank
+
+    @property
+    def pools(self) -> int:
+        """Pools that a layer has: of keys, and of values."""
+        return 2 if self.rank is None else 1
 
     @property
     def new(self) -> int:
-        """Places of a block's buffer for new tokens, behind those of committed ones."""
-        return _up(self.call.time, SUBLANES)
+        """Places of a block's buffer for new tokens, behind those of committed ones: whole tiles."""
+        return up(self.call.time, SUBLANES if self.token_tiles else self.tile)
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile in VMEM."""
+        return SUBLANES * 4 // self.call.dtype.itemsize
 
     @property
     def columns(self) -> int:
@@ -93,7 +122,7 @@ class Arrangement:
 
     @property
     def lanes(self) -> int:
-        """Numbers of a key that lie side by side in a buffer; a wider key has several parts."""
+        """Numbers of a key that lie side by side where tokens are tiles; a wider key has several parts."""
         return min(self.call.head_dim, LANES)
 
     @property
@@ -113,55 +142,59 @@ class Arrangement:
     def vmem(self) -> int:
         """Bytes of the buffers, at most."""
         call = self.call
-        block = 2 * self.columns * call.kv_heads * max(call.head_dim, LANES) * call.dtype.itemsize
-        item = self.groups * self.queries * max(call.head_dim, LANES)
-        return self.depth * block + (self.depth + 2) * item * call.dtype.itemsize + 4 * item + 8 * item
+        width = up(call.head_dim, LANES)
+        item, block = self.groups * self.queries, self.pools * self.columns * call.kv_heads * width
+        tiles = 0 if self.token_tiles else (self.depth + 1) * self.pools * call.time * call.kv_heads * self.tile * width
+        stored = self.depth * (block + item * width) + 2 * item * up(self.value_dim, LANES) + tiles
+        return stored * call.dtype.itemsize + 4 * item * (up(self.value_dim, LANES) + 2 * LANES)
 
     @property
     def scalars(self) -> int:
         """Bytes of scalar memory: the integers of all rows, and tables of the rows that are in flight."""
         call = self.call
-        of_rows = call.rows * (ROW_FIELDS + 2 * call.time + call.listed)
+        of_rows = call.rows * (ROW_FIELDS + 3 * call.time + call.listed)
         return 4 * (of_rows + (self.depth + 1) * self.chunks * LANES)
 
 
-def arrange(call: Call, generation: str) -> Arrangement:
+def arrange(call: Call, generation: str, *, rank: int | None = None, scale: float | None = None) -> Arrangement:
     """How a call is arranged on a generation of chips.
 
     Args:
       call: The call.
       generation: As in `Target`; "" for the interpreter.
+      rank: As in `Arrangement`.
+      scale: As there; None: head_dim ** -0.5.
     """
-    token = call.kv_heads * max(call.head_dim, LANES) * call.dtype.itemsize
-    queries = _up(call.queries * 4 // call.dtype.itemsize, SUBLANES)
-    most = min(BLOCK_BYTES // token, MOST_SCORES // (4 * queries * 4 // call.dtype.itemsize))
-    span = LEAST_KEYS
-    while 2 * span <= min(most, MOST_KEYS):
-        span *= 2
-    block = 2 * (span + _up(call.time, SUBLANES)) * token
-    depth = int(np.clip(vmem_bytes(generation) // 2 // block, 2, MOST_DEPTH))
-    return Arrangement(call, generation, depth, span)
+    least = Arrangement(call, generation, rank, call.head_dim**-0.5 if scale is None else scale, 2, LEAST_KEYS)
+    width = up(call.head_dim, LANES) * call.dtype.itemsize
+    scores = 4 * least.queries * least.packed  # bytes of a key's
+    most = min(BLOCK_BYTES // (call.kv_heads * width), MOST_SCORES // scores, MOST_KEYS)
+    plan = least
+    while 2 * plan.span <= most:
+        plan = dataclasses.replace(plan, span=2 * plan.span)
+    deeper = [dataclasses.replace(plan, depth=depth) for depth in range(3, MOST_DEPTH + 1)]
+    return [plan, *(each for each in deeper if 2 * each.vmem <= vmem_bytes(generation))][-1]
 
 
-def _up(number: int, multiple: int) -> int:
+def up(number: int, multiple: int) -> int:
+    """The number, rounded up to a multiple."""
     return -(-number // multiple) * multiple
 
 
-MOST_TOKENS, HEAD_DIMS, PAGE_SIZES = 16, (64, 128, 256), (8, 16, 32, 64, 128)
-
-
-def needs(call: Call) -> tuple[tuple[bool, str], ...]:
-    """What the kernel needs of a call, and whether it is met."""
-    served = arrange(call, "") if call.dtype.itemsize in (2, 4) else None
-    heads = (2, 4) if call.dtype.itemsize == 2 else (1, 2, 4)
+def needs(call: Call, plan: Arrangement) -> tuple[tuple[bool, str], ...]:
+    """What the kernel needs of a call that is arranged so, and whether it is met."""
+    vmem = vmem_bytes(plan.generation)
     return (
         (call.dtype in (jnp.bfloat16, jnp.float32), f"pages in bfloat16 or float32, got {call.dtype.name}"),
-        (call.head_dim in HEAD_DIMS, f"head_dim 64, 128 or 256, got {call.head_dim}"),
-        (call.kv_heads in heads or call.kv_heads % 8 == 0, f"1, 2, 4 or a multiple of 8 kv_heads, got {call.kv_heads}"),
+        (
+            plan.rank is not None or call.head_dim in HEAD_DIMS,
+            f"head_dim 64, 128 or 256, got {call.head_dim}",
+        ),
         (call.page_size in PAGE_SIZES, f"pages of 8, 16, 32, 64 or 128, got {call.page_size}"),
         (1 <= call.time <= MOST_TOKENS, f"1 to {MOST_TOKENS} tokens at once, got {call.time}"),
+        (plan.vmem <= vmem * 3 // 4, f"buffers that fit in {vmem // KIB} KiB of VMEM, got {plan.vmem // KIB} KiB"),
         (
-            served is None or served.scalars <= SMEM_BYTES,
+            plan.scalars <= SMEM_BYTES,
             f"at most {SMEM_BYTES // KIB} KiB of integers, got {call.rows} rows and {call.max_pages} pages of a slot",
         ),
     )

@@ -1,7 +1,10 @@
 """Pages of keys or values in a TPU's memory: how their live part is copied to VMEM, and read there.
 
-A TPU keeps the last two axes of an array in tiles. Of [pages, page_size, kv_heads, head_dim] these are heads and their
-numbers, so that a token is copied alone.
+A TPU keeps the last two axes of an array in tiles of 8 rows of 128 numbers, and of some numbers of heads in tiles of
+fewer rows. Of [pages, page_size, kv_heads, head_dim] these axes are heads and their numbers, so that each token has
+tiles of its own and is copied alone. Where a token's heads do not fill such tiles (one head of two-byte numbers, three,
+six), XLA keeps heads before tokens: then a head's tokens share tiles, eight of them are copied at once, and the kernel
+sees pages as [pages, kv_heads, page_size, head_dim], which changes nothing in memory.
 """
 
 import dataclasses
@@ -14,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxbuf.axes import Array
-from jaxbuf.pallas.attend.tpu_call import Arrangement
+from jaxbuf.pallas.attend.tpu_call import SUBLANES, Arrangement, up
+from jaxbuf.pallas.attend.tpu_softmax import index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +55,32 @@ class TokenTiles:
         """Some tokens of a page."""
         return pool.at[page, pl.ds(first, count)]
 
-    def rows(self, buffer: Any, group: int, count: int, live: Array | None = None) -> Array:
+    def stored(self, pool: Array) -> Array:
+        """A pool as the kernel sees it; the same function gives it back."""
+        return pool
+
+    def inputs(self, new: Array) -> Array:
+        """New keys or values [rows, time, kv_heads, head_dim] as the kernel sees them."""
+        return new
+
+    def new_tokens(self, new: Any, row: Array) -> tuple[Any, int]:
+        """A row's new tokens, and how many are copied."""
+        return new.at[row], self.plan.call.time
+
+    def rows(self, buffer: Any, group: int, count: int, live: Callable[[Array], Array] | None = None) -> Array:
         """The first tokens of a block as a group reads them: [count · packed, head_dim], a token's heads side by side.
 
         Args:
           buffer: The block's.
           group: Which.
           count: Tokens.
-          live: bool [count, 1]: zeros stand in place of the other tokens; None: all are live.
+          live: bool, of the numbers of tokens: zeros stand in place of those that are not live; None: all are.
         """
         found = []
         for part in range(self.plan.parts):
             words = self._words(buffer.at[part], group, count)
             if live is not None:
-                words = jnp.where(live, words, jnp.zeros((), words.dtype))
+                words = jnp.where(live(index((count, 1), 0)), words, jnp.zeros((), words.dtype))
             found.append(words if self.plan.packed == 1 else pltpu.bitcast(words, self.plan.call.dtype))
         return jnp.concatenate(found, axis=1)
 
@@ -77,6 +93,53 @@ class TokenTiles:
         words = buffer if packed == 1 else buffer.bitcast(jnp.int32)
         words = words.reshape(self.plan.columns * groups, lanes)
         return words[pl.ds(group, count, groups) if groups > 1 else pl.ds(0, count), :]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadTiles:
+    """Pages [pages, kv_heads, page_size, head_dim] of which a head's tokens share tiles. The functions are those of
+    `TokenTiles`.
+
+    Attributes:
+      plan: Of the call.
+    """
+
+    plan: Arrangement
+
+    least = SUBLANES
+
+    def buffer(self) -> Any:
+        plan = self.plan
+        return pltpu.VMEM((plan.depth, plan.call.kv_heads, plan.columns, plan.call.head_dim), plan.call.dtype)
+
+    def copies(self, source: Any, buffer: Any, place: Any, count: int, semaphore: Any) -> Iterator[Any]:
+        place = place if isinstance(place, int) else pl.multiple_of(place, SUBLANES)
+        yield pltpu.make_async_copy(source, buffer.at[:, pl.ds(place, count)], semaphore)
+
+    def of_page(self, pool: Any, page: Array, first: Any, count: int) -> Any:
+        return pool.at[page, :, pl.ds(first, count)]
+
+    def stored(self, pool: Array) -> Array:
+        return jnp.swapaxes(pool, 1, 2)
+
+    def inputs(self, new: Array) -> Array:
+        padded = jnp.pad(new, ((0, 0), (0, -new.shape[1] % SUBLANES), (0, 0), (0, 0)))
+        return jnp.swapaxes(padded, 1, 2)
+
+    def new_tokens(self, new: Any, row: Array) -> tuple[Any, int]:
+        return new.at[row], up(self.plan.call.time, SUBLANES)
+
+    def rows(self, buffer: Any, group: int, count: int, live: Callable[[Array], Array] | None = None) -> Array:
+        found = buffer[group, pl.ds(0, count)]
+        if live is None:
+            return found
+        if found.dtype.itemsize == 4:
+            return jnp.where(live(index((count, 1), 0)), found, jnp.zeros((), found.dtype))
+        # Two tokens share a word: the first is its low half.
+        first = 2 * index((count // 2, 1), 0)
+        low, high = (jnp.where(live(first + i), jnp.int32(bits), 0) for i, bits in enumerate((0xFFFF, -0x10000)))
+        words = pltpu.bitcast(found, jnp.dtype(jnp.int32))
+        return pltpu.bitcast(words & (low | high), found.dtype)
 
 
 def each_piece(page_size: int, least: int, count: Array, act: Callable[[Array, Any, int], None]) -> None:

@@ -1,0 +1,63 @@
+"""The TPU kernels of softmax attention over pages, compiled for every generation at the sizes of real models."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxbuf.attention.paged_launch import append_and_attend
+from jaxbuf.pallas.tpu_memory import vmem_bytes
+from tests.pallas.test_attend import shapes, step
+from tests.portability.artefact import pool_copies, unaliased, vmem_bytes_used
+from tests.portability.topologies import GENERATIONS, compile_for
+
+pytestmark = pytest.mark.tpu_compiler
+
+# Rows, tokens of each, heads of queries and of keys, numbers of a head.
+LLAMA_8B, QWEN_4B = (128, 1, 32, 8, 128), (128, 1, 16, 4, 256)
+CASES = [
+    *((generation, LLAMA_8B, False, "bfloat16") for generation in GENERATIONS),
+    *((generation, QWEN_4B, False, "bfloat16") for generation in GENERATIONS),
+    *((generation, (64, 1, 4, 1, 128), False, "bfloat16") for generation in GENERATIONS),  # one of 8 chips
+    ("v4", (16, 16, 16, 4, 256), True, "bfloat16"),
+    ("v5e", (64, 5, 32, 8, 128), True, "bfloat16"),
+    ("v5p", (16, 5, 4, 1, 256), True, "bfloat16"),
+    ("v6e", (16, 16, 8, 2, 128), True, "bfloat16"),  # one of 4 chips
+    ("tpu7x", (16, 16, 32, 8, 128), True, "bfloat16"),
+    ("v4", (8, 1, 32, 32, 128), False, "bfloat16"),  # no groups
+    ("v5e", (8, 2, 12, 6, 128), False, "bfloat16"),
+    ("v6e", (16, 4, 32, 8, 128), True, "float32"),
+    ("tpu7x", (16, 1, 4, 1, 128), False, "float32"),
+]
+
+
+def compiled_step(generation, sizes, trees, dtype):
+    given = shapes(*sizes, trees=trees, dtype=jnp.dtype(dtype))
+    how = {"target": generation, "implementation": "tpu"}
+    return given, compile_for(generation, lambda *given: step(*given, **how), *given, donate_argnums=(3,))
+
+
+@pytest.mark.parametrize("generation, sizes, trees, dtype", CASES)
+def test_attention_over_pages_compiles_and_writes_in_place(generation, sizes, trees, dtype):
+    given, compiled = compiled_step(generation, sizes, trees, dtype)
+    assert compiled.as_text().count("tpu_custom_call") >= 1
+    assert pool_copies(compiled, given[3]) == []
+    assert unaliased(compiled) == [f"{dtype}{list(given[0].shape)}"], "all but the outputs"
+    assert vmem_bytes_used(compiled) <= vmem_bytes(generation)
+
+
+def test_narrow_heads_are_padded_once_a_program():
+    """XLA keeps pages of 64 numbers with the pages' axis in a tile's lanes. A program of many steps brings them to the
+    kernel's order before its loop and back behind it; in the loop they are written in place."""
+    given = shapes(64, 1, 32, 8, 64)
+
+    def run(steps, q, k, v, kv, table, where):
+        def one(i, carry):
+            where_now = where | {"start": where["start"] + i}
+            return append_and_attend(carry[0], k, v, carry[1], table, **where_now, target="v5e", implementation="tpu")
+
+        return jax.lax.fori_loop(0, steps, one, (q, kv))
+
+    steps = jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = compile_for("v5e", run, steps, *given, donate_argnums=(4,))
+    copies = pool_copies(compiled, given[3])
+    assert len(copies) <= 4 and all(line.startswith("main") for line in copies), copies
