@@ -11,6 +11,8 @@ Source: DeepSeek-V2 (2024), section 2.1.
 """
 
 import dataclasses
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +23,10 @@ from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.chunk import attend_parts
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.flash import flash
+from jaxbuf.attention.kernel_integers import launch_places, tpu_integers
 from jaxbuf.attention.paged_launch import AT_ONCE
 from jaxbuf.axes import Array, Bool, Float, Int32
+from jaxbuf.pallas.attend.call import Call
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.target import Target
 
@@ -122,6 +126,7 @@ def append_and_attend_latent(
     ancestors: Bool[Array, "rows time time"] | None = None,
     scale: float | None = None,
     implementation: str = "auto",
+    interpret: bool = False,
     target: Target | str | None = None,
 ) -> tuple[Float[Array, "rows time heads value_dim"], LatentPages]:
     """Writes new latents to their pages, then attends to all that is there.
@@ -136,8 +141,9 @@ def append_and_attend_latent(
       up: Of each head key_dim rows for keys, then value_dim rows for values; in q's dtype.
       table, slots, start, lengths, order, ancestors: As in `jaxbuf.attention.paged_launch.append_and_attend`.
       scale: The scores q · k are multiplied with it; None: head_dim ** -0.5.
-      implementation: "xla", "gpu" (of chunks: cuDNN's flash attention, as in `jaxbuf.attention.chunk.attend_chunk`; of
-        fewer tokens there is no kernel yet), or "auto": the target's kernel where it serves the call, else "xla".
+      implementation: "xla", "gpu" (of chunks: cuDNN's flash attention, as in `jaxbuf.attention.chunk.attend_chunk`),
+        "tpu" (of fewer tokens), or "auto": the target's kernel where it serves the call, else "xla".
+      interpret: Run the kernel that was named in Pallas' interpreter, on any platform: slow, for tests.
       target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
     Returns:
@@ -148,7 +154,9 @@ def append_and_attend_latent(
       ValueError: A shape or dtype does not fit, or the implementation asked for can't serve the call; it says why.
     """
     (rows, time, heads, _), chunk = q.shape, q.shape[1] > AT_ONCE
-    asked = ask("attend_chunk" if chunk else "append_and_attend_latent", implementation, target, (q,))
+    asked = ask(
+        "attend_chunk" if chunk else "append_and_attend_latent", implementation, target, (q,), interpret=interpret
+    )
     key_dim, value_dim = _check(q, latents, up, pages.rank)
     if latents.shape[2] != pages.key_dim:
         raise ValueError(f"latents must have the pool's {pages.key_dim} numbers a token, got {latents.shape[2]}")
@@ -157,26 +165,71 @@ def append_and_attend_latent(
     paged.check_ancestors(ancestors, rows, time)
     slots, scale = checked_slots(slots, table.shape[0], once=True), _scale(q, scale)
     where = {"slots": slots, "start": start, "lengths": jnp.minimum(lengths, time), "order": order}
+    if not chunk or ancestors is not None:
+        wide = contract("bthc,hcr->bthr", q[..., :key_dim], up[:, :key_dim]).astype(q.dtype)
+        wide = jnp.concatenate([wide, q[..., key_dim:]], axis=-1)
+        if asked is not None and chunk:
+            asked.takes("it needs tokens in a row, got a tree")
+        elif asked is not None:
+            from jaxbuf.pallas.attend import supports
+            from jaxbuf.pallas.attend.tpu_call import arrange
+
+            call = _absorbed_call(wide, pages, table, order)
+            how: dict[str, Any] = {"generation": asked.generation, "rank": pages.rank}
+            if asked.takes(supports(call, q=wide.dtype, k=latents.dtype, v=latents.dtype, platform="tpu", **how)):
+                plan = arrange(call, **how, scale=scale)
+                out, pages = _on_tpu(plan, asked.interpret, wide, latents, pages, table, where, ancestors)
+                return contract("bthr,hcr->bthc", out, up[:, key_dim:]).astype(q.dtype), pages
     at = paged.token_places(table, pages.page_size, time, **where)
     pages = dataclasses.replace(pages, latents=paged.write_tokens(pages.latents, at, latents[:, :, None]))
     if not chunk or ancestors is not None:
-        if asked is not None:
-            asked.takes("it needs tokens in a row, got a tree")
-        wide = contract("bthc,hcr->bthr", q[..., :key_dim], up[:, :key_dim]).astype(q.dtype)
-        wide = jnp.concatenate([wide, q[..., key_dim:]], axis=-1)
         out = paged.attend(wide, pages, table, **where, ancestors=ancestors, scale=scale, implementation="xla")
         return contract("bthr,hcr->bthc", out, up[:, key_dim:]).astype(q.dtype), pages
     # The chunk's own tokens, too, are what the pages keep of them.
     q, k, v = _expanded(q, latents.astype(pages.latents.dtype), up, key_dim, scale)
     by = flash
     if asked is not None:
-        from jaxbuf.pallas.flash import Call, gpu, supports
+        from jaxbuf.pallas import flash as kernels
+        from jaxbuf.pallas.flash import gpu
 
-        call = Call(rows, time, time, heads, heads, q.shape[3], q.dtype, asked.generation)
-        if asked.takes(supports(call, k=k.dtype, v=v.dtype)):
+        call = kernels.Call(rows, time, time, heads, heads, q.shape[3], q.dtype, asked.generation)
+        if asked.takes(kernels.supports(call, k=k.dtype, v=v.dtype)):
             by = gpu.flash
     held, piece = _Expanded(pages, up, key_dim), max(time, TOKENS // rows)
     return attend_parts(by, q, k, v, held, table, **where, piece=piece)[..., :value_dim], pages
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _on_tpu(
+    plan: Any,
+    interpret: bool,
+    wide: Array,
+    latents: Array,
+    pages: LatentPages,
+    table: Array,
+    where: dict[str, Any],
+    ancestors: Array | None,
+) -> tuple[Array, LatentPages]:
+    from jaxbuf.pallas.attend import tpu
+
+    integers = tpu_integers(plan, launch_places(plan.call, table, **where, ancestors=ancestors))
+    new = (latents[:, :, None],)
+    out, (pool,) = tpu.append_and_attend(plan, integers, (pages.latents,), wide, new, interpret=interpret)
+    return out, dataclasses.replace(pages, latents=pool)
+
+
+def _absorbed_call(wide: Array, pages: LatentPages, table: Array, order: Array | None) -> Call:
+    return Call(
+        rows=wide.shape[0],
+        time=wide.shape[1],
+        heads=wide.shape[2],
+        kv_heads=pages.kv_heads,
+        head_dim=pages.key_dim,
+        page_size=pages.page_size,
+        max_pages=table.shape[1],
+        listed=0 if order is None else order.shape[1],
+        dtype=pages.latents.dtype,
+    )
 
 
 def causal_latent_attention(

@@ -1,7 +1,7 @@
 """One softmax layer of a launch on pages: its new tokens are appended, and its queries attend to all that is there."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxbuf.arguments import checked_slots
 from jaxbuf.attention import paged
 from jaxbuf.attention.chunk import attend_chunk
+from jaxbuf.attention.kernel_integers import bits_of, launch_places, tpu_integers
 from jaxbuf.attention.paged import PagedKV
-from jaxbuf.attention.pages import places
 from jaxbuf.axes import Array, Bool, Float, Int32
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.target import Target
@@ -64,7 +64,7 @@ def append_and_attend(
         from jaxbuf.pallas.attend import supports
 
         call = _call(q, kv, table, order)
-        dtypes = {"q": q.dtype, "k": k.dtype, "v": v.dtype}
+        dtypes: dict[str, Any] = {"q": q.dtype, "k": k.dtype, "v": v.dtype}
         if asked.takes(supports(call, **dtypes, platform=asked.platform, generation=asked.generation)):
             if asked.platform == "gpu":
                 return _on_gpu(call, asked.interpret, q, k, v, kv, table, where, ancestors)
@@ -111,7 +111,7 @@ def _on_tpu(
 ) -> tuple[Array, PagedKV]:
     from jaxbuf.pallas.attend import tpu
 
-    integers = _tpu_integers(plan, _places(plan.call, table, **where, ancestors=ancestors))
+    integers = tpu_integers(plan, launch_places(plan.call, table, **where, ancestors=ancestors))
     out, pages = tpu.append_and_attend(plan, integers, (kv.keys, kv.values), q, (k, v), interpret=interpret)
     return out, PagedKV(*pages)
 
@@ -133,52 +133,6 @@ def _call(q: Array, kv: PagedKV, table: Array, order: Array | None):
     )
 
 
-class _Places(NamedTuple):
-    """Where the tokens of a launch lie.
-
-    Attributes:
-      pages: int32 [rows, max_pages], of each row's slot; 0 where there is none.
-      order: int32 [rows, listed], places before `end` where nothing is committed; None without trees.
-      end: int32 [rows]; from this place on, nothing is committed.
-      first_open: int32 [rows], the first place where nothing is committed, or whose page is not there.
-      append: int32 [rows, time], where each new token goes: page · page_size + place in the page; -1: nowhere.
-      real: bool [rows, time], which new tokens are appended.
-      visible: int32 [rows, time]: bit j of new token t says whether it sees new token j.
-    """
-
-    pages: Array
-    order: Array | None
-    end: Array
-    first_open: Array
-    append: Array
-    real: Array
-    visible: Array
-
-
-def _places(
-    call, table: Array, *, slots: Array, start: Array, lengths: Array, order: Array | None, ancestors: Array | None
-) -> _Places:
-    time, page_size, capacity = call.time, call.page_size, table.shape[1] * call.page_size
-    asked = (slots > 0) & (lengths > 0)
-    pages = jnp.where(asked[:, None], table[slots], 0)
-    listed = None if order is None else order[slots]
-    end = jnp.where(asked, jnp.minimum(start + call.listed, capacity), 0)
-    first_open = jnp.where(asked, end if listed is None else jnp.minimum(jnp.min(listed, axis=1), end), 0)
-    index = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
-    first_open = jnp.minimum(first_open, page_size * jnp.min(jnp.where(pages > 0, table.shape[1], index), axis=1))
-
-    # Where the new tokens go, and who sees them.
-    offset = jnp.arange(time, dtype=jnp.int32)[None]
-    place = places(order, slots, start, time)
-    inside = (place >= 0) & (place < capacity)
-    page = jnp.take_along_axis(pages, jnp.clip(place // page_size, 0, table.shape[1] - 1), axis=1)
-    real = (offset < lengths[:, None]) & inside & (page > 0)
-    append = jnp.where(real, page * page_size + place % page_size, -1)
-    sees = jnp.tril(jnp.ones((time, time), bool))[None] if ancestors is None else ancestors
-    visible = jnp.sum(jnp.where(sees & real[:, None], 1 << offset[:, None], 0), axis=2, dtype=jnp.int32)
-    return _Places(pages, listed, end, first_open, append, real, visible)
-
-
 def _integers(
     call, workers: int, table: Array, *, slots: Array, start: Array, lengths: Array, order: Array | None, ancestors
 ):
@@ -186,64 +140,14 @@ def _integers(
     from jaxbuf.pallas.attend.call import KEYS, TILE, Integers
 
     where = {"slots": slots, "start": start, "lengths": lengths, "order": order, "ancestors": ancestors}
-    pages, listed, end, first_open, append, real, visible = _places(call, table, **where)
+    pages, listed, _, end, first_open, append, real, visible = launch_places(call, table, **where)
     blocks = jnp.maximum(-(-end // KEYS), 1)
     visible = jnp.repeat(visible, call.group, axis=1)
     visible = jnp.pad(visible, ((0, 0), (0, call.tiles * TILE - call.queries)))
     shares, joins = _divide(blocks, call.kv_heads, workers)
     pages = jnp.pad(pages, ((0, 0), (0, call.padded_pages - table.shape[1])))
-    fields = jnp.stack([blocks, first_open // KEYS, end, _bits(real)], axis=1)
+    fields = jnp.stack([blocks, first_open // KEYS, end, bits_of(real)], axis=1)
     return Integers(fields, pages, listed, append, visible, shares, joins)
-
-
-def _bits(flags: Array) -> Array:
-    """int32 [rows], of which bit t is flag t (bool [rows, time])."""
-    bit = 1 << jnp.arange(flags.shape[1], dtype=jnp.int32)[None]
-    return jnp.sum(jnp.where(flags, bit, 0), axis=1, dtype=jnp.int32)
-
-
-def _tpu_integers(plan, where: _Places):
-    """What the TPU kernel goes by: see `jaxbuf.pallas.attend.tpu_call.Integers`."""
-    from jaxbuf.pallas.attend.tpu_call import LANES, SUBLANES, Integers
-
-    page_size, rows = plan.call.page_size, where.end.shape[0]
-    end = where.end
-    if where.order is not None:
-        # The last places of a list may lie behind all that is committed: they are not read. A listed place has
-        # committed tokens behind it if fewer than all lie before it.
-        order = where.order
-        before = order - jnp.sum(order[:, None] < order[:, :, None], axis=2, dtype=jnp.int32)
-        inside = jnp.sum(before < (end - order.shape[1])[:, None], axis=1, dtype=jnp.int32)
-        end = jnp.clip(end - order.shape[1], 0) + inside
-    column = jnp.arange(where.pages.shape[1], dtype=jnp.int32)[None] * page_size
-    holes = jnp.any((where.pages == 0) & (column < end[:, None]), axis=1)
-    blocks = jnp.maximum(-(-end // plan.span), 1)
-    clean = where.first_open // plan.span
-    fields = jnp.stack([blocks, clean, end, _bits(where.real), holes.astype(jnp.int32)], axis=1)
-
-    # Each worker has whole rows, with as equal a number of blocks as these allow.
-    until = jnp.cumsum(blocks, dtype=jnp.int32)
-    worker = jnp.arange(1, plan.workers, dtype=jnp.int32)
-    wanted = (until[-1] // plan.workers) * worker
-    inner = jnp.sum(until[None] <= wanted[:, None], axis=1, dtype=jnp.int32)
-    cut = jnp.concatenate([jnp.zeros(1, jnp.int32), inner, jnp.full(1, rows, jnp.int32)])
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), until])[cut]
-    shares = jnp.stack([cut[:-1], cut[1:], before[1:] - before[:-1]], axis=1)
-
-    pages = jnp.pad(where.pages, ((0, 0), (0, plan.chunks * LANES - where.pages.shape[1])))
-    order = jnp.zeros(1, jnp.int32) if where.order is None else where.order.reshape(-1)
-    # Of new tokens that are written together, the first one's number stands for all.
-    tile = jnp.where(where.append >= 0, where.append // SUBLANES, -1)
-    homes = jnp.argmax(tile[:, None] == tile[:, :, None], axis=2).astype(jnp.int32)
-    return Integers(
-        rows=fields.reshape(-1),
-        append=where.append.reshape(-1),
-        homes=homes.reshape(-1),
-        visible=where.visible.reshape(-1),
-        shares=shares.reshape(-1),
-        order=order,
-        table=pages.reshape(rows, plan.chunks, LANES),
-    )
 
 
 def _divide(blocks: Array, heads: int, workers: int) -> tuple[Array, Array]:

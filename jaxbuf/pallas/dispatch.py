@@ -88,7 +88,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "chunked": {},
     "attend": {},
     "append_and_attend": _hopper("attend") | _tpu("attend"),
-    "append_and_attend_latent": {},  # of a chunk of a prompt: attend_chunk
+    "append_and_attend_latent": _tpu("attend"),  # of a chunk of a prompt: attend_chunk
     "append": {},
     "attend_chunk": _cudnn("flash"),
     "causal_attention": _cudnn("flash"),

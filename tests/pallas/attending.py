@@ -8,12 +8,19 @@ many there are.
 from unittest import mock
 
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.pallas.attend import gpu
 from tests.attention.launches import Sizes, make_launch, worst_error
 
 BOUNDS = {"bfloat16": 4e-3, "float16": 1e-3}  # as those of `tests.gpu.checks`
+# How the TPU kernel is interpreted: as plain JAX; or with what its memories hold, copies that are late or early, and
+# races found. Copies have clocks, of so many: where two have one, waiting for either of them seems to be enough.
+LATE, EARLY = (
+    pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, vector_clock_size=256)
+    for mode in ("on_wait", "eager")
+)
 CASES = (
     Sizes((9, 0, 64, 130), 1, 4, 2, 64),
     Sizes((9, 1, 63, 150), 5, 8, 2, 64, trees=True),

@@ -11,20 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import _divide, append_and_attend
 from jaxbuf.pallas.attend import tpu, tpu_call
 from tests.attention.launches import Sizes, make_launch, worst_error
-from tests.pallas.attending import BOUNDS, CASES
+from tests.pallas.attending import BOUNDS, CASES, EARLY, LATE
 
-# How the TPU kernel is interpreted: as plain JAX; or with what its memories hold, copies that are late or early, and
-# races found. Copies have clocks, of so many: where two have one, waiting for either of them seems to be enough.
-LATE, EARLY = (
-    pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, vector_clock_size=256)
-    for mode in ("on_wait", "eager")
-)
 TPU_CASES = [
     (True, Sizes((9, 0, 64, 330), 1, 4, 2, 64)),
     (LATE, Sizes((9, 1, 63, 350), 5, 8, 2, 64, page_size=8, trees=True, dtype="float32")),

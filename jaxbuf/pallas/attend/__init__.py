@@ -1,4 +1,4 @@
-"""The kernels of `append_and_attend`, and what they can serve."""
+"""The kernels of `append_and_attend`, and of `append_and_attend_latent` on TPUs, and what they can serve."""
 
 import importlib
 from typing import Any
@@ -20,7 +20,14 @@ def __getattr__(name: str) -> Any:
 
 
 def supports(
-    call: Call, *, q: np.dtype, k: np.dtype, v: np.dtype, platform: str = "gpu", generation: str = ""
+    call: Call,
+    *,
+    q: np.dtype,
+    k: np.dtype,
+    v: np.dtype,
+    platform: str = "gpu",
+    generation: str = "",
+    rank: int | None = None,
 ) -> str | None:
     """Whether a platform's kernel serves a call whose inputs have these dtypes.
 
@@ -29,18 +36,17 @@ def supports(
       q, k, v: The dtypes.
       platform: "gpu" or "tpu".
       generation: Of a TPU, whose memory decides; as in `jaxbuf.target.Target`.
+      rank: Values are the first so many numbers of the keys, which a TPU's kernel serves; None: they have their pages.
 
     Returns:
       None if it does; else what it needs, and what came instead.
     """
     inputs = ", ".join(np.dtype(x).name for x in (q, k, v))
-    needs = _gpu_needs(call) if platform == "gpu" else _tpu_needs(call, generation)
+    needs = (
+        _gpu_needs(call) if platform == "gpu" else tpu_call.needs(call, tpu_call.arrange(call, generation, rank=rank))
+    )
     same = all(x == call.dtype for x in (q, k, v)), f"q, k and v in the pages' {call.dtype.name}, got {inputs}"
     return next((f"it needs {need}" for met, need in (*needs, same) if not met), None)
-
-
-def _tpu_needs(call: Call, generation: str) -> tuple[tuple[bool, str], ...]:
-    return tpu_call.needs(call, tpu_call.arrange(call, generation))
 
 
 def _gpu_needs(call: Call) -> tuple[tuple[bool, str], ...]:
