@@ -15,6 +15,7 @@ Source: Write-Gated KV (2025), sections 3.1 to 3.4.
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from jaxbuf.memory import sequences
 from jaxbuf.memory.claims import Claim, after, grant, grant_all
 from jaxbuf.memory.ownership import PoolExhausted
 from jaxbuf.memory.sequences import Launch, Sequences, put
+from jaxbuf.target import Target, resolve_target
 
 __all__ = [
     "FLOOR",
@@ -157,6 +159,9 @@ def extend(
     lengths: Int[Array, "rows"] | None = None,
     threshold: float | Float[Array, "rows"],
     parents: Int[Array, "rows time"] | None = None,
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
 ) -> tuple[Float[Array, "rows time heads head_dim"], GatedState]:
     """Appends up to max_pending pending tokens; pending ones of before are dropped, and `commit` makes these real.
 
@@ -170,16 +175,21 @@ def extend(
       cache, q, k, v, gates, slots, lengths, threshold: As in `prefill`, with at most max_pending tokens.
       parents: For a tree: the token before each one, of a lower index; -1 is the committed tail. A token's position is
         its depth, and it sees what was committed and its ancestors. None: each token follows the one before.
+      implementation, interpret: As in `jaxbuf.attention.gated_launch.LaunchedGated.attend`.
+      target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
     Returns:
       As `prefill`.
 
     Raises:
-      ValueError: As in `prefill`; or more than max_pending tokens, or parents in a memory without trees.
+      ValueError: As in `prefill`; or more than max_pending tokens, parents in a memory without trees, or the
+        implementation asked for can't serve the call; it says why.
     """
     if parents is not None and not cache.sequences.trees:
         raise ValueError("parents need a memory made with trees=True, got one without")
-    return _launched(cache, q, k, v, gates, slots, lengths, threshold, parents=parents)
+    by = implementation, interpret
+    target = resolve_target(target, q)
+    return _launched(cache, q, k, v, gates, slots, lengths, threshold, by=by, parents=parents, target=target)
 
 
 def commit(
@@ -274,7 +284,16 @@ def raise_missing(cache: GatedState) -> None:
 
 
 def _launched(
-    cache: GatedState, q: Array, k: Array, v: Array, gates: Array, slots, lengths, threshold, **how: Any
+    cache: GatedState,
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: Array,
+    slots,
+    lengths,
+    threshold,
+    by=("auto", False),
+    **how: Any,
 ) -> tuple[Array, GatedState]:
     rows, time = check_gated(q, k, v, gates, threshold, lengths)
     token, held = k.shape[2:], cache.layer.keys.shape[2:]
@@ -287,12 +306,19 @@ def _launched(
     if launch.slots.shape != (rows,):
         raise ValueError(f"slots must be int32 [{rows}], one for each row of q, got shape {launch.slots.shape}")
     threshold = jnp.broadcast_to(jnp.asarray(threshold, jnp.float32), (rows,))
-    return _launch(cache, q, k, v, gates, launch, threshold)
+    return _launch(by, cache, q, k, v, gates, launch, threshold)
 
 
-@jax.jit
+@partial(jax.jit, static_argnums=0)
 def _launch(
-    cache: GatedState, q: Array, k: Array, v: Array, gates: Array, launch: Launch, threshold: Float32[Array, "rows"]
+    by: tuple[str, bool],
+    cache: GatedState,
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: Array,
+    launch: Launch,
+    threshold: Float32[Array, "rows"],
 ) -> tuple[Array, GatedState]:
     layers = (cache.layer,)
     shared = _KIND.settle(cache.shared, layers)
@@ -303,7 +329,7 @@ def _launch(
     changed = jnp.where(served, threshold, shared.threshold[launch.slots])
     shared = dataclasses.replace(shared, threshold=put(shared.threshold, launch.slots, changed))
     plan, shared, (layer,) = _KIND.begin(shared, layers, launch, admitted)
-    out, layer = plan.attend(layer, q, k, v, gates)
+    out, layer = plan.attend(layer, q, k, v, gates, implementation=by[0], interpret=by[1])
     held = sequences.begin(cache.sequences, launch)
     return out, GatedState(held, shared, layer, put(cache.missing, launch.slots, missing))
 

@@ -12,6 +12,7 @@ from jaxbuf.attention.attention_plan import LaunchPositions, WholePositions
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.flash import OnlineSoftmax, in_blocks, merge, split_heads
 from jaxbuf.attention.gated_budget import admit_within
+from jaxbuf.attention.gated_kernel import attend_gated
 from jaxbuf.attention.gated_lists import add_pages, admit
 from jaxbuf.attention.gated_pages import GatedKV, Places, tokens_at
 from jaxbuf.attention.gated_sequence import Mixture, Soft, attend_admitted, attend_mixture, attend_sequence
@@ -19,6 +20,7 @@ from jaxbuf.attention.paged import BLOCK, as_tokens, write_tokens
 from jaxbuf.attention.rotary import Rotary
 from jaxbuf.attention.selection import Selection
 from jaxbuf.axes import Array, Float, Float32
+from jaxbuf.pallas.dispatch import Asked, ask
 
 
 @partial(
@@ -160,25 +162,50 @@ class LaunchedGated(LaunchPositions):
         k: Float[Array, "rows time kv_heads head_dim"],
         v: Float[Array, "rows time kv_heads head_dim"],
         gates: Float32[Array, "rows time kv_heads"],
+        *,
+        implementation: str = "auto",
+        interpret: bool = False,
     ) -> tuple[Float[Array, "rows time heads head_dim"], GatedKV]:
         """What the queries see, zeros past the launch's lengths, and the memory with its tokens.
 
         Args:
           memory: Of the layer, as the kind's `begin` returned it.
           q, k, v, gates: Of the new tokens, as in `jaxbuf.attention.gated.attend_sequence`.
+          implementation: "xla", "tpu", or "auto": the kernel of the launch's target where it serves the call, else
+            "xla".
+          interpret: Run the kernel that was named in Pallas' interpreter, on any platform: slow, for tests.
+
+        Raises:
+          ValueError: The implementation asked for can't serve the call; it says why.
         """
-        return _attend(self, memory, q, k, v, gates)
+        asked = ask("attend_gated", implementation, self.launch.target, (q,), interpret=interpret)
+        return _attend(asked, self, memory, q, k, v, gates)
 
 
-@jax.jit  # so that layers share a trace
-def _attend(plan: LaunchedGated, memory: GatedKV, q: Array, k: Array, v: Array, gates: Array) -> tuple[Array, GatedKV]:
+@partial(jax.jit, static_argnums=0)  # so that layers share a trace
+def _attend(
+    asked: Asked | None, plan: LaunchedGated, memory: GatedKV, q: Array, k: Array, v: Array, gates: Array
+) -> tuple[Array, GatedKV]:
     launch = plan.launch
-    rows, time = q.shape[:2]
+    time = q.shape[1]
     real = jnp.arange(time, dtype=jnp.int32)[None] < launch.lengths[:, None]
     # As they are read later.
     k, v = (jnp.where(real[..., None, None], x, jnp.zeros((), x.dtype)).astype(memory.keys.dtype) for x in (k, v))
     gates = jnp.where(real[..., None], gates, 0.0)
     memory = _take_in(plan, memory)
+    out = None if asked is None else attend_gated(asked, plan, memory, q, k, v, gates)
+    out = _attend_all(plan, memory, q, k, v, gates) if out is None else out
+    out = jnp.where(real[..., None, None], out, 0.0).astype(q.dtype)
+    # What follows is written where something was read: with an order between the two nothing has to be copied for it.
+    out, at = jax.lax.optimization_barrier((out, plan.places.token))
+    if launch.commits:
+        memory, at = _admit_leaving(plan, memory, k, v, gates, at)
+    return out, _write(plan, memory, k, v, gates, at)
+
+
+def _attend_all(plan: LaunchedGated, memory: GatedKV, q: Array, k: Array, v: Array, gates: Array) -> Array:
+    """What the queries see in the memory and in the launch itself, in float32."""
+    launch, (rows, time) = plan.launch, q.shape[:2]
     out, lse = _own(plan, q, k.astype(q.dtype), v.astype(q.dtype), gates)
     query = jnp.broadcast_to(plan.positions, (rows, time))
 
@@ -195,13 +222,7 @@ def _attend(plan: LaunchedGated, memory: GatedKV, q: Array, k: Array, v: Array, 
             past = past, jnp.swapaxes(past_lse, 1, 2)
         return merge(out, lse, *past)[0]
 
-    out = jax.lax.cond(jnp.any((launch.start > 0) & (launch.lengths > 0)), with_memory, lambda: out)
-    out = jnp.where(real[..., None, None], out, 0.0).astype(q.dtype)
-    # What follows is written where something was read: with an order between the two nothing has to be copied for it.
-    out, at = jax.lax.optimization_barrier((out, plan.places.token))
-    if launch.commits:
-        memory, at = _admit_leaving(plan, memory, k, v, gates, at)
-    return out, _write(plan, memory, k, v, gates, at)
+    return jax.lax.cond(jnp.any((launch.start > 0) & (launch.lengths > 0)), with_memory, lambda: out)
 
 
 def _take_in(plan: LaunchedGated, memory: GatedKV) -> GatedKV:

@@ -98,15 +98,6 @@ def tpu_integers(plan: Arrangement, where: LaunchPlaces) -> Integers:
     clean = where.first_open // plan.span
     fields = jnp.stack([blocks, clean, end, bits_of(where.real), holes.astype(jnp.int32)], axis=1)
 
-    # Each worker has whole rows, with as equal a number of blocks as these allow.
-    until = jnp.cumsum(blocks, dtype=jnp.int32)
-    worker = jnp.arange(1, plan.workers, dtype=jnp.int32)
-    wanted = (until[-1] // plan.workers) * worker
-    inner = jnp.sum(until[None] <= wanted[:, None], axis=1, dtype=jnp.int32)
-    cut = jnp.concatenate([jnp.zeros(1, jnp.int32), inner, jnp.full(1, rows, jnp.int32)])
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), until])[cut]
-    shares = jnp.stack([cut[:-1], cut[1:], before[1:] - before[:-1]], axis=1)
-
     pages = jnp.pad(where.pages, ((0, 0), (0, plan.chunks * LANES - where.pages.shape[1])))
     order = jnp.zeros(1, jnp.int32) if where.order is None else where.order.reshape(-1)
     # Of new tokens that are written together, the first one's number stands for all.
@@ -117,7 +108,22 @@ def tpu_integers(plan: Arrangement, where: LaunchPlaces) -> Integers:
         append=where.append.reshape(-1),
         homes=homes.reshape(-1),
         visible=where.visible.reshape(-1),
-        shares=shares.reshape(-1),
+        shares=divide_rows(blocks, plan.workers),
         order=order,
         table=pages.reshape(rows, plan.chunks, LANES),
     )
+
+
+def divide_rows(blocks: Int32[Array, "rows"], workers: int) -> Int32[Array, "_"]:
+    """Gives each worker whole rows, with as equal a number of blocks as these allow: `shares` of `Integers`.
+
+    Args:
+      blocks: Of each row.
+      workers: How many there are.
+    """
+    until = jnp.cumsum(blocks, dtype=jnp.int32)
+    wanted = (until[-1] // workers) * jnp.arange(1, workers, dtype=jnp.int32)
+    inner = jnp.sum(until[None] <= wanted[:, None], axis=1, dtype=jnp.int32)
+    cut = jnp.concatenate([jnp.zeros(1, jnp.int32), inner, jnp.full(1, blocks.shape[0], jnp.int32)])
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), until])[cut]
+    return jnp.stack([cut[:-1], cut[1:], before[1:] - before[:-1]], axis=1).reshape(-1)

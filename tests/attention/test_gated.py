@@ -2,14 +2,19 @@
 
 import dataclasses
 import re
+import sys
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
 from jaxbuf.attention import gated
+from jaxbuf.pallas.attend import tpu_call
+from jaxbuf.pallas.attend_gated import tpu_arrange
+from tests.pallas.attending import EARLY, LATE
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 SLOTS, CHUNK = 4, 23
@@ -67,6 +72,7 @@ class Schedule:
         self.text = {slot: [] for slot in EVERY}
         self.pending = {slot: [] for slot in EVERY}  # the path to each pending token
         self.rested, self.lacking = 0, None
+        self.by = {}  # what computes launches that commit nothing
         self.check()
 
     def launch(self, lengths, time, parents=None, *, commits):
@@ -79,7 +85,7 @@ class Schedule:
             out, cache = gated.prefill(self.cache, *stacked(rows, time), **given)
         else:
             tree = None if parents is None else parents[order]
-            out, cache = gated.extend(self.cache, *stacked(rows, time), **given, parents=tree)
+            out, cache = gated.extend(self.cache, *stacked(rows, time), **given, parents=tree, **self.by)
         missing, before, self.cache = np.asarray(cache.missing), self.cache, cache
         for row, slot in enumerate(slots):
             tokens, paths = rows[row], []
@@ -344,6 +350,47 @@ def test_random_schedules_give_what_the_definition_gives(rng, window, threshold,
     schedule = Schedule(rng, window=window, threshold=threshold, page_size=page_size, pages=pages)
     play(schedule, rng, 18)
     assert not schedule.rested
+
+
+@pytest.mark.parametrize("how", [LATE, EARLY])
+def test_random_schedules_on_a_tpu_give_what_the_definition_gives(rng, monkeypatch, how):
+    """Of one list several blocks are read, and of the local pages, too."""
+    monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", 64)
+    monkeypatch.setattr(tpu_arrange, "MOST_LISTED", 8)
+    monkeypatch.setattr(tpu_call, "LEAST_KEYS", 16)
+    monkeypatch.setattr(tpu_call, "MOST_KEYS", 16)
+    schedule = Schedule(rng, window=20, threshold=[0.0, 1.5, 0.3, 0.7], page_size=8, trees=True)
+    schedule.by = {"implementation": "tpu", "interpret": how}
+    schedule.prefill()
+    schedule.prefill()
+    for tree in (False, True, False):
+        schedule.extend(schedule.max_pending, tree=tree)
+    schedule.fork()
+    schedule.extend(schedule.max_pending, tree=True)
+    assert not interpreter.races.races_found and not schedule.rested
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_tpu_kernel_gives_what_xla_gives_in_bfloat16(rng, kv_heads):
+    """Two heads that share words, or one whose tokens share tiles; three rows, of which one is empty."""
+    slots, lengths = np.array([2, 0, 1], np.int32), np.array([1, 1, 1], np.int32)
+    how = {"slots": 2, "kv_heads": kv_heads, "head_dim": 64, "max_pending": 4, "window": 9}
+    cache = gated.init(**how, pages=60, page_size=8, dtype=jnp.bfloat16)
+
+    def drawn(time):
+        q, k, v = (jnp.asarray(rng.standard_normal((3, time, n, 64)), jnp.bfloat16) for n in (4, kv_heads, kv_heads))
+        return q, k, v, jnp.asarray(rng.uniform(size=(3, time, kv_heads)), jnp.float32)
+
+    _, cache = gated.prefill(cache, *drawn(50), slots=slots, lengths=np.array([50, 3, 0]), threshold=0.4)
+    given = drawn(1)
+    found, expected = (
+        gated.extend(cache, *given, slots=slots, lengths=lengths, threshold=0.4, **by)[0].astype(jnp.float32)
+        for by in ({"implementation": "tpu", "interpret": LATE}, {"implementation": "xla"})
+    )
+    assert not interpreter.races.races_found
+    assert not np.asarray(found)[1].any()
+    for x, y in zip(np.asarray(found)[[0, 2]], np.asarray(expected)[[0, 2]], strict=True):
+        assert np.linalg.norm(x - y) <= 6e-3 * np.linalg.norm(y)
 
 
 @pytest.mark.slow

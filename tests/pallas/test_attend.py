@@ -151,13 +151,13 @@ def test_the_tpu_kernel_waits_for_its_copies_and_stays_in_bounds(rng, how, kv_he
 def test_tokens_that_are_appended_before_their_row_was_read_are_a_race(rng):
     """The control: the TPU kernel does not wait for a row's pages."""
     launch = make_launch(rng, Sizes((9, 40, 17), 1, 2, 2, 64, page_size=8))
-    plain = tpu._Core.copy_block
+    plain = tpu.Core.copy_block
 
     def hasty(core, unit, start):
         if start:
             plain(core, unit, start)
 
-    with mock.patch.object(tpu._Core, "copy_block", hasty), mock.patch.object(tpu_call, "LEAST_KEYS", 32):
+    with mock.patch.object(tpu.Core, "copy_block", hasty), mock.patch.object(tpu_call, "LEAST_KEYS", 32):
         append_and_attend(*launch.arrays, **launch.integers, implementation="tpu", interpret=EARLY)
     assert interpreter.races.races_found
 

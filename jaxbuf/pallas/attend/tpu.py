@@ -74,20 +74,31 @@ def append_and_attend(
     Returns:
       out [rows, time, heads, value_dim], and the pools.
     """
-    call, packed, groups = plan.call, plan.packed, plan.groups
-    pages = _pages(plan, interpret)
-    split = call.rows, call.time, groups, packed, call.group, call.head_dim
-    queries = packed * call.queries
-    grouped = jnp.transpose(q.reshape(split), (0, 2, 3, 1, 4, 5)).reshape(call.rows, groups, queries, call.head_dim)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, plan.queries - queries), (0, 0)))
+    pages = pages_of(plan, interpret)
     given = *(pages.inputs(x) for x in new), *(pages.stored(x) for x in pools)
-    out, *pools_after = _kernel(plan, pages, interpret)(*integers, grouped, *given)
-    out = out[:, :, :queries].reshape(call.rows, groups, packed, call.time, call.group, plan.value_dim)
-    out = jnp.transpose(out, (0, 3, 1, 2, 4, 5)).reshape(*q.shape[:3], plan.value_dim)
-    return out, tuple(pages.stored(x) for x in pools_after)
+    out, *pools_after = _kernel(plan, pages, interpret)(*integers, by_groups(plan, q), *given)
+    return by_tokens(plan, out), tuple(pages.stored(x) for x in pools_after)
 
 
-def _pages(plan: Arrangement, interpret: Any) -> TokenTiles | HeadTiles:
+def by_groups(plan: Arrangement, q: Array) -> Array:
+    """Queries [rows, time, heads, head_dim] as the kernel has them: [rows, groups, queries, head_dim]."""
+    call, queries = plan.call, plan.packed * plan.call.queries
+    split = call.rows, call.time, plan.groups, plan.packed, call.group, call.head_dim
+    grouped = jnp.transpose(q.reshape(split), (0, 2, 3, 1, 4, 5))
+    grouped = grouped.reshape(call.rows, plan.groups, queries, call.head_dim)
+    return jnp.pad(grouped, ((0, 0), (0, 0), (0, plan.queries - queries), (0, 0)))
+
+
+def by_tokens(plan: Arrangement, out: Array) -> Array:
+    """What the kernel gives, [rows, groups, queries, value_dim], as [rows, time, heads, value_dim]."""
+    call = plan.call
+    out = out[:, :, : plan.packed * call.queries]
+    out = out.reshape(call.rows, plan.groups, plan.packed, call.time, call.group, plan.value_dim)
+    return jnp.transpose(out, (0, 3, 1, 2, 4, 5)).reshape(call.rows, call.time, call.heads, plan.value_dim)
+
+
+def pages_of(plan: Arrangement, interpret: Any) -> TokenTiles | HeadTiles:
+    """How the pages of a call lie in memory."""
     return TokenTiles(plan, bool(interpret)) if plan.token_tiles else HeadTiles(plan)
 
 
@@ -147,7 +158,7 @@ def _kernel(plan: Arrangement, pages: TokenTiles | HeadTiles, interpret: Any) ->
         share = pl.program_id(0) * SHARE_FIELDS
         its = (integers.shares[share + field] for field in (FIRST_ROW, END_ROW, COUNT))
         arrays = Arrays(integers.table, q, out, new, written)
-        _Core(plan, pages, integers, arrays, memory, appends(plan, integers, new, written, rest), *its).run()
+        Core(plan, pages, integers, arrays, memory, appends(plan, integers, new, written, rest), *its).run()
 
     pool = pl.BlockSpec(memory_space=pltpu.HBM)
     of_row = plan.groups, plan.queries
@@ -189,7 +200,7 @@ def _kernel(plan: Arrangement, pages: TokenTiles | HeadTiles, interpret: Any) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class _Core:
+class Core:
     """A core at work.
 
     Attributes:
@@ -269,42 +280,46 @@ class _Core:
 
         def chunk(i, _):
             there, here = self.arrays.table.at[row, pl.ds(i, 1)], self.memory.tables.at[place, pl.ds(i, 1)]
-            _act(pltpu.make_async_copy(there, here, self.memory.lists.at[place]), start)
+            act(pltpu.make_async_copy(there, here, self.memory.lists.at[place]), start)
 
         lax.fori_loop(0, -(-pages // LANES), chunk, None)
 
     def copy_queries(self, row: Array, start: bool) -> None:
         place = lax.rem(row, np.int32(self.plan.depth))
         copy = pltpu.make_async_copy(self.arrays.q.at[row], self.memory.queries.at[place], self.memory.rows.at[place])
-        _act(copy, start)
+        act(copy, start)
 
     def copy_out(self, row: Array, start: bool) -> None:
         place = lax.rem(row, np.int32(OUTPUTS))
         copy = pltpu.make_async_copy(self.memory.outs.at[place], self.arrays.out.at[row], self.memory.results.at[place])
-        _act(copy, start)
+        act(copy, start)
 
     def page(self, row: Array, number: Array) -> Array:
         """The page that holds the tokens with this number of a row."""
         place = lax.rem(row, np.int32(self.plan.depth + 1))
         return self.memory.tables[place, number // LANES, number % LANES]
 
+    def block_of(self, unit: Unit) -> Array:
+        """Which block of its row's table a unit is."""
+        return unit.block
+
     def live_tokens(self, unit: Unit) -> Array:
         """How many places of the unit lie before END."""
-        return jnp.clip(self.field(unit.row, END) - unit.block * self.plan.span, 0, self.plan.span)
+        return jnp.clip(self.field(unit.row, END) - self.block_of(unit) * self.plan.span, 0, self.plan.span)
 
     def copy_block(self, unit: Unit, start: bool) -> None:
         """Brings the live part of a block's pages, and to a row's last block its new tokens."""
         place, size = lax.rem(unit.number, np.int32(self.plan.depth)), self.plan.call.page_size
         both = list(zip(self.arrays.pools, self.memory.buffers, strict=True))
         semaphore = self.memory.blocks.at[place]
-        ahead = unit.block * (self.plan.span // size)
+        ahead = self.block_of(unit) * (self.plan.span // size)
 
         def copy(i, first, count):
             page = self.page(unit.row, ahead + i) if start else jnp.int32(0)
             for pool, buffer in both:
                 source = self.pages.of_page(pool, page, first, count)
                 for each in self.pages.copies(source, buffer.at[place], i * size + first, count, semaphore):
-                    _act(each, start)
+                    act(each, start)
 
         each_piece(size, self.pages.least, self.live_tokens(unit), copy)
 
@@ -313,7 +328,7 @@ class _Core:
             for new, buffer in zip(self.arrays.new, self.memory.buffers, strict=True):
                 source, count = self.pages.new_tokens(new, unit.row)
                 for each in self.pages.copies(source, buffer.at[place], self.plan.span, count, semaphore):
-                    _act(each, start)
+                    act(each, start)
 
     def compute(self, unit: Unit) -> None:
         """Attends to a block; behind a row's last one its outputs and new tokens are written."""
@@ -321,12 +336,7 @@ class _Core:
         pl.when(unit.block == 0)(self.memory.softmax.clear)
         self.copy_block(unit, False)
         last = self.is_last(unit)
-        clean = (unit.block < self.field(unit.row, CLEAN)) & ~last
-
-        pl.when(clean)(lambda: self.add(unit, self.plan.span, None, None))
-        pl.when(~clean)(
-            lambda: self.add(unit, self.plan.columns, self.visible(unit, last), partial(self.live, unit, last))
-        )
+        self.attend(unit, last)
 
         @pl.when(last)
         def _():
@@ -339,27 +349,48 @@ class _Core:
                 self.memory.outs[place, group] = self.memory.softmax.result(group).astype(self.plan.call.dtype)
             self.copy_out(unit.row, True)
 
-    def add(self, unit: Unit, count: int, seen: Array | None, live: Callable[[Array], Array] | None) -> None:
+    def attend(self, unit: Unit, last: Array) -> None:
+        """Adds a block, which is there, to the sums."""
+        clean = (unit.block < self.field(unit.row, CLEAN)) & ~last
+        pl.when(clean)(lambda: self.add(unit, self.plan.span, None, None))
+
+        @pl.when(~clean)
+        def _():
+            visible = self.visible(unit, last)
+            self.add(unit, self.plan.columns, lambda _: visible, partial(self.live, unit, last))
+
+    def add(
+        self,
+        unit: Unit,
+        count: int,
+        seen: Callable[[int], Array] | None,
+        live: Callable[[Array], Array] | None,
+    ) -> None:
         """Adds the first tokens of a unit's buffers to all groups.
 
         Args:
           unit: Which.
           count: Tokens.
-          seen: bool [queries or 1, count · packed], which a query sees; None: all.
+          seen: Of a group, bool [queries or 1, count · packed], which its queries see; None: all.
           live: bool, of the numbers of tokens: those that are there; None: all.
         """
         plan = self.plan
         place, row = lax.rem(unit.number, np.int32(plan.depth)), lax.rem(unit.row, np.int32(plan.depth))
-        if plan.packed > 1:
-            shape = plan.queries, count * plan.packed
-            its = lax.rem(index(shape, 1), np.int32(plan.packed)) == index(shape, 0) // plan.call.queries
-            seen = its if seen is None else seen & its
-        buffers = [buffer.at[place] for buffer in self.memory.buffers]
+        buffers, own = [buffer.at[place] for buffer in self.memory.buffers], self.own_heads(count)
         for group in range(plan.groups):
             keys = self.pages.rows(buffers[0], group, count)
             values = self.pages.rows(buffers[-1], group, count, live)
+            which = own if seen is None else seen(group) if own is None else seen(group) & own
             q = self.memory.queries[row, group]
-            self.memory.softmax.add(group, q, keys, values[:, : plan.value_dim], seen, plan.scale)
+            self.memory.softmax.add(group, q, keys, values[:, : plan.value_dim], which, plan.scale)
+
+    def own_heads(self, count: int) -> Array | None:
+        """bool [queries, count · packed]: which keys are of a query's own key head; None: all."""
+        plan = self.plan
+        if plan.packed == 1:
+            return None
+        shape = plan.queries, count * plan.packed
+        return lax.rem(index(shape, 1), np.int32(plan.packed)) == index(shape, 0) // plan.call.queries
 
     def live(self, unit: Unit, last: Array, token: Array) -> Array:
         """bool, like `token`, the numbers of tokens in a unit's buffer: whether something is there."""
@@ -380,6 +411,11 @@ class _Core:
         real = jnp.where(last, self.field(row, REAL), 0)
         return (committed & (gone == 0)) | has_bit(real, token - plan.span)
 
+    def query_tokens(self) -> Array:
+        """int32 [queries, 1]: which of the row's new tokens each query of a group is."""
+        call = self.plan.call
+        return lax.rem(index((self.plan.queries, 1), 0) // call.group, np.int32(call.time))
+
     def visible(self, unit: Unit, last: Array) -> Array:
         """bool [queries or 1, columns · packed]: which tokens of a unit's buffer each query sees."""
         plan, call = self.plan, self.plan.call
@@ -387,7 +423,7 @@ class _Core:
         live = self.live(unit, last, index((1, width), 1) // plan.packed)
         if call.time == 1:
             return live
-        query = lax.rem(index((plan.queries, 1), 0) // call.group, np.int32(call.time))
+        query = self.query_tokens()
         bits = jnp.zeros((plan.queries, 1), jnp.int32)
         for t in range(call.time):
             bits = jnp.where(query == t, self.integers.visible[unit.row * call.time + t], bits)
@@ -395,6 +431,6 @@ class _Core:
         return live & ((token < plan.span) | has_bit(bits, token - plan.span))
 
 
-def _act(copy: Any, start: bool) -> None:
+def act(copy: Any, start: bool) -> None:
     """Starts a copy, or waits for one of its shape."""
     (copy.start if start else copy.wait)()

@@ -151,3 +151,20 @@ class TileAppends(TokenAppends):
             there, here = pool.at[page, :, pl.ds(first, SUBLANES)], tiles.at[place, t]
             pairs.append((there, here) if come else (here, there))
         return [pltpu.make_async_copy(source, to, semaphore) for source, to in pairs]
+
+
+class NoAppends(TokenAppends):
+    """Nothing is appended."""
+
+    @staticmethod
+    def scratch(plan: Arrangement) -> list[Any]:
+        return []
+
+    def clear(self) -> None:
+        pass
+
+    def start(self, row: Array, buffers: Sequence[Any]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass

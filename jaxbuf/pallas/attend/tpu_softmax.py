@@ -39,7 +39,7 @@ class Softmax(NamedTuple):
         self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
         self.out[...] = jnp.zeros(self.out.shape, jnp.float32)
 
-    def add(self, group: int, q: Array, keys: Array, values: Array, seen: Array | None, scale: float) -> None:
+    def add(self, group: Any, q: Array, keys: Array, values: Array, seen: Array | None, scale: float) -> None:
         """Adds keys for the queries of a group.
 
         Args:
