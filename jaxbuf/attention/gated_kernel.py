@@ -105,7 +105,10 @@ def _local_pages(
     live = (position >= local.frontier[:, None]) & (position < start[:, None]) & (launch.slots > 0)[:, None]
     live = live & jnp.repeat(local.table > 0, size, axis=1)
     holds = jnp.any(live.reshape(rows, columns, size), axis=2)
-    order = jnp.argsort(~holds, axis=1, stable=True)
+    # Where each page goes, and which page comes to each place. (A TPU's program that sorts takes long to compile.)
+    first = jnp.cumsum(holds, axis=1, dtype=jnp.int32)
+    goes = jnp.where(holds, first, first[:, -1:] + jnp.cumsum(~holds, axis=1, dtype=jnp.int32)) - 1
+    order = jnp.argmax(goes[:, None] == jnp.arange(columns, dtype=jnp.int32)[None, :, None], axis=2).astype(jnp.int32)
     table = jnp.take_along_axis(jnp.where(holds, local.table, 0), order, axis=1)
 
     def reordered(x: Array) -> Array:

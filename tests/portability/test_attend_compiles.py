@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxbuf.attention import gated
 from jaxbuf.attention.latent import LatentPages, append_and_attend_latent
 from jaxbuf.attention.paged_launch import append_and_attend
+from jaxbuf.memory.sequences import make_launch
 from jaxbuf.pallas.tpu_memory import vmem_bytes
+from jaxbuf.target import as_target
 from tests.pallas.test_attend import shapes, step
 from tests.portability.artefact import pool_copies, unaliased, vmem_bytes_used
 from tests.portability.topologies import GENERATIONS, compile_for
@@ -91,3 +94,47 @@ def test_narrow_heads_are_padded_once_a_program():
     compiled = compile_for("v5e", run, steps, *given, donate_argnums=(4,))
     copies = pool_copies(compiled, given[3])
     assert all(line.startswith("main") for line in copies), copies
+
+
+GATED = [
+    *((generation, (32, 1, 32, 8, 128), False) for generation in GENERATIONS),  # Llama 8B
+    ("v5e", (16, 5, 16, 4, 256), True),
+    ("v6e", (16, 2, 4, 1, 128), False),  # one of 8 chips
+    ("tpu7x", (8, 16, 32, 8, 128), True),
+]
+
+
+@pytest.mark.parametrize("generation, sizes, trees", GATED)
+def test_gated_attention_compiles_and_writes_in_place(generation, sizes, trees):
+    rows, time, heads, kv_heads, head_dim = sizes
+    how = {"slots": rows, "kv_heads": kv_heads, "head_dim": head_dim, "max_pending": 16, "trees": trees}
+    how |= {"window": 256, "pages": rows * kv_heads * 160, "capacity": 8192, "dtype": jnp.bfloat16}
+    cache = jax.eval_shape(lambda: gated.init(**how))
+
+    def make(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    inputs = [make(rows, time, n, head_dim) for n in (heads, kv_heads, kv_heads)]
+    inputs.append(make(rows, time, kv_heads, dtype=jnp.float32))
+    where = {name: make(rows, dtype=jnp.int32) for name in ("slots", "lengths")}
+    if trees:
+        where["parents"] = make(rows, time, dtype=jnp.int32)
+
+    def begun(cache, gates, where):
+        """A layer's memory when it attends, and the plan that it goes by: what comes before is XLA's for any target."""
+        of, layers = cache.sequences, (cache.layer,)
+        time, target = gates.shape[1], as_target(generation)
+        launch = make_launch(of.committed, of.max_pending, **where, time=time, target=target)
+        plan, _, (layer,) = gated._KIND.begin(cache.shared, layers, launch, (gates > 0.4,))
+        return plan, layer
+
+    plan, layer = jax.eval_shape(begun, cache, inputs[3], where)
+
+    def run(plan, layer, inputs):
+        return plan.attend(layer, *inputs, implementation="tpu")
+
+    compiled = compile_for(generation, run, plan, layer, inputs, donate_argnums=(1,))
+    assert compiled.as_text().count("tpu_custom_call") >= 1
+    pools = [getattr(layer, name) for name in ("keys", "values", "admitted_keys", "admitted_values")]
+    assert pool_copies(compiled, pools) == []
+    assert vmem_bytes_used(compiled) <= vmem_bytes(generation)
