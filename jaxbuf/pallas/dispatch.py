@@ -79,7 +79,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "extend": _hopper("extend") | _tpu("extend"),
     "fold": _hopper("extend") | _tpu("extend"),  # one new token, which is appended nowhere
     "prepare": _hopper("prepare"),
-    "gated_norm": _hopper("gated_norm"),
+    "gated_norm": _hopper("gated_norm") | _tpu("gated_norm"),
     "project": _hopper("project"),
     "gated_project": _hopper("project"),
     "add_and_norm": _hopper("add_and_norm"),

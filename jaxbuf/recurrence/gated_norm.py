@@ -60,12 +60,13 @@ def gated_norm(
 def _gated_norm(eps: float, activation: Activation, asked: Asked | None, out: Array, z: Array, weight: Array) -> Array:
     if asked is not None:
         # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
-        from jaxbuf.pallas.gated_norm import Call, gpu, supports
+        from jaxbuf.pallas import gated_norm as kernels
 
         heads = out.shape[0] * out.shape[1] * out.shape[2]
-        call = Call(heads, eps, out=out.dtype, z=z.dtype, activation=activation)
-        if asked.takes(supports(call, value_dim=out.shape[3])):
-            kernel = partial(gpu.gated_norm, call, interpret=asked.interpret)
+        call = kernels.Call(heads, eps, out=out.dtype, z=z.dtype, activation=activation)
+        if asked.takes(kernels.supports(call, value_dim=out.shape[3], platform=asked.platform)):
+            by = kernels.tpu if asked.platform == "tpu" else kernels.gpu
+            kernel = partial(by.gated_norm, call, interpret=asked.interpret)
             return differentiable(kernel, partial(_defined, eps, activation))(out, z, weight)
     return _defined(eps, activation, out, z, weight)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.recurrence.gated_norm import gated_norm
+from tests.pallas.attending import LATE
 
 
 def new_arrays(rng, rows, time, heads, dtype, dim=128):
@@ -24,17 +25,25 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(rows, time, dtype):
     "dtype, bound, activation",
     [(jnp.float32, 1e-5, "silu"), (jnp.float32, 1e-5, "sigmoid"), (jnp.bfloat16, 2**-6, "silu")],
 )
-def test_the_gpu_kernel_is_the_xla_path(rng, dtype, bound, activation):
+@pytest.mark.parametrize("platform, how", [("gpu", True), ("tpu", True), ("tpu", LATE)])
+def test_a_kernel_is_the_xla_path(rng, platform, how, dtype, bound, activation):
     arrays = new_arrays(rng, 3, 2, 4, dtype)
-    how = {"eps": 1e-6, "activation": activation}
-    found = gated_norm(*arrays, **how, implementation="gpu", interpret=True)
-    expected = gated_norm(*arrays, **how, implementation="xla")
+    norm = {"eps": 1e-6, "activation": activation}
+    found = gated_norm(*arrays, **norm, implementation=platform, interpret=how)
+    expected = gated_norm(*arrays, **norm, implementation="xla")
     assert found.dtype == expected.dtype and found.shape == expected.shape
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), rtol=bound, atol=1e-6)
     if dtype == jnp.bfloat16:
         # Both round the same two numbers. Where one lies halfway, sums of another order decide (one in 40,000 numbers):
         # then an ulp, 2**-7, after the norm can be two after the gate. What rounded elsewhere would differ everywhere.
         assert np.mean(np.asarray(found != expected)) < 0.01
+
+
+def test_heads_that_do_not_fill_lanes_are_xlas_on_a_tpu(rng):
+    arrays = new_arrays(rng, 1, 1, 4, jnp.float32, 80)
+    reason = "a value_dim that is a multiple of 128, got 80"
+    with pytest.raises(ValueError, match=f'implementation="tpu" can not serve this gated_norm: it needs {reason}'):
+        gated_norm(*arrays, eps=1e-6, implementation="tpu", target="v6e")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +56,8 @@ def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, heads, 
         gated_norm(*arrays, eps=1e-6, implementation="gpu", target="H100")
 
 
-def test_the_gpu_kernel_has_the_gradient_of_the_xla_path(rng):
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_kernel_has_the_gradient_of_the_xla_path(rng, platform):
     """Of the output, the gate and the scale, for a random direction."""
     arrays = new_arrays(rng, 3, 2, 4, jnp.float32)
     direction = jnp.asarray(rng.standard_normal(arrays[1].shape), jnp.float32)
@@ -55,6 +65,6 @@ def test_the_gpu_kernel_has_the_gradient_of_the_xla_path(rng):
     def gradients(**how):
         return jax.grad(lambda arrays: jnp.vdot(gated_norm(*arrays, eps=1e-6, **how), direction))(arrays)
 
-    found, expected = gradients(implementation="gpu", interpret=True), gradients(implementation="xla")
+    found, expected = gradients(implementation=platform, interpret=True), gradients(implementation="xla")
     for kernel, xla in zip(found, expected, strict=True):
         np.testing.assert_allclose(kernel, xla, rtol=0, atol=1e-5 * np.abs(xla).max())
