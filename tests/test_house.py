@@ -97,7 +97,7 @@ def test_there_is_no_module_called_utils():
 def test_no_two_modules_have_one_name():
     """But for packages, what every operation's kernels have, and commands, benchmarks among them, which are named as
     what they run."""
-    shared = {"__init__", "__main__", "call", "gpu"}
+    shared = {"__init__", "__main__", "call", "gpu", "tpu"}
     commands = {PACKAGE / "bench" / f"{program.name}.py" for program in PROGRAMS}
     names = collections.Counter(path.stem for path in MODULES if path.parent.name != "cli" and path not in commands)
     assert {name for name, number in names.items() if number > 1} <= shared

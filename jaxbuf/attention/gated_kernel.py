@@ -95,7 +95,9 @@ def attend_gated(
 
 def _local_pages(
     plan: "LaunchedGated", memory: GatedKV, time: int
-) -> tuple[Int32[Array, "rows columns"], Int32[Array, "rows places kv_heads"], Int32[Array, "rows places"]]:
+) -> tuple[
+    Int32[Array, "rows local_columns"], Int32[Array, "rows local_places kv_heads"], Int32[Array, "rows local_places"]
+]:
     """The local pages that hold something, those first; at their places bit t of whether new token t sees it with a
     head; and 1 where a place holds a token."""
     launch, local, size = plan.launch, plan.local, memory.page_size
@@ -143,14 +145,21 @@ def _new_tokens(
 
 
 def _blocked(
-    places: Int32[Array, "rows places n"],
+    places: Int32[Array, "rows local_places n"],
     new: Int32[Array, "rows time n"],
-    is_last: Bool[Array, "rows blocks"],
+    is_last: Bool[Array, "rows _"],
     span: int,
     room: int,
-) -> Int32[Array, "rows blocks columns n"]:
+) -> Int32[Array, "rows _ _ n"]:
     """Numbers of places in blocks, behind each block those of new tokens where it is its row's last one, and zeros
-    elsewhere."""
+    elsewhere: [rows, blocks, span + room, n].
+
+    Args:
+      places, new: Numbers of each place, and of each new token.
+      is_last: [rows, blocks], whether a block is its row's last one.
+      span: Places of a block.
+      room: Places behind these for new tokens.
+    """
     rows, blocks = is_last.shape
     places = jnp.pad(places, ((0, 0), (0, blocks * span - places.shape[1]), (0, 0)))
     new = jnp.pad(new, ((0, 0), (0, room - new.shape[1]), (0, 0)))

@@ -134,6 +134,30 @@ def same_pages(found, expected):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_tpu_kernel_gives_what_xla_gives_where_pages_are_missing(rng, kv_heads):
+    """A page among those of committed tokens, and the last ones, of which a new token wants one; a slot that is full;
+    a slot that does not exist."""
+    launch = make_launch(rng, Sizes((9, 40, 21, 30, 77), 3, 4, kv_heads, 64, page_size=8, dtype="float32"))
+    q, k, v, kv, table = launch.arrays
+    slots = launch.integers["slots"]
+    table = table.at[slots[1], 2].set(0).at[slots[2], 2:].set(0)
+    start = launch.integers["start"].at[3].set(8 * table.shape[1] - 1)
+    where = launch.integers | {"start": start, "lengths": jnp.full(5, 3, jnp.int32)}
+    clean = [jnp.where(jnp.isnan(x), 0.5, x) for x in (q, k, v)]
+    kv = jax.tree.map(lambda x: jnp.where(jnp.isnan(x), 0.25, x), kv)
+    by = {"tpu": {"interpret": LATE}, "xla": {}}
+    found, expected = (
+        jax.jit(
+            lambda where, name=name, how=how: append_and_attend(*clean, kv, table, **where, implementation=name, **how)
+        )(where | {"slots": slots.at[4].set(99)})
+        for name, how in by.items()
+    )
+    assert not interpreter.races.races_found
+    np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-5)
+    same_pages(found[1], expected[1])
+
+
 @pytest.mark.parametrize("how", [LATE, EARLY])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_the_tpu_kernel_waits_for_its_copies_and_stays_in_bounds(rng, how, kv_heads):
