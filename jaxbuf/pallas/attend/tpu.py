@@ -43,10 +43,10 @@ from jaxbuf.pallas.attend.tpu_call import (
     SHARE_FIELDS,
     Arrangement,
     Integers,
+    vmem_limit,
 )
 from jaxbuf.pallas.attend.tpu_pages import HeadTiles, TokenTiles, each_piece
 from jaxbuf.pallas.attend.tpu_softmax import Softmax, has_bit, index
-from jaxbuf.pallas.tpu_memory import MEBIBYTE
 
 OUTPUTS = 2  # rows whose outputs are in VMEM at once
 
@@ -191,7 +191,7 @@ def _kernel(plan: Arrangement, pages: TokenTiles | HeadTiles, interpret: Any) ->
             ],
             input_output_aliases={len(given) - pools + i: 1 + i for i in range(pools)},
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=(pltpu.PARALLEL,), vmem_limit_bytes=plan.vmem + 8 * MEBIBYTE
+                dimension_semantics=(pltpu.PARALLEL,), vmem_limit_bytes=vmem_limit(plan.vmem, plan.generation)
             ),
             interpret=interpret,
         )(*given)

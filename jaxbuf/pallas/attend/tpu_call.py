@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.attend.call import Call
-from jaxbuf.pallas.tpu_memory import vmem_bytes
+from jaxbuf.pallas.tpu_memory import MEBIBYTE, vmem_bytes
 
 LANES, SUBLANES = 128, 8
 KIB = 2**10
@@ -174,6 +174,16 @@ def arrange(call: Call, generation: str, *, rank: int | None = None, scale: floa
         plan = dataclasses.replace(plan, span=2 * plan.span)
     deeper = [dataclasses.replace(plan, depth=depth) for depth in range(3, MOST_DEPTH + 1)]
     return [plan, *(each for each in deeper if 2 * each.vmem <= vmem_bytes(generation))][-1]
+
+
+def vmem_limit(buffers: int, generation: str) -> int:
+    """Bytes of VMEM that a kernel may use: its buffers, and room for what the compiler keeps beside them.
+
+    Args:
+      buffers: Bytes of these.
+      generation: As in `Target`.
+    """
+    return min(buffers + 8 * MEBIBYTE, vmem_bytes(generation))
 
 
 def up(number: int, multiple: int) -> int:

@@ -27,11 +27,19 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxbuf.axes import Array
 from jaxbuf.pallas.attend.tpu import OUTPUTS, Arrays, Core, Memory, Unit, act, by_groups, by_tokens, pages_of
 from jaxbuf.pallas.attend.tpu_append import NoAppends
-from jaxbuf.pallas.attend.tpu_call import COUNT, END_ROW, FIRST_ROW, LANES, SHARE_FIELDS, Arrangement, Integers
+from jaxbuf.pallas.attend.tpu_call import (
+    COUNT,
+    END_ROW,
+    FIRST_ROW,
+    LANES,
+    SHARE_FIELDS,
+    Arrangement,
+    Integers,
+    vmem_limit,
+)
 from jaxbuf.pallas.attend.tpu_pages import HeadTiles, each_piece
 from jaxbuf.pallas.attend.tpu_softmax import Softmax, has_bit, index
 from jaxbuf.pallas.attend_gated.tpu_arrange import GatedArrangement, GatedIntegers
-from jaxbuf.pallas.tpu_memory import MEBIBYTE
 
 
 def attend_gated(
@@ -142,7 +150,7 @@ def _kernel(plan: GatedArrangement, pages: Any, lists: HeadTiles, interpret: Any
             ),
             out_shape=jax.ShapeDtypeStruct((call.rows, *of_row, call.head_dim), call.dtype),
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=(pltpu.PARALLEL,), vmem_limit_bytes=plan.vmem + 8 * MEBIBYTE
+                dimension_semantics=(pltpu.PARALLEL,), vmem_limit_bytes=vmem_limit(plan.vmem, local.generation)
             ),
             interpret=interpret,
         )(*integers, gated[0], table, *gated[1:], *rest)
