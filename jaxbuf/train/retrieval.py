@@ -25,7 +25,7 @@ from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import cast, named_parameters, replace_parameters
-from jaxbuf.train.ahead import made_ahead
+from jaxbuf.train.examples_ahead import made_ahead
 from jaxbuf.train.retrieval_plan import PLANS, Plan
 from jaxbuf.train.retrieval_tasks import END, Example, Mixture
 from jaxbuf.train.schedule import Phase, Rate, phase_at
