@@ -65,6 +65,13 @@ def train_gate(
             help="Weight of the penalty: the higher, the fewer keys are kept. Without it 0.06; of heads 0.05."
         ),
     ] = None,
+    soft: Annotated[
+        str,
+        typer.Option(
+            help="How gates count while they are trained: bias, added to scores as their logarithm (the paper's), or "
+            "share, of the values: then few end half open, and a sparsity of 0.16 and more is a good start."
+        ),
+    ] = "bias",
     steps: Annotated[int, typer.Option(help="Steps of the optimizer.", **options.whole(1))] = 100,
     rows: Annotated[int, typer.Option(help="Sequences of a step.", **options.whole(1))] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.", **options.whole(2))] = 1024,
@@ -124,7 +131,9 @@ def train_gate(
     from jaxbuf.bench import report
     from jaxbuf.train.write_gate import GateTraining
 
-    sizes = {"steps": steps, "rows": rows, "length": length, "pieces": pieces, "seed": seed}
+    if soft not in ("bias", "share"):
+        raise typer.BadParameter(f"must be bias or share, got {soft!r}", param_hint="--soft")
+    sizes = {"steps": steps, "rows": rows, "length": length, "pieces": pieces, "seed": seed, "soft": soft}
     recipe = _recipe(score, width, sinks, sparsity, rate, window=window, threshold=threshold, **sizes)
     if share is not None and not 0 <= share <= 1:
         raise typer.BadParameter(f"must be in [0, 1], got {share}", param_hint="--share")
