@@ -33,6 +33,7 @@ from tests.portability.artefact import host_transfers, pool_copies, unaliased, v
 from tests.portability.topologies import compile_for
 
 ROWS = 64
+SLOTS = np.arange(1, ROWS + 1, dtype=np.int32)
 PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}  # as JAX names them where it lowers
 MARKS = {"gpu": r"@mosaic_gpu|cudnn\$fmha", "tpu": "tpu_custom_call"}  # of a kernel in what was lowered
 
@@ -105,7 +106,7 @@ def extending(spec: RecurrenceSpec, time: int = 1, *, tree: bool = False, **size
     cache = jax.eval_shape(lambda: buffered.init(spec, slots=ROWS, limit=16, max_pending=8, **sizes))
 
     def run(cache, parents, *inputs, **how):
-        return buffered.extend(spec, cache, *inputs, slots=np.arange(1, ROWS + 1), parents=parents, **how)
+        return buffered.extend(spec, cache, *inputs, slots=SLOTS, parents=parents, **how)
 
     parents = integers(ROWS, time) if tree else None
     return Case(run, (cache, parents, *_inputs(spec, ROWS, time)), (0,))
@@ -113,14 +114,18 @@ def extending(spec: RecurrenceSpec, time: int = 1, *, tree: bool = False, **size
 
 def folding(spec: RecurrenceSpec) -> Case:
     cache = jax.eval_shape(lambda: buffered.init(spec, slots=ROWS, limit=16, max_pending=8))
-    return Case(lambda cache, **how: buffered.fold(spec, cache, slots=np.arange(1, ROWS + 1), **how), (cache,), (0,))
+    return Case(
+        lambda cache, **how: buffered.fold(spec, cache, slots=SLOTS, **how),
+        (cache,),
+        (0,),
+    )
 
 
 def prefilling(spec: RecurrenceSpec) -> Case:
     cache = jax.eval_shape(lambda: buffered.init(spec, slots=ROWS, limit=16, max_pending=8))
 
     def run(cache, *inputs, **how):
-        return buffered.prefill(spec, cache, *inputs, slots=np.arange(1, 5), **how)
+        return buffered.prefill(spec, cache, *inputs, slots=np.arange(1, 5, dtype=np.int32), **how)
 
     return Case(run, (cache, *_inputs(spec, 4, 512)), (0,))
 
@@ -137,7 +142,7 @@ def preparing(spec: RecurrenceSpec, time: int = 1) -> Case:
     gate = shape(ROWS, time, spec.heads, dtype=jnp.float32)
 
     def run(ring, weights, qkv, a, b, start, lengths, **how):
-        where = {"slots": np.arange(1, ROWS + 1), "start": start, "lengths": lengths}
+        where = {"slots": SLOTS, "start": start, "lengths": lengths}
         return prepare(spec, weights, ring, qkv, a, b, **where, **how)
 
     weights = Weights(shape(channels, 4), heads, heads)
@@ -156,7 +161,7 @@ def attending(heads: int, kv_heads: int, head_dim: int, time: int = 1, *, tree: 
         where |= {"order": integers(rows + 1, 16), "ancestors": shape(rows, time, time, dtype=jnp.bool_)}
 
     def run(q, k, v, kv, table, where, **how):
-        return append_and_attend(q, k, v, kv, table, slots=np.arange(1, rows + 1), **where, **how)
+        return append_and_attend(q, k, v, kv, table, slots=np.arange(1, rows + 1, dtype=np.int32), **where, **how)
 
     inputs = [shape(rows, time, n, head_dim) for n in (heads, kv_heads, kv_heads)]
     return Case(run, (*inputs, PagedKV(pages, pages), integers(rows + 1, 64), where), (3,))
@@ -168,7 +173,7 @@ def attending_gated(heads: int, kv_heads: int, head_dim: int) -> Case:
     cache = jax.eval_shape(lambda: gated.init(**sizes, **pages))
 
     def run(cache, q, k, v, gates, **how):
-        return gated.extend(cache, q, k, v, gates, slots=np.arange(1, ROWS + 1), threshold=0.5, **how)
+        return gated.extend(cache, q, k, v, gates, slots=SLOTS, threshold=0.5, **how)
 
     keys = shape(ROWS, 1, kv_heads, head_dim)
     gates = shape(ROWS, 1, kv_heads, dtype=jnp.float32)
@@ -182,7 +187,7 @@ def attending_latent(heads: int, time: int = 1) -> Case:
     where = {"start": integers(ROWS), "lengths": integers(ROWS)}
 
     def run(q, latents, pages, up, table, where, **how):
-        return append_and_attend_latent(q, latents, pages, up, table, slots=np.arange(1, ROWS + 1), **where, **how)
+        return append_and_attend_latent(q, latents, pages, up, table, slots=SLOTS, **where, **how)
 
     q, latents = shape(ROWS, time, heads, own + shared), shape(ROWS, time, rank + shared)
     return Case(run, (q, latents, pages, shape(heads, 2 * own, rank), integers(ROWS + 1, 64), where), (2,))
