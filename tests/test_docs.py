@@ -98,6 +98,7 @@ def test_docstrings_of_dataclasses_explain_the_fields_that_are_there_and_no_othe
 @pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("api"))
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # whose plots pages show
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", "site"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=550)
