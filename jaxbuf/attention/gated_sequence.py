@@ -96,8 +96,7 @@ def attend_sequence(
     it lies, of the gradients of its scores.
     """
     check_sizes(window=window)
-    if soft not in get_args(Soft.__value__):
-        raise ValueError(f'soft must be "bias" or "share", got {soft!r}')
+    check_soft(soft)
     rows, time = check_gated(q, k, v, gates, threshold, lengths)
     lengths = jnp.full(rows, time, jnp.int32) if lengths is None else jnp.minimum(jnp.asarray(lengths, jnp.int32), time)
     live = (jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None])[:, :, None]
@@ -315,6 +314,12 @@ def _joined(blocks: Array, axis: int) -> Array:
     """Blocks along the first axis, joined along this one of what each is."""
     moved = jnp.moveaxis(blocks, 0, axis)
     return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+
+
+def check_soft(soft: Soft) -> None:
+    """Raises a ValueError where it is no way for gates to be soft."""
+    if soft not in get_args(Soft.__value__):
+        raise ValueError(f'soft must be "bias" or "share", got {soft!r}')
 
 
 def check_gated(q: Array, k: Array, v: Array, gates: Array, threshold, lengths) -> tuple[int, int]:

@@ -131,8 +131,6 @@ def train_gate(
     from jaxbuf.bench import report
     from jaxbuf.train.write_gate import GateTraining
 
-    if soft not in ("bias", "share"):
-        raise typer.BadParameter(f"must be bias or share, got {soft!r}", param_hint="--soft")
     sizes = {"steps": steps, "rows": rows, "length": length, "pieces": pieces, "seed": seed, "soft": soft}
     recipe = _recipe(score, width, sinks, sparsity, rate, window=window, threshold=threshold, **sizes)
     if share is not None and not 0 <= share <= 1:

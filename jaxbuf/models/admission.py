@@ -18,7 +18,7 @@ from flax import nnx
 from jaxbuf.arguments import check_sizes
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.gated_pages import WhenFull
-from jaxbuf.attention.gated_sequence import Mixture, Soft
+from jaxbuf.attention.gated_sequence import Mixture, Soft, check_soft
 from jaxbuf.axes import Array, Float, Float32, Int32
 from jaxbuf.models.layers import Norm, normal, ones, parameter, rms_norm, zeros
 from jaxbuf.models.tensor_parallel import Part
@@ -104,6 +104,7 @@ class Admission:
 
     def __post_init__(self):
         check_sizes(window=self.window)
+        check_soft(self.soft)
         if not isinstance(self.keep, int | float) or not 0 < self.keep <= 1:
             raise ValueError(f"keep must be a number above 0 and at most 1, got {self.keep!r}")
         if self.when_full not in get_args(WhenFull):

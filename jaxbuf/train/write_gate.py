@@ -23,7 +23,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbuf.arguments import check_sizes
-from jaxbuf.attention.gated_sequence import Soft
+from jaxbuf.attention.gated_sequence import Soft, check_soft
 from jaxbuf.axes import Array, Bool, Float32, Int, Int32
 from jaxbuf.models import decoder
 from jaxbuf.models.admission import Admission, BorrowedNeuron, HeadScore, HiddenScore, Score, WriteGate
@@ -91,8 +91,7 @@ class Recipe:
             raise ValueError(f"length must be above window ({self.window}): no key leaves it, got {self.length}")
         if self.penalty not in ("residency", "gate", "mean"):
             raise ValueError(f"penalty must be 'residency', 'gate' or 'mean', got {self.penalty!r}")
-        if self.soft not in ("bias", "share"):
-            raise ValueError(f"soft must be 'bias' or 'share', got {self.soft!r}")
+        check_soft(self.soft)
         if self.tunes not in ("gates", "model"):
             raise ValueError(f"tunes must be 'gates' or 'model', got {self.tunes!r}")
         for name in ("sparsity", "rate", "weight_decay"):
