@@ -78,7 +78,8 @@ def _tpu(package: str) -> dict[str, Kernel]:
 KERNELS: dict[str, dict[str, Kernel]] = {
     "extend": _hopper("extend") | _tpu("extend"),
     "fold": _hopper("extend") | _tpu("extend"),  # one new token, which is appended nowhere
-    "prepare": _hopper("prepare"),
+    "prepare": _hopper("prepare") | _tpu("prepare"),
+    "convolve": _tpu("prepare"),
     "gated_norm": _hopper("gated_norm") | _tpu("gated_norm"),
     "project": _hopper("project"),
     "gated_project": _hopper("project"),

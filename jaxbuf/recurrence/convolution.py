@@ -4,7 +4,12 @@ The input of absolute position p lies at ring row p % ring, so that the number o
 what. Rejecting drafts only resets that number, and nothing in the ring moves. Where trees of tokens are served, each
 slot has a list of ring rows, in which entry p % ring is the row of input p. Accepting a path permutes the list; the
 inputs stay where they are.
+
+An input lies in the ring as rows of 128 channels (`channel_rows`). On a TPU such rows fill whole tiles, so that an
+input can be copied by itself; of an array that ends with all channels, tiles would hold several inputs each.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +18,33 @@ import numpy as np
 from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_slots
 from jaxbuf.axes import Array, Float, Int, Int32
 from jaxbuf.memory.tree import check_parents
+from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.target import Target
 
+LANES = 128  # channels of a row of the ring, as a TPU's tiles have columns
 LONG = 64  # Tokens from which a convolution is computed once, in place of in each of those that read it.
 
 
 def init_ring(
     *, slots: int, channels: int, width: int, max_pending: int, dtype: jnp.dtype
-) -> Float[Array, "{slots}+1 {width}-1+{max_pending} {channels}"]:
+) -> Float[Array, "{slots}+1 {width}-1+{max_pending} channel_rows lanes"]:
     """Returns an empty ring of a convolution of so many channels; row 0 is the null slot.
 
-    It has room for max_pending inputs and the width - 1 inputs before them. So a pending input never overwrites one
-    that the next step may read, however many of the pending ones are accepted. The dtype is that of the inputs.
+    Its last two axes are `channel_rows(channels)`. It has room for max_pending inputs and the width - 1 inputs before
+    them. So a pending input never overwrites one that the next step may read, however many of the pending ones are
+    accepted. The dtype is that of the inputs.
 
     Raises:
       ValueError: A size below 1 (width below 2), or not a whole number.
     """
     check_sizes(slots=slots, channels=channels, max_pending=max_pending)
     check_sizes(width=width, least=2)
-    return jnp.zeros((slots + 1, width - 1 + max_pending, channels), dtype)
+    return jnp.zeros((slots + 1, width - 1 + max_pending, *channel_rows(channels)), dtype)
+
+
+def channel_rows(channels: int) -> tuple[int, int]:
+    """How an input lies in a ring: rows of 128 channels each, or one row if the channels are no multiple of 128."""
+    return (channels // LANES, LANES) if channels % LANES == 0 else (1, channels)
 
 
 def init_ring_order(*, slots: int, width: int, max_pending: int) -> Int32[Array, "{slots}+1 {width}-1+{max_pending}"]:
@@ -79,7 +93,7 @@ def causal_convolution(
 
 
 def extend_ring(
-    ring: Float[Array, "slots ring channels"],
+    ring: Float[Array, "slots ring channel_rows lanes"],
     weight: Float[Array, "channels width"],
     x: Float[Array, "rows time channels"],
     *,
@@ -88,7 +102,10 @@ def extend_ring(
     lengths: Int[Array, "rows"],
     order: Int32[Array, "slots ring"] | None = None,
     parents: Int[Array, "rows time"] | None = None,
-) -> tuple[Float[Array, "rows time channels"], Float[Array, "slots ring channels"]]:
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
+) -> tuple[Float[Array, "rows time channels"], Float[Array, "slots ring channel_rows lanes"]]:
     """Convolves the next inputs of each slot with what its ring holds before them, and writes them into the ring.
 
     Serves prefill (any time) and decoding alike. Pending inputs (at most the ring's max_pending, see `init_ring`) are
@@ -106,15 +123,18 @@ def extend_ring(
         first = start brings an accepted path to the front.
       parents: The input before each one, of a lower index, -1 for the committed tail; needs `order` and at most
         max_pending inputs. None: each follows the one before.
+      implementation, interpret, target: As in `jaxbuf.recurrence.launch.extend_pool`; target None: what x lies on.
 
     Returns:
       y in x's dtype, before the activation, and the ring.
 
     Raises:
-      ValueError: Integers that do not fit; or, where they are known, out of range (under jit a slot out of range is a
-        null one, and start and lengths are clamped), or a slot repeated.
+      ValueError: Shapes or integers that do not fit; or, where they are known, out of range (under jit a slot out of
+        range is a null one, and start and lengths are clamped), or a slot repeated; or the implementation asked for
+        can't serve the call; it says why.
     """
     time, size, history = x.shape[1], ring.shape[1], weight.shape[1] - 1
+    check_ring(ring, x.shape[2])
     slots, start, lengths = launch_integers(ring, slots, start, lengths, time)
     if parents is not None and (order is None or parents.shape != x.shape[:2] or time > size - history):
         raise ValueError(
@@ -123,13 +143,81 @@ def extend_ring(
         )
     if parents is not None:
         parents = check_parents(parents, x.shape[0], time)
+    asked = ask("convolve", implementation, target, (x,), interpret=interpret)
+    return _extend_ring(asked, ring, weight, x, slots, start, lengths, order, parents)
+
+
+@partial(jax.jit, static_argnums=0)
+def _extend_ring(
+    asked: Asked | None,
+    ring: Array,
+    weight: Array,
+    x: Array,
+    slots: Array,
+    start: Array,
+    lengths: Array,
+    order: Array | None,
+    parents: Array | None,
+) -> tuple[Array, Array]:
+    if asked is not None:
+        # Imported here: Pallas takes a while, and a CPU has no use for it.
+        from jaxbuf.pallas.prepare import Convolution, convolution_reason, tpu
+
+        sizes = {"rows": x.shape[0], "time": x.shape[1], "channels": x.shape[2]}
+        ring_sizes = {"width": weight.shape[1], "ring": ring.shape[1], "stored": ring.dtype}
+        call = Convolution(**sizes, **ring_sizes, dtype=x.dtype, tree=parents is not None)
+        if asked.takes(convolution_reason(call, generation=asked.generation)):
+            places = tpu.Places(*ring_places(ring, weight.shape[1], x.shape[1], slots, start, lengths, order), parents)
+            how = {"generation": asked.generation, "interpret": asked.interpret}
+            return tpu.convolve(call, ring, weight, x, places, **how)
+    return convolve_with_xla(ring, weight, x, slots, start, lengths, order, parents)
+
+
+def ring_places(
+    ring: Float[Array, "slots ring channel_rows lanes"],
+    width: int,
+    time: int,
+    slots: Int32[Array, "rows"],
+    start: Int32[Array, "rows"],
+    lengths: Int32[Array, "rows"],
+    order: Int32[Array, "slots ring"] | None,
+) -> tuple[Int32[Array, "rows {width}-1"], Int32[Array, "rows {time}"]]:
+    """Where the inputs of a launch of at most max_pending tokens lie, in a ring whose first two axes are one.
+
+    Returns:
+      The places of the width - 1 inputs before the new ones, oldest first, -1 for those before the first token; and the
+      places of the new inputs, -1 for those that are not real. All are -1 for slot 0.
+    """
+    size, history = ring.shape[1], width - 1
+    positions = start[:, None] - history + jnp.arange(history + time, dtype=jnp.int32)[None]
+    rows = jnp.maximum(positions, 0) % size
+    if order is not None:
+        rows = jnp.take_along_axis(order[slots], rows, axis=1)
+    there = (positions >= 0) & (positions < (start + lengths)[:, None]) & (slots > 0)[:, None]
+    places = jnp.where(there, slots[:, None] * size + rows, -1)
+    return places[:, :history], places[:, history:]
+
+
+def convolve_with_xla(
+    ring: Float[Array, "slots ring channel_rows lanes"],
+    weight: Float[Array, "channels width"],
+    x: Float[Array, "rows time channels"],
+    slots: Int32[Array, "rows"],
+    start: Int32[Array, "rows"],
+    lengths: Int32[Array, "rows"],
+    order: Int32[Array, "slots ring"] | None,
+    parents: Int32[Array, "rows time"] | None,
+) -> tuple[Float[Array, "rows time channels"], Float[Array, "slots ring channel_rows lanes"]]:
+    """`extend_ring` compiled by XLA, on arguments that were checked: the definition of its kernels."""
+    (rows, time, channels), size, history = x.shape, ring.shape[1], weight.shape[1] - 1
 
     def rows_of(positions):
         return positions % size if order is None else jnp.take_along_axis(order[slots], positions % size, axis=1)
 
     before = start[:, None] - history + jnp.arange(history, dtype=start.dtype)[None]
     known = (before >= 0) & (slots > 0)[:, None]
-    previous = jnp.where(known[..., None], ring[slots[:, None], rows_of(before)], jnp.zeros((), ring.dtype))
+    previous = ring[slots[:, None], rows_of(before)].reshape(rows, history, channels)
+    previous = jnp.where(known[..., None], previous, jnp.zeros((), ring.dtype))
     y = causal_convolution(x, weight, previous) if parents is None else _along_paths(x, weight, previous, parents)
     offsets = jnp.arange(time, dtype=start.dtype)[None]
     real = (offsets < lengths[:, None]) & (slots > 0)[:, None]
@@ -139,12 +227,20 @@ def extend_ring(
         offsets = lengths[:, None] - size + jnp.arange(size, dtype=start.dtype)[None]
         real = (offsets >= 0) & (slots > 0)[:, None]
         x = jnp.take_along_axis(x, jnp.maximum(offsets, 0)[..., None], axis=1)
-    rows = jnp.where(real, rows_of(start[:, None] + offsets), size)
-    return y, ring.at[slots[:, None], rows].set(x.astype(ring.dtype), mode="drop")
+    places = jnp.where(real, rows_of(start[:, None] + offsets), size)
+    x = x.astype(ring.dtype).reshape(*x.shape[:2], *ring.shape[2:])
+    return y, ring.at[slots[:, None], places].set(x, mode="drop")
+
+
+def check_ring(ring: Float[Array, "slots ring channel_rows lanes"], channels: int) -> None:
+    """Raises a ValueError for a ring that is not one of `init_ring`, of so many channels."""
+    lying = channel_rows(channels)
+    if ring.ndim != 4 or ring.shape[2:] != lying:
+        raise ValueError(f"ring must be [slots + 1, ring, {lying[0]}, {lying[1]}], got shape {ring.shape}")
 
 
 def launch_integers(
-    ring: Float[Array, "slots ring channels"],
+    ring: Float[Array, "slots ring channel_rows lanes"],
     slots: Int[Array, "rows"],
     start: Int[Array, "rows"],
     lengths: Int[Array, "rows"],

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows
 from jaxbuf.axes import Array, Float, Float32, Int, Int32
+from jaxbuf.memory.tree import check_parents
 from jaxbuf.pallas.dispatch import Asked, ask
-from jaxbuf.recurrence.convolution import causal_convolution, extend_ring, launch_integers
+from jaxbuf.recurrence.convolution import causal_convolution, check_ring, extend_ring, launch_integers, ring_places
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.target import Target
 
@@ -75,7 +76,7 @@ def prepare_sequence(
 def prepare(
     spec: RecurrenceSpec,
     weights: Weights,
-    ring: Float[Array, "slots ring channels"],
+    ring: Float[Array, "slots ring channel_rows lanes"],
     qkv: Float[Array, "rows time channels"],
     a: Float32[Array, "rows time heads"],
     b: Float32[Array, "rows time heads"],
@@ -88,7 +89,7 @@ def prepare(
     implementation: str = "auto",
     interpret: bool = False,
     target: Target | str | None = None,
-) -> tuple[Inputs, Float[Array, "slots ring channels"]]:
+) -> tuple[Inputs, Float[Array, "slots ring channel_rows lanes"]]:
     """The inputs of the recurrence for the next tokens of each slot, which its ring of the last inputs takes in.
 
     Args:
@@ -105,8 +106,7 @@ def prepare(
       ValueError: A shape or dtype does not fit, or the implementation asked for can't serve the call; it says why.
     """
     _check(spec, weights, qkv, a, b)
-    if ring.ndim != 3 or ring.shape[2] != qkv.shape[2]:
-        raise ValueError(f"ring must be [slots + 1, ring, {qkv.shape[2]}], got shape {ring.shape}")
+    check_ring(ring, qkv.shape[2])
     check_rows("slots", slots, qkv.shape[0])
     asked = ask("prepare", implementation, target, (qkv,), interpret=interpret)
     where = {"slots": slots, "start": start, "lengths": lengths, "order": order, "parents": parents}
@@ -133,28 +133,40 @@ def _prepare(
     # A kernel must not be given a slot past the ring: it would write where another array lies.
     slots, start, lengths = launch_integers(ring, slots, start, lengths, qkv.shape[1])
     if asked is not None:
-        # Imported here: Pallas' GPU part takes a while, and a CPU has no use for it.
-        from jaxbuf.pallas.prepare import Call, gpu, supports
+        # Imported here: Pallas takes a while, and a CPU has no use for it.
+        from jaxbuf.pallas import prepare as kernels
 
-        call = Call(
+        call = kernels.Call(
             rows=qkv.shape[0],
             time=qkv.shape[1],
             heads=spec.heads,
             key_heads=spec.key_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            width=weights.convolution.shape[1],
             ring=ring.shape[1],
+            tree=parents is not None,
+            ordered=order is not None,
             eps=EPS,
             dtype=qkv.dtype,
             stored=ring.dtype,
         )
-        width = weights.convolution.shape[1]
-        tree = order is not None or parents is not None
-        reason = supports(call, key_dim=spec.key_dim, value_dim=spec.value_dim, width=width, tree=tree)
+        reason = kernels.supports(call, platform=asked.platform, generation=asked.generation)
         if asked.takes(reason):
-            integers = slots, start, lengths
-            inputs, ring = gpu.prepare(call, ring, weights, (qkv, a, b), integers, interpret=asked.interpret)
+            if asked.platform == "tpu":
+                if parents is not None:
+                    parents = check_parents(parents, call.rows, call.time)
+                found = ring_places(ring, call.width, call.time, slots, start, lengths, order)
+                places = kernels.tpu.Places(*found, parents)
+                how = {"generation": asked.generation, "interpret": asked.interpret}
+                inputs, ring = kernels.tpu.prepare(call, ring, weights, (qkv, a, b), places, **how)
+            else:
+                integers = slots, start, lengths
+                by_gpu = kernels.gpu.prepare
+                inputs, ring = by_gpu(call, ring, weights, (qkv, a, b), integers, interpret=asked.interpret)
             return Inputs(*inputs), ring
     where = {"slots": slots, "start": start, "lengths": lengths, "order": order, "parents": parents}
-    mixed, ring = extend_ring(ring, weights.convolution, qkv, **where)
+    mixed, ring = extend_ring(ring, weights.convolution, qkv, **where, implementation="xla")
     return _inputs(spec, weights, mixed, a, b), ring
 
 

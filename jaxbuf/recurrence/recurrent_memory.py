@@ -52,7 +52,7 @@ class RecurrentCache:
     """
 
     pool: Pool
-    ring: Float[Array, "slots ring channels"] | None
+    ring: Float[Array, "slots ring channel_rows lanes"] | None
 
 
 @jax.tree_util.register_dataclass

@@ -91,7 +91,7 @@ class LaunchedRecurrence(_Plan):
     ) -> tuple[Float[Array, "rows time channels"], "RecurrentCache"]:
         """The causal convolution of x, before bias and activation."""
         assert memory.ring is not None  # a mixer with a convolution has made it
-        y, ring = extend_ring(memory.ring, weight, x, **self._where)
+        y, ring = extend_ring(memory.ring, weight, x, **self._where, target=self.target)
         return y, dataclasses.replace(memory, ring=ring)
 
     def recur(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.recurrence import RecurrenceSpec
-from jaxbuf.recurrence.convolution import init_ring, init_ring_order
+from jaxbuf.recurrence.convolution import extend_ring, init_ring, init_ring_order
 from jaxbuf.recurrence.prepare import Inputs, Weights, prepare
 from tests.gpu import checks
 
@@ -38,10 +38,6 @@ def new_ring(spec, rows, dtype, max_pending=MAX_PENDING):
     return jnp.full_like(ring, jnp.nan)  # what no slot has written reaches nothing
 
 
-def prepare_on_gpu(*arguments, **integers):
-    return prepare(*arguments, **integers, implementation="gpu", interpret=True)
-
-
 @pytest.mark.parametrize("time, rows, dtype", [(1, 256, "bfloat16"), (5, 1, "float32"), (16, 128, "bfloat16")])
 def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, rows, dtype):
     rng, dtype = np.random.default_rng(0), jnp.dtype(dtype)
@@ -61,8 +57,9 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, rows, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["gpu", "tpu"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps(rng, dtype):
+def test_a_kernel_is_the_xla_path_over_ragged_steps(rng, dtype, implementation):
     weights, ring, slots = new_weights(rng, SMALL, dtype), new_ring(SMALL, ROWS, dtype), jnp.array([2, 0, 3])
     start = np.zeros(ROWS, np.int32)
     # A null slot, no token, fewer than all; in the later steps the ring has come round.
@@ -76,7 +73,8 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps(rng, dtype):
         raw = (jnp.where(np.arange(TIME)[None, :, None] < np.array(lengths)[:, None, None], raw[0], jnp.nan), *raw[1:])
         where = {"slots": slots, "start": jnp.asarray(start), "lengths": jnp.array(lengths)}
         expected, ring_expected = prepare(SMALL, weights, ring, *raw, **where, implementation="xla")
-        found, ring = prepare_on_gpu(SMALL, weights, ring, *raw, **where)
+        how = {"implementation": implementation, "interpret": True}
+        found, ring = prepare(SMALL, weights, ring, *raw, **where, **how)
         np.testing.assert_array_equal(np.asarray(ring, np.float32), np.asarray(ring_expected, np.float32))
         for name, x, y in zip(Inputs._fields, found, expected, strict=True):
             assert x.dtype == y.dtype
@@ -91,13 +89,16 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps(rng, dtype):
         start = start + np.array(accepted, np.int32)
 
 
-def test_tokens_at_once_and_one_by_one_are_the_same_bits(rng):
+@pytest.mark.parametrize("implementation", ["gpu", "tpu"])
+def test_tokens_at_once_and_one_by_one_are_the_same_bits(rng, implementation):
+    how = {"implementation": implementation, "interpret": True}
     weights, ring = new_weights(rng, SMALL, jnp.bfloat16), jnp.zeros_like(new_ring(SMALL, 1, jnp.bfloat16))
     raw, one = new_raw(rng, SMALL, 1, TIME, jnp.bfloat16), jnp.ones(1, jnp.int32)
-    at_once, ring_at_once = prepare_on_gpu(SMALL, weights, ring, *raw, slots=one, start=5 * one, lengths=TIME * one)
+    where = {"slots": one, "start": 5 * one, "lengths": TIME * one}
+    at_once, ring_at_once = prepare(SMALL, weights, ring, *raw, **where, **how)
     for t in range(TIME):
-        token, (slots, start, lengths) = [x[:, t : t + 1] for x in raw], (one, (5 + t) * one, one)
-        found, ring = prepare_on_gpu(SMALL, weights, ring, *token, slots=slots, start=start, lengths=lengths)
+        token, where = [x[:, t : t + 1] for x in raw], {"slots": one, "start": (5 + t) * one, "lengths": one}
+        found, ring = prepare(SMALL, weights, ring, *token, **where, **how)
         *vectors, log_decay, beta = zip(found, at_once, strict=True)
         for x, y in vectors:
             np.testing.assert_array_equal(x[:, 0], y[:, t])
@@ -124,6 +125,76 @@ def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, t
     ring = new_ring(spec, 1, change.get("ring", jnp.float32))
     with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this prepare: it needs {reason}'):
         prepare(spec, weights, ring, *raw, **where, implementation="gpu", target="H100")
+
+
+@pytest.mark.parametrize(
+    "spec, time, change, reason",
+    [
+        (RecurrenceSpec(4, 4, 64, 64), 1, {}, "key_dim and value_dim 128, got 64, 64"),
+        (SMALL, MAX_PENDING + 1, {}, "1 to 4 tokens at once, got 5"),
+        (SMALL, 1, {"ring": jnp.bfloat16}, "a ring of the inputs' dtype float32, got bfloat16"),
+    ],
+)
+def test_what_the_tpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, time, change, reason):
+    weights, raw = new_weights(rng, spec, jnp.float32), new_raw(rng, spec, 1, time, jnp.float32)
+    where = {name: jnp.ones(1, jnp.int32) for name in ("slots", "start", "lengths")}
+    ring = new_ring(spec, 1, change.get("ring", jnp.float32))
+    with pytest.raises(ValueError, match=f'implementation="tpu" can not serve this prepare: it needs {reason}'):
+        prepare(spec, weights, ring, *raw, **where, implementation="tpu", target="v6e")
+
+
+@pytest.mark.parametrize(
+    "channels, integers, reason",
+    [
+        (200, ROWS, "channels that are a multiple of 128, got 200"),
+        (256, 40_000, "at most 512 KiB of integers, got 40000 rows"),
+    ],
+)
+def test_which_convolutions_the_tpu_kernel_cannot_serve(channels, integers, reason):
+    shapes = (integers, 1, channels), (channels, 4), (integers,)
+    x, weight, where = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    ring = jax.eval_shape(lambda: init_ring(slots=2, channels=channels, width=4, max_pending=4, dtype=jnp.float32))
+
+    def run(ring, weight, x, where):
+        slots = jnp.zeros(integers, jnp.int32)
+        lengths = where.astype(jnp.int32)
+        return extend_ring(
+            ring, weight, x, slots=slots, start=lengths, lengths=lengths, implementation="tpu", target="v6e"
+        )
+
+    with pytest.raises(ValueError, match=f"can not serve this convolve: it needs {reason}"):
+        jax.eval_shape(run, ring, weight, x, where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("finish", [False, True], ids=["convolution", "prepare"])
+def test_the_tpu_kernel_follows_trees_over_permuted_rings(rng, finish):
+    """Several programs, the last of which has rows to spare; null slots, dead tokens, NaN in what is dead."""
+    rows, time, dtype = 11, 4, jnp.float32
+    weights, ring = new_weights(rng, SMALL, dtype), new_ring(SMALL, rows, dtype)
+    order = init_ring_order(slots=rows, width=4, max_pending=MAX_PENDING)
+    order = jnp.asarray(rng.permuted(np.asarray(order), axis=1), jnp.int32)
+    slots = np.where(rng.random(rows) < 0.2, 0, rng.permutation(rows) + 1)
+    parents = np.array([[rng.integers(-1, t) if t else -1 for t in range(time)] for _ in range(rows)])
+    start = np.zeros(rows, np.int32)
+    for _ in range(3):
+        lengths = rng.integers(0, time + 1, rows)
+        raw = new_raw(rng, SMALL, rows, time, dtype)
+        raw = (jnp.where(np.arange(time)[None, :, None] < lengths[:, None, None], raw[0], jnp.nan), *raw[1:])
+        integers = {"slots": slots, "start": start, "lengths": lengths, "parents": parents}
+        where = {name: jnp.asarray(x, jnp.int32) for name, x in integers.items()} | {"order": order}
+        both = []
+        for how in ({"implementation": "xla"}, {"implementation": "tpu", "interpret": True}):
+            if finish:
+                found, after = prepare(SMALL, weights, ring, *raw, **where, **how)
+            else:
+                found, after = extend_ring(ring, weights.convolution, raw[0], **where, **how)
+            both.append((jax.tree.leaves(found), after))
+        (expected, ring), (found, after) = both
+        np.testing.assert_array_equal(after, ring)
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        start = start + np.where(slots > 0, rng.integers(0, lengths + 1), 0)
 
 
 @pytest.mark.slow

@@ -260,7 +260,10 @@ def test_a_step_on_a_slice_is_estimated_from_its_bandwidth():
         ({"device": "v3-8"}, r"device must be one of v4, v5e, v5p, v6e, tpu7x, with the number of its chips .*'v3-8'"),
         ({"device": "v6e-0"}, "device must be one of"),
         ({"device": 4}, "device must be one of .* got 4"),
-        ({"device": "v6e-3"}, r"heads of the linear layers \(32\) must be a multiple of the mesh axis \"tensor\" \(3\)"),
+        (
+            {"device": "v6e-3"},
+            r"linear layers \(32\) must be a multiple of the mesh axis \"tensor\" \(3\)",
+        ),
         ({}, "memory_bytes or device must be given, and not both, got None and None"),
         ({"device": "v6e", "memory_bytes": 10**9}, "memory_bytes or device must be given, and not both"),
     ],

@@ -25,7 +25,7 @@ from jaxbuf.models.residual import add_and_norm
 from jaxbuf.pallas.dispatch import KERNELS
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.recurrence.chunked import chunked
-from jaxbuf.recurrence.convolution import init_ring
+from jaxbuf.recurrence.convolution import extend_ring, init_ring
 from jaxbuf.recurrence.gated_norm import gated_norm
 from jaxbuf.recurrence.prepare import Weights, prepare
 from jaxbuf.target import Target, as_target, lowering_for
@@ -149,6 +149,15 @@ def preparing(spec: RecurrenceSpec, time: int = 1) -> Case:
     return Case(run, (ring, weights, shape(ROWS, time, channels), gate, gate, integers(ROWS), integers(ROWS)), (0,))
 
 
+def convolving(channels: int, time: int = 1) -> Case:
+    ring = jax.eval_shape(lambda: init_ring(slots=ROWS, max_pending=8, channels=channels, width=4, dtype=jnp.bfloat16))
+
+    def run(ring, weight, x, start, lengths, **how):
+        return extend_ring(ring, weight, x, slots=SLOTS, start=start, lengths=lengths, **how)
+
+    return Case(run, (ring, shape(channels, 4), shape(ROWS, time, channels), integers(ROWS), integers(ROWS)), (0,))
+
+
 def norming(heads: int, dim: int) -> Case:
     arrays = shape(ROWS, 1, heads, dim), shape(ROWS, 1, heads * dim), shape(dim)
     return Case(functools.partial(gated_norm, eps=1e-6), arrays)
@@ -225,6 +234,11 @@ ALL_CASES: dict[str, dict[str, Callable[[], Case]]] = {
         "Gated DeltaNet (Qwen3.5-4B)": functools.partial(preparing, QWEN),
         "Gated DeltaNet, 5 tokens": functools.partial(preparing, QWEN, 5),
         "Gated DeltaNet, one of 8 devices": functools.partial(preparing, FAMILIES["Gated DeltaNet, one of 8 devices"]),
+    },
+    "convolve": {
+        "Mamba-2 (Nemotron-3-Nano-4B)": functools.partial(convolving, 96 * 80 + 2 * 8 * 128),
+        "Mamba-2, one of 8 devices": functools.partial(convolving, 12 * 80 + 2 * 128),
+        "Kimi Delta Attention (Kimi-Linear), 5 tokens": functools.partial(convolving, 3 * 32 * 128, 5),
     },
     "gated_norm": {
         "32 heads of 128 (Qwen3.5-4B)": functools.partial(norming, 32, 128),

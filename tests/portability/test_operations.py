@@ -18,6 +18,7 @@ LEFT_TO_XLA: dict[tuple[str, str, str], str] = {
         for family in ("Mamba-2 (Nemotron-3-Nano-4B)", "Mamba-2 (Falcon-H1-7B)", "Mamba-2, one of 8 devices")
     },
     ("prepare", "Gated DeltaNet, one of 8 devices", "gpu"): "it needs key heads in fours, got 2",
+    ("convolve", "Mamba-2, one of 8 devices", "tpu"): "it needs channels that are a multiple of 128, got 1216",
     ("gated_norm", "16 heads of 64", "gpu"): "it needs value_dim 128, got 64",
     ("gated_norm", "16 heads of 64", "tpu"): "it needs a value_dim that is a multiple of 128, got 64",
 }

@@ -110,7 +110,7 @@ def test_many_at_once_and_one_by_one_are_the_same_bits(sequences, weight):
 
 
 def test_null_slot_reads_zeros_and_writes_nothing(sequences, weight, rng):
-    ring = rng.standard_normal((4, WIDTH - 1 + MAX_PENDING, CHANNELS)).astype(np.float32)
+    ring = rng.standard_normal((4, WIDTH - 1 + MAX_PENDING, 1, CHANNELS)).astype(np.float32)
     ring[0] = np.nan
     slots, start = np.array([0, 2, 0, 1, 0], np.int32), np.full(5, 9, np.int32)
     y, after = run_extend(ring, weight, sequences[:, :5], slots=slots, start=start, lengths=np.full(5, 5, np.int32))
@@ -137,6 +137,12 @@ def test_gradients_are_those_of_the_definition(sequences, weight, rng):
     np.testing.assert_allclose(by_weight, expected, rtol=1e-4, atol=1e-4)
     backwards = np.stack([convolve(row[::-1], weight)[::-1] for row in direction])
     np.testing.assert_allclose(by_input, backwards, atol=1e-5)
+
+
+def test_an_input_lies_in_rows_of_128_channels():
+    sizes = {"slots": 2, "width": 4, "max_pending": 5, "dtype": jnp.float32}
+    assert init_ring(channels=384, **sizes).shape == (3, 8, 3, 128)
+    assert init_ring(channels=200, **sizes).shape == (3, 8, 1, 200)
 
 
 @pytest.mark.parametrize("name", ["slots", "channels", "width", "max_pending"])

@@ -157,14 +157,14 @@ def test_branches_of_a_tree_are_the_sequences_they_continue(weights, raw):
         ({"a": (3, 4, 3)}, r"a must be float32 \(3, 4, 4\), got float32 \(3, 4, 3\)"),
         ({"dt_bias": (3,)}, r"dt_bias must be float32 \(4,\), got float32 \(3,\)"),
         ({"convolution": (43, 4)}, r"convolution must be \[44, width\], got shape \(43, 4\)"),
-        ({"ring": (4, 7, 43)}, r"ring must be \[slots \+ 1, ring, 44\], got shape \(4, 7, 43\)"),
+        ({"ring": (4, 7, 1, 43)}, r"ring must be \[slots \+ 1, ring, 1, 44\], got shape \(4, 7, 1, 43\)"),
         ({"start": (3,)}, r"start must be int32 \[3\], one number a row, got float32 \(3,\)"),
         ({"decay": "none"}, """spec.decay must be "head", got 'none'"""),
-        ({"implementation": "tpu"}, 'implementation="tpu" has no kernel for prepare yet'),
+        ({"implementation": "tpu"}, 'implementation="tpu" can not serve this prepare: its kernel is written for TPUs'),
     ],
 )
 def test_what_does_not_fit_is_an_error_that_names_it(change, message):
-    shapes = {"qkv": (3, 4, 44), "a": (3, 4, 4), "b": (3, 4, 4), "ring": (4, 7, 44)}
+    shapes = {"qkv": (3, 4, 44), "a": (3, 4, 4), "b": (3, 4, 4), "ring": (4, 7, 1, 44)}
     shapes |= {"convolution": (44, 4), "A_log": (4,), "dt_bias": (4,)}
     words = {name: change.pop(name) for name in ("decay", "implementation") if name in change}
     arrays = {

@@ -115,7 +115,9 @@ def repeated(lm, devices):
         if hasattr(layer, "pool"):
             keys = 2 * spec.key_heads * spec.key_dim
             found[1] += (max(1, devices // spec.key_heads) - 1) * layer.pool.keys.nbytes
-            found[1] += (max(1, devices // spec.key_heads) - 1) * layer.ring.nbytes * keys // layer.ring.shape[-1]
+            found[1] += (
+                (max(1, devices // spec.key_heads) - 1) * layer.ring.nbytes * keys // math.prod(layer.ring.shape[2:])
+            )
         elif hasattr(layer, "latents"):
             found[1] += (devices - 1) * layer.latents.nbytes
         else:

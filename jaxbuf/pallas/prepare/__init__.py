@@ -1,33 +1,74 @@
-"""The kernel of `prepare`, and what it can serve."""
+"""The kernels of `prepare` and, on TPUs, of its convolution alone, and what they can serve."""
+
+import importlib
+from typing import Any
 
 import jax.numpy as jnp
 
-from jaxbuf.pallas.prepare import gpu
-from jaxbuf.pallas.prepare.call import Call
+from jaxbuf.pallas.prepare.call import Call, Convolution
 
-__all__ = ["Call", "gpu", "supports"]
+__all__ = ["Call", "Convolution", "convolution_reason", "gpu", "supports", "tpu"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def supports(call: Call, *, key_dim: int, value_dim: int, width: int, tree: bool) -> str | None:
-    """Whether the GPU kernel serves a call.
+def __getattr__(name: str) -> Any:
+    """A platform's kernel is imported when it is asked for: each imports that platform's part of Pallas."""
+    if name in ("gpu", "tpu"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def supports(call: Call, *, platform: str = "gpu", generation: str = "") -> str | None:
+    """Whether a platform's kernel serves a call.
 
     Args:
       call: The call.
-      key_dim, value_dim: As in `RecurrenceSpec`.
-      width: Taps of the convolution.
-      tree: Whether a token may follow another than the one before it.
+      platform: "gpu" or "tpu".
+      generation: Of the TPU, as in `jaxbuf.target.Target`.
 
     Returns:
       None if it does; else what it needs, and what came instead.
     """
+    if platform == "tpu":
+        from jaxbuf.pallas.prepare import tpu
+
+        dims = (call.key_dim, call.value_dim)
+        if dims != (tpu.LANES, tpu.LANES):
+            return f"it needs key_dim and value_dim {tpu.LANES}, got {dims[0]}, {dims[1]}"
+        return convolution_reason(call.convolution, generation=generation)
+    from jaxbuf.pallas.prepare import gpu
+
     most = min(gpu.MOST_TOKENS, call.ring - gpu.WIDTH + 1)
-    needs = (
-        ((key_dim, value_dim) == (gpu.DIM, gpu.DIM), f"key_dim and value_dim {gpu.DIM}, got {key_dim}, {value_dim}"),
+    dims = f"key_dim and value_dim {gpu.DIM}, got {call.key_dim}, {call.value_dim}"
+    return _first_unmet(
+        (call.key_dim == call.value_dim == gpu.DIM, dims),
         (call.key_heads % gpu.HEADS == 0, f"key heads in fours, got {call.key_heads}"),
-        (width == gpu.WIDTH, f"a convolution of width {gpu.WIDTH}, got {width}"),
-        (not tree, "tokens in sequence, got order or parents"),
+        (call.width == gpu.WIDTH, f"a convolution of width {gpu.WIDTH}, got {call.width}"),
+        (not (call.tree or call.ordered), "tokens in sequence, got order or parents"),
         (1 <= call.time <= most, f"1 to {most} tokens at once, got {call.time}"),
+        *_dtype_needs(call),
+    )
+
+
+def convolution_reason(call: Convolution, *, generation: str = "") -> str | None:
+    """Whether the TPU kernel serves a call of the convolution alone; as `supports`."""
+    from jaxbuf.pallas.prepare import tpu
+
+    most, words = min(tpu.MOST_TOKENS, call.ring - call.width + 1), tpu.count_words(call)
+    return _first_unmet(
+        (call.channels % tpu.LANES == 0, f"channels that are a multiple of {tpu.LANES}, got {call.channels}"),
+        (1 <= call.time <= most, f"1 to {most} tokens at once, got {call.time}"),
+        *_dtype_needs(call),
+        (4 * words <= tpu.SCALARS, f"at most {tpu.SCALARS // 1024} KiB of integers, got {call.rows} rows"),
+        (tpu.program_rows(call, generation) > 0, f"a row in VMEM, got {call.channels} channels and {call.time} tokens"),
+    )
+
+
+def _dtype_needs(call: Call | Convolution) -> tuple[tuple[bool, str], ...]:
+    return (
         (call.dtype in (jnp.float32, jnp.bfloat16), f"float32 or bfloat16 inputs, got {call.dtype.name}"),
         (call.stored == call.dtype, f"a ring of the inputs' dtype {call.dtype.name}, got {call.stored.name}"),
     )
+
+
+def _first_unmet(*needs: tuple[bool, str]) -> str | None:
     return next((f"it needs {need}" for met, need in needs if not met), None)

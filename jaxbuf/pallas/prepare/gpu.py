@@ -49,7 +49,7 @@ def prepare(
 
     Args:
       call: The call's sizes and dtypes.
-      ring: [slots + 1, call.ring, channels]. It is written in place.
+      ring: [slots + 1, call.ring, channels / 128, 128]. It is written in place.
       weights: The convolution's [channels, 4], A_log and dt_bias f32 [heads].
       inputs: qkv [rows, T, channels]; a and b f32 [rows, T, heads].
       integers: slots, start and lengths, int32 [rows].
@@ -61,10 +61,10 @@ def prepare(
     """
     by_head = call.all_heads, DIM
     (convolution, *rates), (qkv, *gates) = weights, inputs
-    ref = jax.new_ref(ring.reshape(*ring.shape[:2], *by_head))
+    ref = jax.new_ref(ring)  # a head has 128 channels, and the ring rows of as many
     arrays = convolution.reshape(*by_head, WIDTH), *rates, qkv.reshape(call.rows, call.time, *by_head), *gates
     out = _kernel(call, interpret)(*integers, *arrays, ref)
-    return tuple(out), jax.freeze(ref).reshape(ring.shape)
+    return tuple(out), jax.freeze(ref)
 
 
 def _kernel(call: Call, interpret: bool):
