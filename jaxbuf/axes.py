@@ -27,7 +27,7 @@ get wrong, the functions themselves say.
     hidden       numbers of a token between layers
     channels     numbers of a token in a short convolution
     width        taps of a convolution
-    channel_rows rows in which an input of a convolution lies in its ring
+    channel_rows  rows in which an input of a convolution lies in its ring
     lanes        channels of such a row: 128, or all of them
     vocab        tokens that a model knows
     words        of 32 bits, one bit for each token that a model knows
