@@ -4,6 +4,9 @@ import re
 from collections.abc import Iterator
 from itertools import takewhile
 
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
 import jaxbuf
 
 project = "jaxbuf"
@@ -17,6 +20,9 @@ smartquotes = False  # "bfloat16" is typed as it stands, and so is --limit
 suppress_warnings = ["ref.python"]  # the [rows] in "int32 [rows]: ..." of a property, which napoleon takes for a name
 html_theme = "furo"
 html_title = f"jaxbuf {version}"
+html_math_renderer = "mathml"  # what browsers render themselves: pages need no script and no network
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
 autosummary_generate = True
 autosummary_imported_members = True
@@ -78,7 +84,23 @@ def shorten_types(app, what, name, obj, options, lines: list[str]) -> None:
     lines[:] = [re.sub(r"\bjaxtyping\.(?=\w+\[)", "", line) for line in lines]
 
 
+def visit_math(translator, node: nodes.math) -> None:
+    """Writes an equation within a line."""
+    translator.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def visit_displayed_math(translator, node: nodes.math_block) -> None:
+    """Writes an equation of its own; several lines are aligned at their `&`, as in LaTeX's aligned."""
+    text = node.astext()
+    if r"\\" in text or "&" in text:
+        text = rf"\begin{{aligned}}{text}\end{{aligned}}"
+    translator.body.append(f'<div class="math">{tex2mathml(text, as_block=True)}</div>')
+    raise nodes.SkipNode
+
+
 def setup(app) -> None:
     """Called by Sphinx."""
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_displayed_math, None))
     app.connect("autodoc-process-docstring", follow_conventions, priority=400)  # napoleon has 500
     app.connect("autodoc-process-docstring", shorten_types, priority=600)
