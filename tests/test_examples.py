@@ -24,6 +24,8 @@ def test_each_example_can_be_read_in_one_sitting():
         "rollouts.py",
         "rows.py",
         "score.py",
+        "train_gates.py",
+        "train_layer.py",
     ]
     assert all(len(path.read_text().splitlines()) <= 50 for path in EXAMPLES)
 
@@ -67,3 +69,26 @@ def test_policy_gradients_raise_the_reward_and_compile_nothing_more(capsys):
     assert least.min() >= 0.999 and most.max() <= 1.001
     assert rewards[-3:].mean() > 1.2 * rewards[:2].mean()
     assert set(programs) == {programs[0]}
+
+
+@pytest.mark.slow
+@pytest.mark.foreign
+def test_a_layer_trained_from_scratch_recalls_what_chance_does_not(capsys):
+    printed = run("train_layer.py", capsys)
+    steps = re.findall(r"^step \d+: loss (\S+), (\S+)% right, by chance (\S+)%$", printed, re.MULTILINE)
+    losses, right, chance = (np.array(column, float) for column in zip(*steps, strict=True))
+    assert right[0] < 2 * chance[0] and losses[0] > 3
+    assert right[-1] > 80 and losses[-1] < 0.7
+
+
+@pytest.mark.slow
+def test_trained_gates_keep_few_keys_and_lose_less_than_a_random_choice(capsys):
+    printed = run("train_gates.py", capsys)
+    shares = re.findall(r"^softmax layer (\d) keeps of each head's keys: (\d+)%, (\d+)%$", printed, re.MULTILINE)
+    kept = float(re.search(r"^kept: (\S+)%", printed, re.MULTILINE)[1])
+    assert [layer for layer, *_ in shares] == ["0", "1"]
+    assert abs(np.mean([float(share) for _, *row in shares for share in row]) - kept) <= 1
+    assert kept < 80
+    bits = {name: float(number) for name, number in re.findall(r"^(.+): (\S+) bits a byte$", printed, re.MULTILINE)}
+    assert bits["gates"] - bits["all keys"] < 0.3 * (bits["random keys"] - bits["all keys"])
+    assert bits["random keys"] > 1.01 * bits["all keys"]
