@@ -1,6 +1,7 @@
 """A bar for work that takes long: on a terminal or in a notebook, on standard error; elsewhere nothing."""
 
 import contextlib
+import importlib.util
 import threading
 from collections.abc import Iterator
 from typing import Protocol
@@ -27,13 +28,19 @@ def check_progress(progress: object) -> None:
         raise ValueError(f"progress must be None, True or False, got {progress!r}")
 
 
+def _has_widgets() -> bool:
+    """Whether a notebook can show a bar: without this package Rich shows a warning in its place."""
+    return importlib.util.find_spec("ipywidgets") is not None
+
+
 @contextlib.contextmanager
 def progress_bar(total: int | None, show: bool | None = None, *, console: Console | None = None) -> Iterator[Report]:
     """Yields a `Report` that moves a bar, which is gone at the end.
 
     Args:
       total: How much there is to do; None: a report will tell.
-      show: Whether there is a bar; None: on a terminal and in a notebook. True shows one wherever standard error goes.
+      show: Whether there is a bar; None: on a terminal, and in a notebook that has ipywidgets, by which it moves there.
+        True shows one wherever standard error goes.
       console: Where to; None: standard error.
 
     Raises:
@@ -42,7 +49,7 @@ def progress_bar(total: int | None, show: bool | None = None, *, console: Consol
     check_progress(show)
     console = Console(stderr=True, force_terminal=show or None) if console is None else console
     if show is None:
-        show = console.is_terminal or console.is_jupyter
+        show = console.is_terminal or (console.is_jupyter and _has_widgets())
     if not show:
         yield say_nothing
         return

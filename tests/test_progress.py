@@ -34,6 +34,15 @@ def test_elsewhere_and_where_it_is_off_nothing_is_shown(monkeypatch):
     assert written(monkeypatch, terminal=True, show=False, seconds=0.2) == ""
 
 
+@pytest.mark.parametrize("widgets", [True, False])
+def test_a_notebook_has_a_bar_where_it_can_show_one_and_else_no_warning(monkeypatch, widgets):
+    monkeypatch.setattr(progress, "DELAY", 60.0)
+    monkeypatch.setattr(progress, "_has_widgets", lambda: widgets)
+    notebook = Console(file=io.StringIO(), force_jupyter=True)
+    with progress_bar(8, console=notebook) as report:
+        assert (report is progress.say_nothing) == (not widgets)
+
+
 def test_a_bar_that_is_asked_for_is_shown_wherever_standard_error_goes(monkeypatch, capsys):
     monkeypatch.setattr(progress, "DELAY", 0.0)
     with progress_bar(8, True) as report:

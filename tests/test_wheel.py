@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -11,27 +10,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from _wheel import MOST_BYTES, PROMPT, ROOT, build_wheel, faults, readme_code, run
 
 import jaxbuf
-
-ROOT = Path(__file__).parent.parent
-ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu"} | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
 
 pytestmark = pytest.mark.slow
 
 
-def run(*command, cwd: Path) -> str:
-    arguments = list(map(str, command))
-    done = subprocess.run(arguments, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory, pytestconfig) -> Path:
-    directory = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", directory, cwd=ROOT)
-    (built,) = directory.glob("*.whl")
+    built = build_wheel(tmp_path_factory.mktemp("wheel"))
     pytestconfig.get_terminal_writer().line(f"\n{built.name}: {built.stat().st_size / 1e6:.2f} MB")
     return built
 
@@ -62,8 +50,26 @@ def test_the_wheel_holds_the_package_and_its_licence_alone(wheel):
     package = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
     assert {name for name in names if not name.startswith(information)} == package
     assert f"{information}/licenses/LICENSE" in names
-    assert "jaxbuf/py.typed" in names
-    assert any(re.fullmatch(r"jaxbuf/models/demo/.*\.safetensors", name) for name in names)
+    assert faults(wheel) == []
+
+
+def test_a_wheel_that_is_too_large_or_lacks_the_model_is_found_out(tmp_path):
+    path = tmp_path / "jaxbuf-0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("jaxbuf/py.typed", b"")
+        file.writestr("jaxbuf/models/demo/gates.safetensors", b"\0" * MOST_BYTES)
+        file.writestr("jaxbuf-0.dist-info/licenses/LICENSE", b"")
+    assert [fault.partition(",")[0] for fault in faults(path)] == [
+        "it must be smaller than 25 MB",
+        r"it must hold jaxbuf/models/demo/model\.safetensors",
+    ]
+
+
+def test_the_check_of_a_release_names_a_python_that_is_not_there():
+    command = [sys.executable, ROOT / "scripts" / "check_wheel", "--python", "3.99"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "Python 3.99 was not found: no python3.99 that runs, on PATH or of pyenv\n"
 
 
 def test_the_installed_wheel_generates(elsewhere):
@@ -85,11 +91,11 @@ print(json.dumps({"file": jaxbuf.__file__, "version": jaxbuf.__version__, "token
 def test_the_installed_command_generates(elsewhere):
     command = elsewhere / "venv" / "bin" / "jaxbuf"
     assert run(command, "--version", cwd=elsewhere).strip() == f"jaxbuf {jaxbuf.__version__}"
-    text = run(command, "generate", "The configuration file", "--max-new-tokens", 8, cwd=elsewhere)
+    text = run(command, "generate", PROMPT, "--max-new-tokens", 8, cwd=elsewhere)
     assert text.strip()
 
 
 def test_the_readme_runs_as_written(elsewhere):
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    code = readme_code()
     assert len(code.splitlines()) <= 12
     assert run(elsewhere / "venv" / "bin" / "python", "-c", code, cwd=elsewhere).strip()
