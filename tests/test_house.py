@@ -86,6 +86,13 @@ def test_the_changelog_has_a_place_for_this_version():
     assert headings[0] in ("Unreleased", jaxbuf.__version__)
 
 
+def test_what_is_cited_is_this_version_and_its_licence():
+    cited = dict(re.findall(r'^([\w-]+): "?(.+?)"?$', (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    assert (cited["version"], cited["license"]) == (jaxbuf.__version__, pyproject()["project"]["license"])
+    released = re.findall(r"^## \[(.+?)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == (cited["version"], cited["date-released"])
+
+
 def test_the_package_is_typed():
     assert (PACKAGE / "py.typed").is_file()
 
