@@ -14,7 +14,7 @@ A family is a module of this folder; nothing else names it. It has
 
 A ModelConfig's `family` is the name of its module, and `source` what config.json said, with a method `model()` that
 makes the ModelConfig again. `jaxbuf.models.loading.common_fields` has what several families read in the same way.
-CONTRIBUTING shows how to add one.
+docs/adding_a_family.rst shows how to add one.
 """
 
 import functools
