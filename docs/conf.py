@@ -1,11 +1,13 @@
 """Sphinx's settings: a page for every public name, from its docstring. `scripts/docs` builds them."""
 
+import importlib
 import re
 from collections.abc import Iterator
 from itertools import takewhile
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.domains.python import PyObject
 
 import jaxbuf
 
@@ -17,13 +19,13 @@ extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napole
 nitpicky = False
 default_role = "code"  # `name` is code, as in Markdown
 smartquotes = False  # "bfloat16" is typed as it stands, and so is --limit
-suppress_warnings = ["ref.python"]  # the [rows] in "int32 [rows]: ..." of a property, which napoleon takes for a name
 html_theme = "furo"
 html_title = f"jaxbuf {version}"
 html_math_renderer = "mathml"  # what browsers render themselves: pages need no script and no network
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 
+templates_path = ["_templates"]
 autosummary_generate = True
 autosummary_imported_members = True
 autodoc_default_options = {"members": True, "undoc-members": False, "exclude-members": "__init__, __new__"}
@@ -34,6 +36,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
+COLON = "\ue000"  # stands for a colon while napoleon reads
 RESULTS = {"Returns:": ":returns:", "Yields:": ":Yields:"}
 
 
@@ -44,6 +47,8 @@ def follow_conventions(app, what, name, obj, options, lines: list[str]) -> None:
     sentences, of which napoleon would take what stands before a colon for a type.
     """
     lines[:] = _rewritten(list(lines))
+    if what in ("property", "attribute", "data") and lines:
+        lines[0] = lines[0].replace(":", COLON)  # before a colon napoleon expects a type here, and we say what it is
 
 
 def _rewritten(lines: list[str]) -> Iterator[str]:
@@ -79,9 +84,18 @@ def _one_by_one(block: list[str]) -> Iterator[str]:
             yield from [f"  {name.strip()}{colon}{first}", *block[start + 1 : end]]
 
 
-def shorten_types(app, what, name, obj, options, lines: list[str]) -> None:
-    """Arrays' types as they are written: napoleon puts the name of jaxtyping before them."""
-    lines[:] = [re.sub(r"\bjaxtyping\.(?=\w+\[)", "", line) for line in lines]
+def follow_napoleon(app, what, name, obj, options, lines: list[str]) -> None:
+    """Mends what napoleon wrote: arrays' types as they are written, without the name of jaxtyping before them."""
+    lines[:] = [re.sub(r"\bjaxtyping\.(?=\w+\[)", "", line).replace(COLON, ":") for line in lines]
+
+
+def skip_fields(app, what, name: str, obj, skip: bool, options) -> bool | None:
+    """Leaves out the fields of dataclasses and named tuples, which the docstring of the class explains."""
+    document = app.env.current_document
+    if what != "class" or not document.autodoc_class:
+        return None
+    owner = getattr(importlib.import_module(document.autodoc_module), document.autodoc_class)
+    return True if name in {*getattr(owner, "__dataclass_fields__", ()), *getattr(owner, "_fields", ())} else None
 
 
 def visit_math(translator, node: nodes.math) -> None:
@@ -101,6 +115,10 @@ def visit_displayed_math(translator, node: nodes.math_block) -> None:
 
 def setup(app) -> None:
     """Called by Sphinx."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Fields"  # which is what Attributes are in a dataclass
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_displayed_math, None))
+    app.connect("autodoc-skip-member", skip_fields)
     app.connect("autodoc-process-docstring", follow_conventions, priority=400)  # napoleon has 500
-    app.connect("autodoc-process-docstring", shorten_types, priority=600)
+    app.connect("autodoc-process-docstring", follow_napoleon, priority=600)
