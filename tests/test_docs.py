@@ -6,16 +6,19 @@ import importlib
 import inspect
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import jaxbuf
 import jaxbuf.recurrence
 import jaxbuf.serving
+from jaxbuf.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = re.findall(r"^   (jaxbuf[\w.]+)$", (ROOT / "docs" / "index.rst").read_text(), re.MULTILINE)
@@ -95,6 +98,57 @@ def test_docstrings_of_dataclasses_explain_the_fields_that_are_there_and_no_othe
     assert wrong == []
 
 
+# Records that the page of figures leaves out: measurements that newer ones took the place of, smaller or shorter ones
+# of what it has, and what is no measurement (checks, trainings).
+NOT_SHOWN = set(
+    """
+    demo_quality demo_training drift drift_kernel drift_split_long drift_split_long_mamba2 gpu_checks
+    gpu_checks_families gpu_checks_mamba2 gpu_checks_split gpu_checks_two kernels_split_batch_4_8 kernels_split_small
+    portability step step_attend step_library_out step_one step_split write_gate_retrieval_bias
+    write_gate_retrieval_bias_short write_gate_retrieval_model
+""".split()
+)
+
+
+def test_the_page_of_figures_has_those_of_the_records():
+    """`python docs/performance.py` writes it anew."""
+    made = runpy.run_path(str(ROOT / "docs" / "performance.py"))
+    assert (ROOT / "docs" / "performance.rst").read_text() == made["page"]()
+    shown = {name for section in made["SECTIONS"] for name in section.records}
+    assert shown | NOT_SHOWN == {path.stem for path in (ROOT / "benchmarks").glob("*.json")}
+    assert not shown & NOT_SHOWN
+
+
+def test_figures_are_rounded_as_people_write_them():
+    made = runpy.run_path(str(ROOT / "docs" / "performance.py"))
+    written = [made["significant"](value) for value in (0.0696, 4.2, 75.05, 143.6, 18374.6, 999.6)]
+    assert written == ["0.0696", "4.20", "75.0", "144", "18,400", "1,000"]
+    with pytest.raises(ValueError, match="figures of kernels have"):
+        made["find"]("kernels", part="decode")
+
+
+def console_blocks(page: str) -> list[tuple[str, str]]:
+    """The commands that a page shows, and what it says they print."""
+    text = (ROOT / "docs" / page).read_text()
+    blocks = re.findall(r"^\.\. code-block:: console\n\n((?:   .*\n|\n)+)", text, re.MULTILINE)
+    found = [re.sub(r"^   ", "", block, flags=re.MULTILINE).strip().partition("\n") for block in blocks]
+    return [(command.removeprefix("$ "), printed) for command, _, printed in found]
+
+
+def test_plans_on_the_page_of_memory_are_what_the_command_prints():
+    blocks = console_blocks("memory.rst")
+    assert len(blocks) == 2 and all(command.startswith("jaxbuf plan ") for command, _ in blocks)
+    for command, printed in blocks:
+        done = CliRunner().invoke(app, command.split()[1:], env={"COLUMNS": "100"})
+        assert [line.rstrip() for line in done.stdout.strip().splitlines()] == printed.splitlines(), done.output
+
+
+def test_the_page_of_what_stays_has_every_public_name():
+    page = (ROOT / "docs" / "public_api.rst").read_text()
+    public = {*jaxbuf.__all__, *jaxbuf.recurrence.__all__, *jaxbuf.serving.__all__} - {"__version__"}
+    assert {name for name in public if f"``{name}``" not in page} == set()
+
+
 @pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("api"))
@@ -108,6 +162,24 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     pages = {name: (tmp_path / "site" / "api" / f"{name}.html").read_text() for name in PAGES}
     assert "max_new_tokens" in pages["jaxbuf.generate"] and "Continues every prompt" in pages["jaxbuf.generate"]
     check_what_is_read(pages)
+    assert broken_links(tmp_path / "site") == []
+    assert "<math" in (tmp_path / "site" / "buffered.html").read_text()
+
+
+def broken_links(site: Path) -> list[tuple[str, str]]:
+    """Links of built pages to files or headings that are not there, but for those to other sites and to sources."""
+    pages = {page: page.read_text() for page in site.rglob("*.html") if "_modules" not in page.parts}
+    anchors = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()}
+    broken = []
+    for page, text in pages.items():
+        for link in map(html.unescape, re.findall(r'(?:href|src)="([^"]+)"', text)):
+            if re.match(r"[a-z]+:", link):
+                continue
+            file, _, anchor = link.partition("#")
+            there = (page.parent / file.partition("?")[0]).resolve() if file else page
+            if not there.exists() or (anchor and there in anchors and anchor not in anchors[there]):
+                broken.append((page.name, link))
+    return broken
 
 
 def check_what_is_read(pages: dict[str, str]) -> None:
@@ -127,10 +199,12 @@ def check_what_is_read(pages: dict[str, str]) -> None:
             re.sub(r"<[^>]+>", "", re.sub(r"<(code|pre).*?</\1>|<dt class=\"sig.*?</dt>", "", article, flags=re.S))
         )
         symptoms = {
-            "a sentence for a type": fields(article, "Return type") + fields(article, "Yield type"),
-            "an attribute for another's type": re.findall(
-                r"\w+ \((?:\w+, ?)+\)", "\n".join(fields(article, "Variables"))
-            ),
+            "a sentence for a type": [
+                found for label in ("Return type", "Yield type", "Type") for found in fields(article, label)
+            ],
+            "an equation that was not read": re.findall(r":math:.*|\\\w+\{.*", shown),
+            "a table of empty lines": re.findall(r"Alias for field number.*", shown),
+            "an attribute for another's type": re.findall(r"\w+ \((?:\w+, ?)+\)", "\n".join(fields(article, "Fields"))),
             "marks that were not read": re.findall(r".*`.*|.*\*\*\w+\*\*.*", shown),
             "letters that nobody typed": re.findall(r".*[“”‘’–]\w.*", shown),
             "a module's own name of arrays": re.findall(r"jaxbuf[.\w]*\.Array\b|jaxtyping\.\w+", shown),
