@@ -54,7 +54,7 @@ def attend_chunk(
     implementation: str = "auto",
     target: Target | str | None = None,
 ) -> Float[Array, "rows time heads head_dim"]:
-    """`paged.attend` of the queries whose keys and values were just appended, and are at hand.
+    """`paged.attend` for a chunk of a prompt, whose own keys and values are given: they are not read from pages.
 
     Memory is linear in the chunk. With the kernel, rows without committed tokens cost nothing beside their chunk, and
     the outputs of the null slot and past `lengths` are zeros.

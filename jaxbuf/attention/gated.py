@@ -124,7 +124,7 @@ def prefill(
 ) -> tuple[Float[Array, "rows time heads head_dim"], GatedState]:
     """Takes in a prompt, or the next chunk of one: its tokens are committed, pending ones are dropped.
 
-    Keys that leave the window, as `max_pending` tokens behind it, go to the pages of admitted keys at once.
+    Keys that are `max_pending` tokens behind the window leave it at once: to the pages of admitted keys, or for good.
 
     Args:
       cache: The memory.

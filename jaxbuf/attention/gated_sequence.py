@@ -129,9 +129,9 @@ def attend_mixture(
 ) -> Float[Array, "batch time heads head_dim"]:
     """Mixes the outputs of two attentions: gate · full + (1 - gate) · streaming.
 
-    The full one is causal over all keys. The streaming one sees the first `sinks` keys and the local window. What a
-    token's output is mixed with is the token's own gate, which is meant to be the same for all tokens of a head but the
-    sinks, for which both attentions are the same. Differentiable in all four arrays; memory is linear in time.
+    The full one is causal over all keys. The streaming one sees the first `sinks` keys and the local window. A token's
+    gate mixes the token's own output. All tokens of a head are meant to have the same gate; that of the sinks does not
+    matter, since both attentions give them the same. Differentiable in all four arrays; memory is linear in time.
 
     Args:
       q, k, v, window, lengths: As in `attend_sequence`.

@@ -40,8 +40,8 @@ TOKENS = 2**12
 class LatentPages:
     """What one layer keeps of its tokens.
 
-    As keys and values for absorbed queries the latents are those of one head, and the values are the keys' first rank
-    numbers (`jaxbuf.attention.paged.TokenPages`).
+    To absorbed queries (see the module) the pages are those of a single head: its keys are the latents, and its values
+    are the first `rank` numbers of these (`jaxbuf.attention.paged.TokenPages`).
 
     Attributes:
       latents: Of each token `rank` numbers, normalised, then the key part that all heads share, turned by its position

@@ -67,11 +67,12 @@ class Quest:
     """How many keys a query reads, and in which pages they lie.
 
     Attributes:
-      budget: Tokens that a query reads of each head's keys, in whole pages. Those that are always read are charged to
-        it: pages without bounds, and with gates the window. Where these alone are more, they are read all the same.
+      budget: Tokens that a query reads of each head's keys, in whole pages. What is always read counts: pages too near
+        to be chosen (see `behind`), and with gates the window. Where these alone are more, they are read all the same.
       page_size: Tokens of a page.
-      behind: A page has bounds for a query once all of its tokens are at least so far behind it: 1 in the paper, where
-        the newest page alone is always read. A memory that may take back its latest tokens needs more.
+      behind: A page is chosen by its score once all of its tokens are at least this far behind the query; until then it
+        is always read. 1 in the paper, where that is the newest page alone. A memory that may take back its latest
+        tokens needs more.
       dense: How many first softmax layers of a model read everything.
       prompt: How many first tokens of a text read everything, as a prompt does that is read at once.
     """

@@ -106,8 +106,8 @@ def init_cache(
       slots: Requests at once.
       capacity: Tokens that a softmax layer holds for each, rounded up to whole pages (with trees, after adding the
         max_pending - 1 places that a tree may leave open).
-      limit: As in `buffered.init`, of any size: a slot's entries are never more than its tokens, so that a limit above
-        capacity + max_pending is that number, and the ring is no longer than that needs.
+      limit: As in `buffered.init`. A limit above capacity + max_pending counts as that number: a slot never has more
+        entries than tokens, so that its ring need not be longer.
       max_pending, block_size: Of the buffered recurrence, see `buffered.init`.
       page_size: Tokens of one page of the softmax layers. A page of admitted keys (see `Attention.admission`) holds
         one head's, so that those layers have as many pages as `pages` times the heads of keys and values, times the
@@ -319,9 +319,9 @@ def rollback(cache: Cache, count: Int[Array, "rows"], *, slots: Int[Array, "rows
 
     Args:
       cache: Made without trees.
-      count: At most max_pending, and no more than every memory still holds: a recurrence the entries that it has not
-        folded, a convolution's ring the inputs of max_pending tokens, those read in vain among them. Pages and blocks
-        that a fork shares can't be written again, so that tokens there stay.
+      count: At most max_pending, and at most what every memory can take back: a recurrence its entries that are not
+        folded, a convolution's ring the inputs of the latest max_pending tokens, rejected ones included. Tokens on
+        pages or in blocks that a fork shares stay committed, since nothing is written there again.
       slots: As in `commit`.
 
     Raises:
@@ -349,10 +349,10 @@ def fork(
     Args:
       cache: Without pending tokens in the targets that are still wanted: they are dropped.
       source, target: One a row, or one number, as in `buffered.fork`.
-      tokens: How many of the source's tokens each target gets, the first ones; None: all. Recurrent layers need a
-        checkpoint at or before that token and entries up to it (see `keep` of `prefill`), and a convolution's ring the
-        inputs before it: those of at most max_pending tokens back, of which tokens read in vain take some. Without such
-        layers any number does. Not for a cache with trees.
+      tokens: How many of the source's tokens each target gets, the first ones; None: all. A recurrent layer can be cut
+        where it has a checkpoint at or before that token and the entries up to it (see `keep` of `prefill`). Its
+        convolution's ring must hold the inputs before that token: it keeps those of the latest max_pending tokens,
+        rejected ones included. Without recurrent layers any number does. Not for a cache with trees.
 
     Raises:
       ValueError: The arguments do not fit, or (where that is known) a slot is out of range, a target is repeated, or a

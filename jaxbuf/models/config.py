@@ -128,7 +128,7 @@ class MLP(_Channels):
       bias: Whether each of the projections adds one.
       devices: Who share its numbers; the size is then that of one.
       fused: Whether gate and up are one matrix.
-      gate_scale, output_scale: What is multiplied with them.
+      gate_scale, output_scale: Factors of what the gate projection gives, and of the output.
     """
 
     fused: bool = False

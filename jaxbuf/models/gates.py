@@ -166,8 +166,8 @@ def threshold_for_share(
 
     Args:
       lm: With gates.
-      share: In [0, 1], rounded to whole heads or keys. What ties with the last that is kept is kept, too; and heads
-        whose number is one always are, as the first tokens are, whose score is one.
+      share: In [0, 1], rounded to whole heads or keys. Scores equal to the threshold are kept, too. Heads whose number
+        is 1 are always kept, and so are first tokens, whose score is 1.
       tokens: Whole sequences, whose keys are counted. None: heads are, which needs a `HeadScore`.
 
     Raises:
@@ -219,7 +219,7 @@ def with_selection(lm: LanguageModel, selection: Selection | None) -> LanguageMo
 
 
 def with_idle_neurons(lm: LanguageModel) -> LanguageModel:
-    """The model whose channels that scores borrow are zero for every token, as the scores are then the same for all.
+    """The model with zeros in the channels that scores borrow, so that every key starts with the same score.
 
     Args:
       lm: With gates; of scores that borrow no channel it is returned as it is.

@@ -115,9 +115,10 @@ def init(
       block_size: Entries a block holds. A slot's ring has max(limit, kv_limit, max_pending) + max_pending entries,
         rounded up to whole blocks.
       states, blocks: How many checkpoint rows and blocks the slots take from when they need one, and share after a
-        `fork`. A shared row stays until its owners have their own: slots that share one and fold in one launch need a
-        row each beside it. With one of the two given, the other's default is what all slots could use at once (states:
-        slots + slots // 2). None for both: every slot has its own for good, nothing can run out, and a fork copies.
+        `fork`. A shared row is freed once every slot that shared it has a row of its own: where several of them fold in
+        one launch, each needs a further row. With one of the two given, the other's default is what all slots could use
+        at once (states: slots + slots // 2). None for both: every slot has its own for good, nothing can run out, and a
+        fork copies.
       state_dtype, entry_dtype: As in `init_pool`.
       kv_limit: Entries up to which a slot that never folded stays KV-only, where that is more than its limit: for all
         or one for each slot. It reads no checkpoint until then. None: as many as limit says.

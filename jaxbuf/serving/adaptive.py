@@ -42,7 +42,7 @@ class AdaptiveState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """Lets another drafter draft as many tokens as pay, as far as that row's text has told.
+    """Lets another drafter draft as many tokens as pay, by how many of the row's drafts were kept so far.
 
     If each draft is kept with probability a, k drafts give 1 + a + ... + a**k tokens in a step that costs 1 + cost * k
     steps without drafts. The k in [0, draft_tokens] with the most tokens for the cost is a row's number; a is what was

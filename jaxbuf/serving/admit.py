@@ -87,8 +87,8 @@ class Arrivals:
       begins: The rows that begin to run where a prompt ends; None: no token is drawn, and the rows stay empty. Who
         reads prompts for another loop finds in `Carry.hidden` what scores the next token.
       prompt_top: How many of the most probable tokens are reported beside each prompt token at most.
-      kv_limit: The entries up to which the rows that continue a prompt read no checkpoint, at most the carry's. Those
-        who read a longer prompt fold all of it. None: no row does without one.
+      kv_limit: Up to this many entries, at most the carry's, rows that continue a prompt read no checkpoint. Rows with
+        a longer prompt fold all of it. None: every row has a checkpoint.
       report_prompt: Whether the log-probabilities of the prompts' tokens are reported (static).
     """
 

@@ -144,10 +144,10 @@ def beam_search(
     the length counts the generated tokens with the stop token; the best `beams` of them are kept. Of equal scores the
     one of the better beam comes first, then the lower token id; of equal ranks the one that ended earlier.
 
-    The search of a prompt ends as soon as `beams` hypotheses have ended; with early_stopping=False not before that
-    changes nothing any more: when no beam could rank above the worst of them, were all its further tokens certain (at
-    max_new_tokens, or for a negative penalty at the next token). At max_new_tokens it ends in any case, and what did
-    not end is ranked with what did. So one beam is greedy decoding, with the default early stopping.
+    The search of a prompt ends as soon as `beams` hypotheses have ended. With early_stopping=False it goes on until no
+    running beam could rank above the worst of these, even if each of its further tokens had probability 1 (as many as
+    max_new_tokens allows; for a negative penalty, one). At max_new_tokens it ends in any case, and what did not end is
+    ranked with what did. So one beam is greedy decoding, with the default early stopping.
 
     A prompt is read once. Beams share the memory of what they have in common: going on from another beam copies what
     is partly filled (a page of each softmax layer, two blocks of entries and the convolution's inputs of each recurrent

@@ -15,9 +15,9 @@ from jaxbuf.serving.carry import EMPTY, RUNNING, STARVED, Carry, slots_of
 def make_room(carry: Carry) -> Carry:
     """Lets rows go on that rested for want of memory.
 
-    Rows that have ended give their memory back; their text stays until `release`. If none has any, and no row runs that
-    could end, one of those that rested ends, the last, and what it had serves the others. A row whose prompt could not
-    be read ends in any case. Rows that end here are STARVED.
+    Rows that have ended give their memory back; their text stays until `release`. If no row that has ended holds
+    memory, and no running row could end and give some back, the last of the rows that rest is ended, and the others get
+    its memory. A row whose prompt could not be read ends in any case. Rows that end here are STARVED.
 
     Args:
       carry: After `admit` or `generate_tokens`; donated if something changes.

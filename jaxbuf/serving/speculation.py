@@ -27,8 +27,8 @@ class Proposal:
     Attributes:
       drafts: Without parents the tokens after the newest one, in their order.
       count: How many of them are real, in [0, draft_tokens].
-      log_q: The log-probabilities that the drafts were drawn from, greedy rows' aside, and of a tree given the siblings
-        before (see `acceptance.accept_tree`); None for drafts that were not drawn.
+      log_q: The log-probabilities that each draft was drawn from; in a tree those given the siblings before it (see
+        `acceptance.accept_tree`). Of greedy rows they do not matter. None: no draft was drawn, each was chosen.
       parents: For a tree: the draft before each one, of a lower index; -1 is the newest token. None: each follows the
         one before.
     """

@@ -32,7 +32,7 @@ class Stats:
         admitted or are gone.
       kept_keys, dropped_keys: Of each gated layer and each of its heads of keys and values: how many of the keys of
         these tokens are kept, and how many were admitted and had to leave because pages were full (see
-        `Admission.when_full`); of the others their gates did not admit them.
+        `Admission.when_full`). The gates did not admit the rest.
       threshold: That gates had to reach at the end; None without gates.
     """
 
