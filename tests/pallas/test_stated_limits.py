@@ -1,0 +1,125 @@
+"""What docs/not_served.rst says that kernels need is what `supports` takes and refuses, on both sides of a limit."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbuf.pallas import add_and_norm, attend, experts, extend, flash, gated_norm, prepare, project
+from jaxbuf.pallas.add_and_norm.call import Call as NormCall
+from jaxbuf.pallas.attend.call import Call as AttendCall
+from jaxbuf.pallas.dispatch import KERNELS
+from jaxbuf.pallas.experts.call import Call as ExpertCall
+from jaxbuf.pallas.flash.call import Call as FlashCall
+from jaxbuf.pallas.gated_norm.call import Call as GatedNormCall
+from jaxbuf.pallas.prepare.call import Call as PrepareCall
+from jaxbuf.pallas.project.call import Call as ProjectCall
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "not_served.rst"
+BF16, F16, F32 = (np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
+STEP = extend.Call(
+    rows=4, time=1, heads=32, key_heads=16, key_dim=128, value_dim=128, ring=24, max_pending=8,
+    state=F32, entry=BF16, probe=BF16, out=BF16,
+)  # fmt: skip
+CHANNELS = dataclasses.replace(STEP, heads=16, decay="channel")
+PAGES = AttendCall(rows=4, time=1, heads=16, kv_heads=4, head_dim=128, page_size=16, max_pages=64, listed=0, dtype=BF16)
+PREPARED = PrepareCall(rows=4, time=1, heads=32, key_heads=16, ring=24, eps=1e-6, dtype=BF16, stored=BF16)
+CHUNK = FlashCall(rows=4, time=64, keys=64, heads=8, kv_heads=4, head_dim=128, dtype=BF16, generation="Hopper")
+AMPERE = dataclasses.replace(CHUNK, generation="Ampere")
+
+
+def step(call):
+    return extend.supports(call)
+
+
+def step_on_tpu(call):
+    return extend.supports(call, platform="tpu", generation="v6e")
+
+
+def paged(call):
+    return attend.supports(call, q=call.dtype, k=call.dtype, v=call.dtype)
+
+
+def paged_on_tpu(call):
+    return attend.supports(call, q=call.dtype, k=call.dtype, v=call.dtype, platform="tpu", generation="v6e")
+
+
+def prepared(call, key_dim=128, width=4, tree=False):
+    return prepare.supports(call, key_dim=key_dim, value_dim=key_dim, width=width, tree=tree)
+
+
+def chunk(call):
+    return flash.supports(call, k=call.dtype, v=call.dtype)
+
+
+# A row of the page's table, words in it; a call, one of its fields, values of it that are served, and that are not.
+LIMITS = [
+    ("extend", "key_dim and value_dim 64 or 128", step, STEP, "key_dim", [64, 128], [32, 256]),
+    ("extend", "key_dim and value_dim 64 or 128", step, STEP, "value_dim", [64, 128], [80]),
+    ("extend", "128 for a decay a key channel", step, CHANNELS, "key_dim", [128], [64]),
+    ("extend", "which also takes no split checkpoints", step, CHANNELS, "low", [None], [BF16]),
+    ("extend", "the high half of a split one", step, dataclasses.replace(STEP, state=BF16), "low", [None, BF16], []),
+    ("extend", "1 to 16 tokens at once", step, STEP, "time", [1, 16], [0, 17]),
+    ("extend", "a ring of at most 1,024 entries", step, STEP, "ring", [1024], [1025]),
+    ("extend", "a float32 or bfloat16 checkpoint", step, STEP, "state", [F32, BF16], [F16]),
+    ("extend", "1 to 16 tokens at once", step_on_tpu, STEP, "time", [1, 16], [17]),
+    ("extend", "float32 or bfloat16 checkpoints, entries and values", step_on_tpu, STEP, "entry", [F32, BF16], [F16]),
+    ("prepare", "key heads in fours", prepared, PREPARED, "key_heads", [4, 16], [2]),
+    ("prepare", "1 to 16 at once", prepared, PREPARED, "time", [1, 16], [17]),
+    ("gated_norm", "value_dim 128", lambda dim: gated_norm.supports(GatedNormCall(8, 1e-6, BF16, BF16), value_dim=dim),
+     None, "", [128], [64, 256]),
+    ("gated_norm", "a multiple of 128",
+     lambda dim: gated_norm.supports(GatedNormCall(8, 1e-6, BF16, BF16), value_dim=dim, platform="tpu"),
+     None, "", [128, 256], [64]),
+    ("append_and_attend", "head_dim 64, 128 or 256", paged, PAGES, "head_dim", [64, 128, 256], [96, 512]),
+    ("append_and_attend", "pages of 8, 16, 32 or 64 tokens", paged, PAGES, "page_size", [8, 16, 32, 64], [4, 128]),
+    ("append_and_attend", "in bfloat16 or float16", paged, PAGES, "dtype", [BF16, F16], [F32]),
+    ("append_and_attend", "1 to 16 tokens at once", paged, PAGES, "time", [1, 16], [17]),
+    ("append_and_attend", "query heads of a KV head at most 128", paged, dataclasses.replace(PAGES, time=16), "heads",
+     [4 * 8], [4 * 9]),
+    ("append_and_attend", "pages of 8 to 128 tokens", paged_on_tpu, PAGES, "page_size", [8, 128], [4, 256]),
+    ("append_and_attend", "in bfloat16 or float32", paged_on_tpu, PAGES, "dtype", [BF16, F32], [F16]),
+    ("attend_chunk", "at most 256 on Hopper and 128 elsewhere", chunk, CHUNK, "head_dim", [8, 256], [264, 100]),
+    ("attend_chunk", "at most 256 on Hopper and 128 elsewhere", chunk, AMPERE, "head_dim", [128], [136]),
+    ("project", "1 to 256 tokens", project.supports, ProjectCall(1, 64, (8,), (), BF16), "tokens", [1, 256], [257]),
+    ("project", "inputs in multiples of 64", project.supports, ProjectCall(1, 64, (8,), (), BF16), "inputs", [64, 128],
+     [32]),
+    ("project", "outputs of 8", project.supports, ProjectCall(1, 64, (8,), (), BF16), "outputs", [(8, 16)], [(4,)]),
+    ("add_and_norm", "multiples of 256, at most 16,384", add_and_norm.supports, NormCall(1, 256, 1e-6, 0.0, BF16),
+     "hidden", [256, 16384], [128, 16640]),
+    ("experts", "inputs in multiples of 64", experts.supports, ExpertCall(8, 64, 8, 4, BF16), "inputs", [64], [32]),
+    ("experts", "outputs of 8", experts.supports, ExpertCall(8, 64, 8, 4, BF16), "outputs", [8], [4]),
+]  # fmt: skip
+
+
+def rows() -> dict[str, str]:
+    """The page's table of kernels: each row's text, by the first name in it."""
+    table = PAGE.read_text().split("its kernel on Hopper GPUs needs")[1]
+    found = re.findall(r"   \* - ``(\w+)``(.*?)(?=\n   \* -|\n\n)", table, re.DOTALL)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+@pytest.mark.parametrize("operation, words, asked, call, field, served, refused", LIMITS)
+def test_a_kernel_takes_what_the_page_says_and_nothing_beyond(operation, words, asked, call, field, served, refused):
+    assert words in rows()[operation]
+
+    def reason(value):
+        return asked(value if call is None else dataclasses.replace(call, **{field: value}))
+
+    assert [reason(value) for value in served] == [None] * len(served)
+    assert all((reason(value) or "").startswith("it needs ") for value in refused)
+
+
+def test_what_prepare_refuses_beside_its_sizes():
+    assert "a convolution of width 4, tokens in sequence (no trees)" in rows()["prepare"]
+    assert prepared(PREPARED) is None
+    assert all(prepared(PREPARED, **wrong) for wrong in ({"key_dim": 64}, {"width": 3}, {"tree": True}))
+
+
+def test_the_page_has_every_operation_of_the_table():
+    text = PAGE.read_text()
+    within = {"attend", "append", "causal_attention"}  # stand within others
+    assert {name for name in KERNELS if f"``{name}``" not in text} == within
