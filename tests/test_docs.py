@@ -152,7 +152,8 @@ def test_the_page_of_what_stays_has_every_public_name():
 @pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("api"))
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # whose plots pages show
+    for shown in ("benchmarks", "examples", "jaxbuf"):  # pages have plots and programs of these
+        (tmp_path / shown).symlink_to(ROOT / shown)
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", "site"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=550)
