@@ -149,6 +149,13 @@ def test_the_page_of_what_stays_has_every_public_name():
     assert {name for name in public if f"``{name}``" not in page} == set()
 
 
+def test_pictures_are_small_and_drawn_by_the_program():
+    pictures = sorted((ROOT / "docs").glob("*.png"))
+    program = (ROOT / "docs" / "pictures.py").read_text()
+    assert len(pictures) == 6 and all(f'"{path.name}")' in program for path in pictures)
+    assert [path.name for path in pictures if path.stat().st_size > 60_000] == []
+
+
 @pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("api"))
