@@ -100,6 +100,11 @@ def test_the_newest_packages_have_an_environment_of_their_own(clone):
     assert clone.test("--newest").returncode == 0 and clone.new_calls() == ["pip sync", "pip install"]
 
 
+def test_without_arguments_what_needs_the_tpu_compiler_is_left_to_its_suite(clone):
+    assert "--ignore tests/portability" in clone.test().stdout
+    assert "--ignore" not in clone.test("-k", "fold").stdout
+
+
 @pytest.mark.parametrize(
     ("level", "markers"), [([], "not exhaustive"), (["--exhaustive"], "exhaustive")], ids=["alone", "exhaustive"]
 )
