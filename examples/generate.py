@@ -12,13 +12,14 @@ for prompt, result in zip(prompts, jaxbuf.generate(lm, prompts, 32, sampling), s
     stats = result.stats
     print(f"  {stats.steps} steps, {stats.folds} folds, {stats.bytes / 1e6:.1f} MB of recurrent state")
 
-# As a stream: each event holds the text that is new.
+# As a stream: each event holds the text that is new of one of the prompts.
 print("stream: ", end="")
-for event in jaxbuf.generate(lm, prompts[:1], 32, sampling, stream=True):
-    print(event.text, end="", flush=True)
+for event in jaxbuf.generate(lm, prompts, 32, sampling, stream=True):
+    if event.index == 0:
+        print(event.text, end="", flush=True)
 print()
 
 # The text ends before the first stop string, which may lie across tokens.
 stopping = jaxbuf.SamplingParams(temperature=0.7, top_p=0.95, seed=0, stop=" the")
-(result,) = jaxbuf.generate(lm, prompts[:1], 32, stopping)
-print(f"stopped: {result.text} [{result.finish_reason}]")
+first, _ = jaxbuf.generate(lm, prompts, 32, stopping)
+print(f"stopped: {first.text} [{first.finish_reason}]")

@@ -10,7 +10,7 @@ from jaxbuf.models import decoder
 from jaxbuf.serving import generate_tokens
 
 PROMPTS = ["The number of", "If the file", "This function returns", "A list of"]
-STEPS, SAMPLES, NEW, LENGTH = 10, 8, 24, 32
+STEPS, SAMPLES, NEW, LENGTH = 6, 8, 24, 32
 ASKED = {"temperature": 1.0, "n": SAMPLES, "logprobs": 0, "ignore_eos": True}
 
 

@@ -43,6 +43,6 @@ while len(found) < len(PROMPTS):
             state, history = np.asarray(carry.state), carry.history
     carry = generate_tokens(lm.model, carry, np.int32(STEPS))
 
-for index, prompt in enumerate(PROMPTS):
-    alone = jaxbuf.generate(lm, [prompt], NEW[index], greedy)[0].text
+for index, prompt in enumerate(PROMPTS):  # alone, all of them are given as many tokens: one program serves them
+    alone = lm.decode(jaxbuf.generate(lm, [prompt], max(NEW), greedy)[0].tokens[: NEW[index]])
     print(f"{prompt}|{found[index]}\n  as alone: {found[index] == alone}")

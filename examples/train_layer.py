@@ -8,7 +8,7 @@ import optax
 from jaxbuf.recurrence import RecurrenceSpec, chunked
 from jaxbuf.recurrence.convolution import causal_convolution
 
-SYMBOLS, PAIRS, BATCH, STEPS, HIDDEN = 32, 16, 64, 150, 64  # keys are tokens 0 to 31, values 32 to 63
+SYMBOLS, PAIRS, BATCH, STEPS, HIDDEN = 16, 8, 64, 75, 32  # keys are tokens 0 to 15, values 16 to 31
 optimiser = optax.adam(1e-2)
 spec = RecurrenceSpec(heads=2, key_heads=2, key_dim=16, value_dim=16)  # the delta rule, and a decay for each head
 rng = np.random.default_rng(0)
@@ -41,7 +41,7 @@ def step(weights, moments, tokens, answers):
     return optax.apply_updates(weights, updates), moments, value, right
 
 
-shapes = {"embedding": (64, HIDDEN), "qkv": (HIDDEN, 96), "taps": (96, 4), "gates": (HIDDEN, 4), "head": (32, SYMBOLS)}
+shapes = {"embedding": (32, HIDDEN), "qkv": (HIDDEN, 96), "taps": (96, 4), "gates": (HIDDEN, 4), "head": (32, SYMBOLS)}
 weights = {name: jnp.asarray(rng.normal(0, shape[1] ** -0.5, shape), jnp.float32) for name, shape in shapes.items()}
 moments = optimiser.init(weights)
 for number in range(STEPS):

@@ -91,4 +91,4 @@ def test_trained_gates_keep_few_keys_and_lose_less_than_a_random_choice(capsys):
     assert kept < 80
     bits = {name: float(number) for name, number in re.findall(r"^(.+): (\S+) bits a byte$", printed, re.MULTILINE)}
     assert bits["gates"] - bits["all keys"] < 0.3 * (bits["random keys"] - bits["all keys"])
-    assert bits["random keys"] > 1.01 * bits["all keys"]
+    assert bits["random keys"] - bits["all keys"] > 0.01
