@@ -77,7 +77,7 @@ def test_a_layer_trained_from_scratch_recalls_what_chance_does_not(capsys):
     printed = run("train_layer.py", capsys)
     steps = re.findall(r"^step \d+: loss (\S+), (\S+)% right, by chance (\S+)%$", printed, re.MULTILINE)
     losses, right, chance = (np.array(column, float) for column in zip(*steps, strict=True))
-    assert right[0] < 2 * chance[0] and losses[0] > 3
+    assert right[0] < 2 * chance[0] and losses[0] > 2.5
     assert right[-1] > 80 and losses[-1] < 0.7
 
 

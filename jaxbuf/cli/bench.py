@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxbuf.bench import PROGRAMS
-from jaxbuf.cli.errors import Command
+from jaxbuf.cli.errors import Command, busy
 from jaxbuf.terminal import print_table
 
 app = typer.Typer(
@@ -43,7 +43,9 @@ def _add(name: str, measures: str) -> None:
 
     @app.command(name, cls=Command, help=f"Measures {measures}.", add_help_option=False, context_settings=settings)
     def run(context: typer.Context) -> None:
-        raise typer.Exit(importlib.import_module(f"jaxbuf.bench.{name}").main(context.args))
+        with busy("starting JAX"):
+            program = importlib.import_module(f"jaxbuf.bench.{name}")
+        raise typer.Exit(program.main(context.args))
 
 
 for program in PROGRAMS:

@@ -32,6 +32,14 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def busy(doing: str) -> contextlib.AbstractContextManager:
+    """On a terminal a line that moves while something takes its time, and is gone behind it; elsewhere nothing.
+
+    Importing JAX is a part of it where a command does nothing else for seconds.
+    """
+    return error_console().status(doing)
+
+
 def print_error(err: Console, message: str) -> None:
     """One line; the traceback is in the debug log."""
     err.print("error:", style="bold red", end=" ")

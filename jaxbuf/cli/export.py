@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from jaxbuf.cli import options
-from jaxbuf.cli.errors import error_console
+from jaxbuf.cli.errors import busy, error_console
 from jaxbuf.cli.session import load_model
 
 
@@ -55,11 +55,12 @@ def export(
 
       jaxbuf export qwen-v6e --model Qwen3.5-4B --target v6e --without-parameters
     """
-    from jaxbuf.models.abstract import abstract_model
-    from jaxbuf.models.loading.checkpoint import compute_dtype
-    from jaxbuf.planning.model_sizes import find_sizes
-    from jaxbuf.serving.export import export as write
-    from jaxbuf.target import as_target
+    with busy("starting JAX"):
+        from jaxbuf.models.abstract import abstract_model
+        from jaxbuf.models.loading.checkpoint import compute_dtype
+        from jaxbuf.planning.model_sizes import find_sizes
+        from jaxbuf.serving.export import export as write
+        from jaxbuf.target import as_target
 
     chip = as_target(target)
     if without_parameters:
@@ -67,19 +68,20 @@ def export(
         lm = abstract_model(sizes.config, sizes.name, chip, compute_dtype(dtype) or sizes.dtype)
     else:
         lm = load_model(error_console(), model, dtype)
-    written = write(
-        lm,
-        chip,
-        directory,
-        rows=rows,
-        prompt_tokens=prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        drafter=None if drafter == "none" else drafter,
-        draft_tokens=draft_tokens,
-        limit=limit,
-        form=form,
-        parameters=not without_parameters,
-    )
+    with busy(f"writing the programs for {chip}"):
+        written = write(
+            lm,
+            chip,
+            directory,
+            rows=rows,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            drafter=None if drafter == "none" else drafter,
+            draft_tokens=draft_tokens,
+            limit=limit,
+            form=form,
+            parameters=not without_parameters,
+        )
     size = sum(file.stat().st_size for file in written.iterdir())
     Console(highlight=False, soft_wrap=True).print(
         f"wrote {written}: {lm.name} for {chip}, {size / 1e6:.1f} MB", markup=False

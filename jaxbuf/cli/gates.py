@@ -32,17 +32,19 @@ def plot(
 
       jaxbuf gates plot gates.safetensors book.txt --model ./checkpoint --output kept.png
     """
-    import numpy as np
+    with busy("starting JAX"):
+        import numpy as np
 
-    from jaxbuf.models.gates import gated_layers, kept_shares
+        from jaxbuf.models.gates import gated_layers, kept_shares
 
     err = error_console()
     lm = load_model(err, model, dtype, gates)
-    tokens = read_tokens(lm, files or [])
-    if len(tokens) < length:
-        raise ValueError(f"FILE must hold at least --length ({length}) tokens, got {len(tokens)}")
-    starts = np.linspace(0, len(tokens) - length, min(rows, len(tokens) // length)).astype(int)
-    shares = kept_shares(lm, np.stack([tokens[start : start + length] for start in starts]))
+    with busy("reading the text"):
+        tokens = read_tokens(lm, files or [])
+        if len(tokens) < length:
+            raise ValueError(f"FILE must hold at least --length ({length}) tokens, got {len(tokens)}")
+        starts = np.linspace(0, len(tokens) - length, min(rows, len(tokens) // length)).astype(int)
+        shares = kept_shares(lm, np.stack([tokens[start : start + length] for start in starts]))
     names = [str(layer) for layer, _ in gated_layers(lm.config)]
     table = Table("layer", *(f"head {head}" for head in range(shares.shape[1])), "mean")
     for name, row in zip(names, shares, strict=True):

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxbuf.cli.errors import busy
 from jaxbuf.cli.plan import size
 from jaxbuf.terminal import print_table
 
@@ -52,17 +53,18 @@ def models(
 
       jaxbuf models Qwen3-Next-80B-A3B --json
     """
-    from jaxbuf.models.checked import read_checks
-    from jaxbuf.models.families import families
+    with busy("looking at models"):
+        from jaxbuf.models.checked import read_checks
+        from jaxbuf.models.families import families
 
-    checks = read_checks()
-    if name is None:
-        found: Any = [_family(family, checks) for family in families()]
-        show = _print_families
-    elif name in families():
-        found, show = _family(name, checks) | {"checks": _listed(checks, name)}, _print_family
-    else:
-        found, show = _model(name, checks), _print_model
+        checks = read_checks()
+        if name is None:
+            found: Any = [_family(family, checks) for family in families()]
+            show = _print_families
+        elif name in families():
+            found, show = _family(name, checks) | {"checks": _listed(checks, name)}, _print_family
+        else:
+            found, show = _model(name, checks), _print_model
     if json:
         typer.echo(json_module.dumps(found, indent=2))
     else:

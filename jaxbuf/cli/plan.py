@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxbuf.cli import options
+from jaxbuf.cli.errors import busy
 from jaxbuf.terminal import print_table
 
 if TYPE_CHECKING:
@@ -166,8 +167,6 @@ def plan(
 
       jaxbuf plan ./checkpoint --memory 24GB --context 4096 --json
     """
-    from jaxbuf.planning.memory_plan import plan as make_plan
-
     if model is not None and named is not None and model != named:
         raise ValueError(f"--model must be left out or the same as MODEL ({model!r}), got {named!r}")
     if window is not None and keep is None:
@@ -176,29 +175,32 @@ def plan(
         raise ValueError(f"memory must be left out with --device, which says what there is, got {memory}")
     near: dict[str, int] = {} if window is None else {"window": window}
     source = "demo" if model is None and named is None else named if model is None else model
-    try:
-        plans = [
-            make_plan(
-                source or "",
-                DEFAULT_MEMORY if memory is None and device is None else memory,
-                draft_tokens,
-                tokens,
-                device=device,
-                accepted=accepted,
-                limit=limit,
-                block_size=block_size,
-                dtype=dtype,
-                state_dtype=state_dtype,
-                entry_dtype=entry_dtype,
-                workspace_bytes=workspace,
-                parameter_bytes=parameters,
-                keep=keep,
-                **near,
-            )
-            for tokens in context or (1024, 8192)
-        ]
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{'MODEL' if named is None else '--model'}: {error}") from error
+    with busy("counting bytes"):
+        from jaxbuf.planning.memory_plan import plan as make_plan
+
+        try:
+            plans = [
+                make_plan(
+                    source or "",
+                    DEFAULT_MEMORY if memory is None and device is None else memory,
+                    draft_tokens,
+                    tokens,
+                    device=device,
+                    accepted=accepted,
+                    limit=limit,
+                    block_size=block_size,
+                    dtype=dtype,
+                    state_dtype=state_dtype,
+                    entry_dtype=entry_dtype,
+                    workspace_bytes=workspace,
+                    parameter_bytes=parameters,
+                    keep=keep,
+                    **near,
+                )
+                for tokens in context or (1024, 8192)
+            ]
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{'MODEL' if named is None else '--model'}: {error}") from error
     if json:
         typer.echo(json_module.dumps([found.to_dict() for found in plans], indent=2))
         return

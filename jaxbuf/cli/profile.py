@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from jaxbuf.cli.errors import busy
 from jaxbuf.terminal import print_table
 
 
@@ -28,14 +29,20 @@ def profile(
 
       jaxbuf profile trace
     """
-    from google.protobuf.message import DecodeError
+    with busy("reading the trace"):
+        from google.protobuf.message import DecodeError
 
-    from jaxbuf.serving.profiling import OTHER, time_by_scope
+        from jaxbuf.serving.profiling import OTHER, time_by_scope
 
-    try:
-        rows = time_by_scope(directory)
-    except (RuntimeError, DecodeError, LookupError, TypeError) as error:  # of JAX, protobuf and ours: it is no trace
-        raise ValueError(f"the newest trace in {str(directory)!r} cannot be read: {error}") from error
+        try:
+            rows = time_by_scope(directory)
+        except (
+            RuntimeError,
+            DecodeError,
+            LookupError,
+            TypeError,
+        ) as error:  # JAX, protobuf, ours: no trace
+            raise ValueError(f"the newest trace in {str(directory)!r} cannot be read: {error}") from error
     totals = {}
     for row in rows:
         totals[row.program] = totals.get(row.program, 0.0) + row.seconds

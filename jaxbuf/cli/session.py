@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from jaxbuf.cli.errors import busy
 from jaxbuf.terminal import MOST, check_writable, parse_whole
 
 if TYPE_CHECKING:
@@ -70,9 +71,10 @@ def check_arguments(
       ValueError: As `jaxbuf.SamplingParams` and `jaxbuf.generate`, options of drafts without who drafts, or a profile
         that cannot be written.
     """
-    import jaxbuf
-    from jaxbuf.serving.batch import Decoding, check_settings
-    from jaxbuf.serving.drafters import DRAFT_TOKENS, check_branches
+    with busy("starting JAX"):
+        import jaxbuf
+        from jaxbuf.serving.batch import Decoding, check_settings
+        from jaxbuf.serving.drafters import DRAFT_TOKENS, check_branches
 
     jaxbuf.SamplingParams(**sampling)
     draft_tokens, drafter = drafting.get("draft_tokens", DRAFT_TOKENS), drafting.get("drafter")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxbuf.cli import options
-from jaxbuf.cli.errors import error_console
+from jaxbuf.cli.errors import busy, error_console
 from jaxbuf.cli.session import load_model, read_tokens
 from jaxbuf.terminal import print_table
 
@@ -128,8 +128,9 @@ def train_gate(
 
       jaxbuf generate --gates gates.safetensors "The configuration file"
     """
-    from jaxbuf.bench import report
-    from jaxbuf.train.write_gate import GateTraining
+    with busy("starting JAX"):
+        from jaxbuf.bench import report
+        from jaxbuf.train.write_gate import GateTraining
 
     sizes = {"steps": steps, "rows": rows, "length": length, "pieces": pieces, "seed": seed, "soft": soft}
     recipe = _recipe(score, width, sinks, sparsity, rate, window=window, threshold=threshold, **sizes)
@@ -141,11 +142,14 @@ def train_gate(
         raise typer.BadParameter("must come without FILE: it takes its place", param_hint="--dataset")
     err = error_console()
     lm = load_model(err, model, dtype)
-    data, tried = _read(lm, files or [], dataset, split, field, held_out, recipe)
-    training = GateTraining(lm, data, recipe, devices=_devices(devices))
+    with busy("reading the text"):
+        data, tried = _read(lm, files or [], dataset, split, field, held_out, recipe)
+        training = GateTraining(lm, data, recipe, devices=_devices(devices))
     gated = run_training(err, training, output, share)
     rows_tried = _rows(tried, length)
-    found = {"recipe": _settings(recipe), "tokens": rows_tried.size, "keys": _try(lm, gated, rows_tried, recipe)}
+    with busy("trying the gates on text that was not trained on"):
+        tried_out = _try(lm, gated, rows_tried, recipe)
+    found = {"recipe": _settings(recipe), "tokens": rows_tried.size, "keys": tried_out}
     report.write(output.with_suffix(".json"), found)
     table = Table("keys behind the window", "kept", "of all bytes", "nats a token", "more")
     full = found["keys"]["all"]["nats"]
@@ -320,7 +324,7 @@ def _try(
     found = {}
     for name, (share, each) in models.items():
         bytes_share = 1.0 if each is lm else _share_of_bytes(each, text, recipe)
-        nats = -float(np.mean(each.score(text)[:, 1:]))
+        nats = -float(np.mean(each.score(text, progress=False)[:, 1:]))
         found[name] = {"kept": share, "bytes": bytes_share, "nats": nats}
     return found
 
