@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from jaxbuf.cli import options
-from jaxbuf.cli.errors import Command, Commands, error_console
+from jaxbuf.cli.errors import Command, Commands, busy, error_console
 from jaxbuf.cli.session import load_model, read_tokens
 from jaxbuf.terminal import print_table
 
