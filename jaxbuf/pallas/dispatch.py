@@ -85,8 +85,8 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "gated_project": _hopper("project"),
     "add_and_norm": _hopper("add_and_norm"),
     "experts": _hopper("experts"),
-    "prefill": {},
-    "chunked": {},
+    "prefill": _tpu("chunked"),
+    "chunked": _tpu("chunked"),
     "attend": {},
     "append_and_attend": _hopper("attend") | _tpu("attend"),
     "append_and_attend_latent": _tpu("attend"),  # of a chunk of a prompt: attend_chunk

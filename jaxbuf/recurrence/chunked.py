@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from jaxbuf.arguments import check_sizes
 from jaxbuf.axes import Array, Bool, Float, Float32, Int
-from jaxbuf.pallas.dispatch import ask
+from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.pallas.gradient import differentiable
 from jaxbuf.recurrence.recurrent import HIGHEST, real_positions
 from jaxbuf.recurrence.spec import RecurrenceSpec, check_inputs, check_state
 from jaxbuf.target import Target
@@ -47,6 +48,7 @@ def chunked(
     lengths: Int[Array, "batch"] | None = None,
     return_updates: bool = False,
     implementation: str = "auto",
+    interpret: bool = False,
     target: Target | str | None = None,
 ) -> (
     tuple[Float[Array, "batch time heads value_dim"], Float32[Array, "batch heads value_dim key_dim"]]
@@ -68,22 +70,127 @@ def chunked(
       spec: The family.
       state, q, k, v, log_decay, beta, lengths: As in `recurrent`.
       chunk_size: Tokens solved together, rounded up to a power of two; the cost inside a chunk grows with its square.
+        A kernel has a size of its own.
       return_updates: Also return u, what each token adds to the state (zero past `lengths`).
-      implementation: "auto" or "xla": there is no kernel yet.
-      target: As in `jaxbuf.recurrence.launch.extend_pool`.
+      implementation: "xla", "tpu", or "auto": the target's kernel where it serves the call, else "xla". The gradient
+        of a kernel is that of XLA's path.
+      interpret, target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
     Returns:
       out in v's dtype, the final state, and with return_updates u.
 
     Raises:
-      ValueError: An argument's shape or dtype does not fit `spec`, or chunk_size is below 1 or not a whole number.
+      ValueError: An argument's shape or dtype does not fit `spec`, chunk_size is below 1 or not a whole number, or the
+        implementation asked for can't serve the call; it says why.
 
     Source: Yang et al., Gated Delta Networks (2024), section 3.3; Kimi Team, Kimi Linear (2025), section 3; KVBuffer,
     eq. 15.
     """
-    ask("chunked", implementation, target, (v,))
-    out, state, updates = solve_chunks(spec, state, q, k, v, log_decay, beta, chunk_size=chunk_size, lengths=lengths)
-    return (out, state, updates) if return_updates else (out, state)
+    check_inputs(spec, q, k, v, log_decay, beta)
+    asked = ask("chunked", implementation, target, (v,), interpret=interpret)
+    inputs = state, q, k, v, log_decay, beta
+    return _chunked(spec, asked, chunk_size, return_updates, inputs, lengths)
+
+
+def _chunked(
+    spec: RecurrenceSpec,
+    asked: Asked | None,
+    chunk_size: int,
+    return_updates: bool,
+    inputs: tuple[Array | None, Array, Array, Array, Array | None, Array | None],
+    lengths: Array | None,
+) -> tuple[Array, ...]:
+    count = 3 if return_updates else 2
+
+    def defined(*arrays):
+        *inputs, lengths = arrays
+        return solve_chunks(spec, *inputs, chunk_size=chunk_size, lengths=lengths)[:count]
+
+    if asked is not None:
+        # Imported here: Pallas takes a while, and a CPU has no use for it.
+        from jaxbuf.pallas.chunked import supports
+
+        v = inputs[3]
+        call = kernel_call(spec, *inputs, updates=v.shape[1] if return_updates else 0)
+        if asked.takes(supports(call, platform=asked.platform, generation=asked.generation)):
+            check_sizes(chunk_size=chunk_size)
+
+            def kernel(*arrays):
+                return solve_by_kernel(asked, call, *arrays)[:count]
+
+            return differentiable(kernel, defined)(*inputs, lengths)
+    return defined(*inputs, lengths)
+
+
+def kernel_call(
+    spec: RecurrenceSpec,
+    state: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None,
+    beta: Array | None,
+    *,
+    updates: int = 0,
+    cut: bool = False,
+):
+    """What a kernel is asked to solve, a `jaxbuf.pallas.chunked.Call`.
+
+    Args:
+      spec, state, q, k, v, log_decay, beta: As in `chunked`.
+      updates, cut: As in `jaxbuf.pallas.chunked.Call`.
+    """
+    from jaxbuf.pallas.chunked import Call
+
+    if state is not None:
+        check_state(state, v.shape[0], spec.state_shape)
+    return Call(
+        rows=v.shape[0],
+        time=v.shape[1],
+        heads=spec.heads,
+        key_heads=spec.key_heads,
+        key_dim=spec.key_dim,
+        value_dim=spec.value_dim,
+        q=jnp.dtype(q.dtype),
+        k=jnp.dtype(k.dtype),
+        v=jnp.dtype(v.dtype),
+        decay=spec.decay,
+        delta=spec.delta,
+        has_state=state is not None,
+        has_beta=beta is not None,
+        cut=cut,
+        updates=updates,
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+@jax.named_scope("recurrence")
+def solve_by_kernel(
+    asked: Asked,
+    call,
+    state: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None,
+    beta: Array | None,
+    lengths: Array | None,
+    cut: Array | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """The kernel on what it has said it serves: see `jaxbuf.pallas.chunked.tpu.solve`.
+
+    Args:
+      asked: Which kernel.
+      call: From `kernel_call`.
+      state, q, k, v, log_decay, beta, lengths: As in `chunked`.
+      cut: After how many tokens of each row the state is returned; None: after all.
+    """
+    from jaxbuf.pallas.chunked import tpu
+
+    state = None if state is None else state.astype(jnp.float32)
+    lengths = jnp.full(v.shape[0], v.shape[1], jnp.int32) if lengths is None else lengths
+    how = {"generation": asked.generation, "interpret": asked.interpret}
+    return tpu.solve(call, state, q, k, v, log_decay, beta, lengths, cut, **how)
 
 
 @jax.named_scope("recurrence")

@@ -1,0 +1,304 @@
+"""A program of the TPU kernel of `chunked`: a chunk of a row, of a block of its heads."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxbuf.pallas.chunked.tpu_layout import Layout
+from jaxbuf.pallas.chunked.tpu_parts import parts_of, product
+
+# Columns of a row's integers: its tokens; of how many the state is returned; then where its blocks lie (see `tpu`).
+LENGTH, CUT, ROW, FIRST_CHUNK, LAST_CHUNK, FIRST_BLOCK, LAST_BLOCK, FIRST_UPDATES, FIELDS = range(9)
+# In place of a log_decay of -infinity: its exponential is 0 as well, and 0 times it is 0.
+LEAST = np.float32(-1e30)
+INCLUSIVE, AFTER = 0, 1  # of the matrices of ones: sums up to a token, and of all that is behind it
+
+
+class Refs(NamedTuple):
+    """What a program is given.
+
+    Attributes:
+      words: In scalar memory, FIELDS integers a row.
+      inputs: Blocks of "q", "k", "v", "log_decay", "beta" and "state", as far as the call has them.
+      out, state, updates: The outputs' blocks; updates: None if they are not returned.
+      scratch: "ones"; "running" if the state that is returned is not the last; "gates", "since", "left" and "beta".
+    """
+
+    words: Any
+    inputs: dict
+    out: Any
+    state: Any
+    updates: Any
+    scratch: dict
+
+
+class Chunk:
+    """A program.
+
+    Attributes:
+      layout, call, refs: What it was given.
+      row, block, chunk: Of the launch.
+    """
+
+    def __init__(self, layout: Layout, refs: Refs):
+        self.layout, self.call, self.refs = layout, layout.call, refs
+        self.row, self.block, self.chunk = (pl.program_id(axis) for axis in range(3))
+        self.running = refs.scratch.get("running", refs.state)
+
+    def field(self, column: int):
+        return self.refs.words[self.row * FIELDS + column]
+
+    def run(self) -> None:
+        layout, call, refs = self.layout, self.call, self.refs
+        size = layout.chunk
+        live = jnp.clip(self.field(LENGTH) - self.chunk * size, 0, size)
+        cut = self.field(CUT) - self.chunk * size
+
+        @pl.when(self.chunk == 0)
+        def _():
+            self.begin()
+
+        if call.cut:
+
+            @pl.when((self.chunk == 0) & (cut == 0))
+            def _():
+                refs.state[...] = self.running[...]
+
+            # A chunk with the cut in it is solved in two parts, of which the second continues from the first.
+            split = (cut > 0) & (cut < live)
+
+            def part(i, _):
+                end = jnp.where(split & (i == 0), cut, live)
+                self.solve(jnp.where(i == 0, 0, cut), end)
+
+                @pl.when(end == cut)
+                def _():
+                    refs.state[...] = self.running[...]
+
+            lax.fori_loop(0, jnp.where(live == 0, 0, jnp.where(split, 2, 1)), part, None)
+        else:
+
+            @pl.when(live > 0)
+            def _():
+                self.solve(0, live)
+
+        @pl.when(live == 0)
+        def _():
+            refs.out[...] = jnp.zeros(refs.out.shape, refs.out.dtype)
+            if call.updates == call.time:
+                refs.updates[...] = jnp.zeros(refs.updates.shape, jnp.float32)
+
+    def begin(self) -> None:
+        """What all chunks of a row need: the state that it starts from, and the matrices of ones."""
+        refs = self.refs
+        if self.call.has_state:
+            self.running[...] = refs.inputs["state"][...]
+        else:
+            self.running[...] = jnp.zeros(self.running.shape, jnp.float32)
+        ones = refs.scratch["ones"]
+        t, s = self.places()
+        ones[INCLUSIVE] = (s <= t).astype(ones.dtype)
+        ones[AFTER] = (s > t).astype(ones.dtype)
+        if self.call.decay == "channel":
+            for level in range(self.layout.levels):
+                # In a right half sums from its start to a token, in a left half of what is behind the token.
+                same, right = t >> level == s >> level, t >> level & 1 == 1
+                ones[2 + level] = (same & ((right & (s <= t)) | (~right & (s > t)))).astype(ones.dtype)
+
+    def places(self):
+        """Row and column of the numbers of a square matrix."""
+        square = self.layout.chunk, self.layout.chunk
+        return (lax.broadcasted_iota(jnp.int32, square, axis) for axis in range(2))
+
+    def solve(self, start, end) -> None:
+        """Outputs of the chunk's tokens from `start` to `end`, and the running state behind them."""
+        layout, refs, call = self.layout, self.refs, self.call
+        place = lax.broadcasted_iota(jnp.int32, (layout.chunk, 1), 0)
+        alive = (place >= start) & (place < end)
+        scratch = refs.scratch
+        if "beta" in refs.inputs:
+            scratch["beta"][...] = jnp.where(alive, refs.inputs["beta"][0], 0.0)
+        if call.decay == "head":
+            gates = jnp.where(alive, jnp.maximum(refs.inputs["log_decay"][0], LEAST), 0.0)
+            scratch["gates"][...] = gates
+            gates = parts_of(gates, layout.parts)
+            for name, which in (("since", INCLUSIVE), ("left", AFTER)):
+                scratch[name][...] = jnp.exp(product([scratch["ones"][which]], gates))
+
+        def unit(i, _):
+            for first in range(0, layout.unit, layout.together):
+                self.solve_heads(i * layout.unit, range(first, first + layout.together), alive, start)
+
+        count = layout.heads // layout.unit
+        if count == 1:
+            unit(0, None)
+        else:
+            lax.fori_loop(0, count, unit, None)
+
+    def lanes(self, unit_head, head: int, width: int, group: int = 1):
+        """Where the numbers of a head lie, or of the key head that it reads, among those of a token."""
+        if isinstance(unit_head, int):
+            return pl.ds((unit_head + head) // group * width, width)
+        # Units begin at multiples of 128 numbers; one of several in a group reads the group's key head.
+        begin = lax.div(unit_head, group) * width
+        return pl.ds(pl.multiple_of(begin, 128) + head // group * width, width)
+
+    def column(self, name: str, head):
+        """A head's numbers of the block's gates, [tokens, 1]."""
+        x = self.refs.scratch[name][...]
+        at = lax.broadcasted_iota(jnp.int32, x.shape, 1) == self.block * self.layout.heads + head
+        return jnp.sum(jnp.where(at, x, 0.0), axis=1, keepdims=True)
+
+    def solve_heads(self, unit_head, heads: range, alive, start) -> None:
+        """`solve` of some heads, stage by stage for all of them: heads that wait for nothing fill the time in which
+        one alone waits for its own last product."""
+        call, refs, parts = self.call, self.refs, self.layout.parts
+        group = call.heads_per_key
+
+        def split(x):
+            return parts_of(x, parts)
+
+        def load(name, head, width, of=1):
+            x = refs.inputs[name][0, :, self.lanes(unit_head, head, width, of)]
+            return jnp.where(alive, x, jnp.zeros_like(x))
+
+        # Key heads that several of the heads read are loaded and multiplied once.
+        key_heads = sorted({head // group for head in heads})
+        keys = {n: load("k", n * group, call.key_dim, group) for n in key_heads}
+        queries = {n: load("q", n * group, call.key_dim, group) for n in key_heads}
+        values = [load("v", head, call.value_dim).astype(jnp.float32) for head in heads]
+        states = [self.running[0, unit_head + head] for head in heads]
+        betas = None if not call.has_beta else [self.column("beta", unit_head + head) for head in heads]
+        of_key = [head // group for head in heads]
+        pairs = self.channel_pairs if call.decay == "channel" else self.head_pairs
+        found = pairs(unit_head, heads, keys, queries, alive)
+        read = [split(x) for x in states]
+        if call.delta:
+            systems = [x.overlap if betas is None else betas[n] * x.overlap for n, x in enumerate(found)]
+            inverses = self.unit_lower_inverses(systems)
+            recalled = [product(x.key, state, 1, 1) for x, state in zip(found, read, strict=True)]
+            recalled = [y if x.factor is None else x.factor * y for x, y in zip(found, recalled, strict=True)]
+            values = [v - y for v, y in zip(values, recalled, strict=True)]
+        updates = values if betas is None else [b * v for b, v in zip(betas, values, strict=True)]
+        if call.delta:
+            updates = [product(split(x), split(y)) for x, y in zip(inverses, updates, strict=True)]
+        out = [product(x.query, state, 1, 1) for x, state in zip(found, read, strict=True)]
+        out = [y if x.factor is None else x.factor * y for x, y in zip(found, out, strict=True)]
+        inside = [product(split(x.attend), split(u)) for x, u in zip(found, updates, strict=True)]
+        added = []
+        for x, n, u in zip(found, of_key, updates, strict=True):
+            weighted = u if x.left is None else x.left * u
+            added.append(product(split(weighted), split(keys[n]) if x.left_key is None else x.left_key, 0, 0))
+        for n, (head, x) in enumerate(zip(heads, found, strict=True)):
+            lanes = self.lanes(unit_head, head, call.value_dim)
+            self.put(refs.out, lanes, out[n] + inside[n], alive, start)
+            if call.updates:
+                self.put(refs.updates, lanes, updates[n], alive, start)
+            kept = states[n] if x.total is None else x.total * states[n]
+            self.running[0, unit_head + head] = kept + added[n]
+
+    def put(self, ref, lanes, x, alive, start) -> None:
+        x = x.astype(ref.dtype)
+        if self.call.cut:
+            # What the chunk's first part has put there stays.
+            place = lax.broadcasted_iota(jnp.int32, alive.shape, 0)
+            x = jnp.where(place >= start, x, ref[0, :, lanes])
+        ref[0, :, lanes] = x
+
+    # What a chunk's tokens are to one another
+
+    def head_pairs(self, unit_head, heads: range, keys: dict, queries: dict, alive) -> list["Pairs"]:
+        """Of a decay that is one number a head, or none."""
+        call, parts, scratch = self.call, self.layout.parts, self.refs.scratch
+        t, s = self.places()
+        key, query = ({n: parts_of(x, parts) for n, x in each.items()} for each in (keys, queries))
+        attend = {n: product(query[n], key[n], 1, 1) for n in key}
+        overlap = {n: product(key[n], key[n], 1, 1) for n in key} if call.delta else None
+        found = []
+        for head in heads:
+            n = head // call.heads_per_key
+            factor = left = total = decay = None
+            if call.decay == "head":
+                # At (t, s) the sum over (s, t], of numbers of one sign: never a difference of two sums.
+                gates = jnp.where(t > s, self.column("gates", unit_head + head), 0.0)
+                decay = jnp.exp(product([scratch["ones"][INCLUSIVE]], parts_of(gates, parts)))
+                factor, left = (self.column(name, unit_head + head) for name in ("since", "left"))
+                total = factor[-1:, :]
+
+            def weighted(x, on, decay=decay):
+                return jnp.where(on, x if decay is None else decay * x, 0.0)
+
+            below = None if overlap is None else weighted(overlap[n], s < t)
+            found.append(Pairs(weighted(attend[n], s <= t), below, query[n], key[n], factor, left, None, total))
+        return found
+
+    def channel_pairs(self, unit_head, heads: range, keys: dict, queries: dict, alive) -> list["Pairs"]:
+        """Of a decay a channel, by doubling, as `jaxbuf.recurrence.chunked` has it: from a token of a left half to one
+        of the right half beside it, the decay is that to the boundary times that from the boundary."""
+        call, layout, parts = self.call, self.layout, self.layout.parts
+        t, s = self.places()
+        ones = self.refs.scratch["ones"]
+        found = []
+        for head in heads:
+            n = head // call.heads_per_key
+            lanes = self.lanes(unit_head, head, call.key_dim)
+            gates = self.refs.inputs["log_decay"][0, :, lanes]
+            gates = parts_of(jnp.where(alive, jnp.maximum(gates, LEAST), 0.0), parts)
+            key, query = keys[n].astype(jnp.float32), queries[n].astype(jnp.float32)
+            own = jnp.sum(key * query, axis=1, keepdims=True)
+            attend, below = jnp.where(t == s, own, 0.0), jnp.zeros(t.shape, jnp.float32)
+            for level in range(layout.levels):
+                decay = jnp.exp(product([ones[2 + level]], gates))
+                on = (t >> level == (s >> level) + 1) & (s >> level & 1 == 0)
+                decayed = parts_of(decay * key, parts)
+                attend = jnp.where(on, product(parts_of(decay * query, parts), decayed, 1, 1), attend)
+                if call.delta:
+                    below = jnp.where(on, product(decayed, decayed, 1, 1), below)
+            since, left = (jnp.exp(product([ones[which]], gates)) for which in (INCLUSIVE, AFTER))
+            probes = (parts_of(since * x, parts) for x in (query, key))
+            found.append(Pairs(attend, below, *probes, None, None, parts_of(left * key, parts), since[-1:, :]))
+        return found
+
+    def unit_lower_inverses(self, matrices: list) -> list:
+        """The inverses of unit lower triangular matrices, of which only what is below the diagonal is read.
+
+        By exact elimination, as `jaxbuf.recurrence.chunked.unit_lower_inverse` has it: of blocks on the diagonal that
+        double, the corner is -D^-1 C A^-1.
+        """
+        parts = self.layout.parts
+        t, s = self.places()
+        identity = (t == s).astype(jnp.float32)
+        inverses = [identity - jnp.where((t == s + 1) & (s & 1 == 0), x, 0.0) for x in matrices]
+        for level in range(1, self.layout.levels):
+            on = (t >> level == (s >> level) + 1) & (s >> level & 1 == 0)
+            corners = [parts_of(jnp.where(on, x, 0.0), parts) for x in matrices]
+            cut = [parts_of(x, parts) for x in inverses]
+            right = [parts_of(product(x, y), parts) for x, y in zip(corners, cut, strict=True)]
+            inverses = [x - product(y, z) for x, y, z in zip(inverses, cut, right, strict=True)]
+        return inverses
+
+
+class Pairs(NamedTuple):
+    """What a chunk's tokens are to one another, of a head, and to the state that the chunk starts from.
+
+    Attributes:
+      attend: At (t, s) the product of query t and key s across the decay between them; 0 for s > t.
+      overlap: Likewise of keys, 0 for s >= t; None without the delta rule.
+      query, key: In parts, with the decay since the chunk's start where that is one a channel.
+      factor: That decay where it is one number a head, [tokens, 1]; None otherwise.
+      left: The decay up to the chunk's end, likewise.
+      left_key: Keys with the decay up to the chunk's end, where that is one a channel.
+      total: The whole chunk's decay, [1, 1] or [1, key_dim]; None without one.
+    """
+
+    attend: Any
+    overlap: Any
+    query: list
+    key: list
+    factor: Any
+    left: Any
+    left_key: list | None
+    total: Any
