@@ -41,3 +41,14 @@ class Call:
     def heads_per_key(self) -> int:
         """Heads that read the same key head."""
         return self.heads // self.key_heads
+
+    @property
+    def widths(self) -> dict[str, tuple[int, int]]:
+        """Of inputs that have several numbers a head: how many, and how many heads share them."""
+        group = self.heads_per_key
+        return {
+            "q": (self.key_dim, group),
+            "k": (self.key_dim, group),
+            "v": (self.value_dim, 1),
+            "log_decay": (self.key_dim, 1),
+        }

@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxbuf.pallas.chunked.tpu_layout import Layout
+from jaxbuf.pallas.chunked.tpu_layout import LANES, Layout
 from jaxbuf.pallas.chunked.tpu_parts import parts_of, product
 
 # Columns of a row's integers: its tokens; of how many the state is returned; then where its blocks lie (see `tpu`).
@@ -129,8 +129,20 @@ class Chunk:
                 scratch[name][...] = jnp.exp(product([scratch["ones"][which]], gates))
 
         def unit(i, _):
-            for first in range(0, layout.unit, layout.together):
-                self.solve_heads(i * layout.unit, range(first, first + layout.together), alive, start)
+            unit_head = i * layout.unit
+            place, width = self.place(unit_head, "v"), call.value_dim
+            kept, first = ([], []), 0
+            for head in range(0, layout.unit, layout.together):
+                found = self.solve_heads(unit_head, range(head, head + layout.together), alive)
+                for columns, more in zip(kept, found, strict=True):
+                    columns += more
+                count = len(kept[0])
+                # Loads and stores are of whole vectors of 128 numbers, as far as there are.
+                if count * width % LANES == 0 or head + layout.together == layout.unit:
+                    for ref, columns in zip((refs.out, refs.updates), kept, strict=True):
+                        if ref is not None:
+                            self.store(ref, place, first, columns, start)
+                    kept, first = ([], []), first + count * width
 
         count = layout.heads // layout.unit
         if count == 1:
@@ -138,13 +150,21 @@ class Chunk:
         else:
             lax.fori_loop(0, count, unit, None)
 
-    def lanes(self, unit_head, head: int, width: int, group: int = 1):
-        """Where the numbers of a head lie, or of the key head that it reads, among those of a token."""
-        if isinstance(unit_head, int):
-            return pl.ds((unit_head + head) // group * width, width)
-        # Units begin at multiples of 128 numbers; one of several in a group reads the group's key head.
-        begin = lax.div(unit_head, group) * width
-        return pl.ds(pl.multiple_of(begin, 128) + head // group * width, width)
+    def load(self, name: str, unit_head, head: int, alive):
+        """The numbers of a unit's head, or of the key head that it reads, [tokens, width]; those of dead tokens are
+        zeros."""
+        width, group = self.call.widths[name]
+        first, ref = head // group * width, self.refs.inputs[name]
+        begin = first // LANES * LANES
+        size = min(-(-(first + width) // LANES) * LANES, ref.shape[2]) - begin
+        x = ref[0, :, pl.ds(self.place(unit_head, name) + begin, size)][:, first - begin : first - begin + width]
+        return jnp.where(alive, x, jnp.zeros_like(x))
+
+    def place(self, unit_head, name: str):
+        """Where the numbers of a unit begin among those of a token. Units begin at multiples of 128 numbers; one of
+        several in a group reads the group's key head."""
+        width, group = self.call.widths[name]
+        return unit_head if isinstance(unit_head, int) else pl.multiple_of(lax.div(unit_head, group) * width, LANES)
 
     def column(self, name: str, head):
         """A head's numbers of the block's gates, [tokens, 1]."""
@@ -152,24 +172,19 @@ class Chunk:
         at = lax.broadcasted_iota(jnp.int32, x.shape, 1) == self.block * self.layout.heads + head
         return jnp.sum(jnp.where(at, x, 0.0), axis=1, keepdims=True)
 
-    def solve_heads(self, unit_head, heads: range, alive, start) -> None:
+    def solve_heads(self, unit_head, heads: range, alive) -> tuple[list, list]:
         """`solve` of some heads, stage by stage for all of them: heads that wait for nothing fill the time in which
-        one alone waits for its own last product."""
-        call, refs, parts = self.call, self.refs, self.layout.parts
+        one alone waits for its own last product. Returns the outputs and updates of each, [tokens, value_dim]."""
+        call, parts = self.call, self.layout.parts
         group = call.heads_per_key
 
         def split(x):
             return parts_of(x, parts)
 
-        def load(name, head, width, of=1):
-            x = refs.inputs[name][0, :, self.lanes(unit_head, head, width, of)]
-            return jnp.where(alive, x, jnp.zeros_like(x))
-
         # Key heads that several of the heads read are loaded and multiplied once.
         key_heads = sorted({head // group for head in heads})
-        keys = {n: load("k", n * group, call.key_dim, group) for n in key_heads}
-        queries = {n: load("q", n * group, call.key_dim, group) for n in key_heads}
-        values = [load("v", head, call.value_dim).astype(jnp.float32) for head in heads]
+        keys, queries = ({n: self.load(name, unit_head, n * group, alive) for n in key_heads} for name in ("k", "q"))
+        values = [self.load("v", unit_head, head, alive).astype(jnp.float32) for head in heads]
         states = [self.running[0, unit_head + head] for head in heads]
         betas = None if not call.has_beta else [self.column("beta", unit_head + head) for head in heads]
         of_key = [head // group for head in heads]
@@ -193,19 +208,18 @@ class Chunk:
             weighted = u if x.left is None else x.left * u
             added.append(product(split(weighted), split(keys[n]) if x.left_key is None else x.left_key, 0, 0))
         for n, (head, x) in enumerate(zip(heads, found, strict=True)):
-            lanes = self.lanes(unit_head, head, call.value_dim)
-            self.put(refs.out, lanes, out[n] + inside[n], alive, start)
-            if call.updates:
-                self.put(refs.updates, lanes, updates[n], alive, start)
             kept = states[n] if x.total is None else x.total * states[n]
             self.running[0, unit_head + head] = kept + added[n]
+        return [x + y for x, y in zip(out, inside, strict=True)], updates
 
-    def put(self, ref, lanes, x, alive, start) -> None:
-        x = x.astype(ref.dtype)
+    def store(self, ref, place, first: int, columns: list, start) -> None:
+        """Stores heads' numbers, from number `first` of a unit's on, which is at a multiple of 128 numbers."""
+        x = (columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)).astype(ref.dtype)
+        lanes = pl.ds(place + first, x.shape[1])
         if self.call.cut:
             # What the chunk's first part has put there stays.
-            place = lax.broadcasted_iota(jnp.int32, alive.shape, 0)
-            x = jnp.where(place >= start, x, ref[0, :, lanes])
+            token = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+            x = jnp.where(token >= start, x, ref[0, :, lanes])
         ref[0, :, lanes] = x
 
     # What a chunk's tokens are to one another
@@ -244,9 +258,7 @@ class Chunk:
         found = []
         for head in heads:
             n = head // call.heads_per_key
-            lanes = self.lanes(unit_head, head, call.key_dim)
-            gates = self.refs.inputs["log_decay"][0, :, lanes]
-            gates = parts_of(jnp.where(alive, jnp.maximum(gates, LEAST), 0.0), parts)
+            gates = parts_of(jnp.maximum(self.load("log_decay", unit_head, head, alive), LEAST), parts)
             key, query = keys[n].astype(jnp.float32), queries[n].astype(jnp.float32)
             own = jnp.sum(key * query, axis=1, keepdims=True)
             attend, below = jnp.where(t == s, own, 0.0), jnp.zeros(t.shape, jnp.float32)
