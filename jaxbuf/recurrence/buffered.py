@@ -39,11 +39,10 @@ import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows, check_sizes, checked_slots
 from jaxbuf.axes import Array, Float, Float32, Int
-from jaxbuf.pallas.dispatch import ask
 from jaxbuf.recurrence.begin import PrefillStep, Step, begin, begin_fold, begin_prefill, held
 from jaxbuf.recurrence.cursor import Cursor, commit_cursor, init_cursor
-from jaxbuf.recurrence.launch import extend_pool, fold_pool
-from jaxbuf.recurrence.pool import Pool, fork_pool, init_pool, prefill_pool, read_pool, store_states
+from jaxbuf.recurrence.launch import extend_pool, fold_pool, prefill_pool
+from jaxbuf.recurrence.pool import Pool, fork_pool, init_pool, read_pool, store_states
 from jaxbuf.recurrence.shared_rows import raise_missing_rows
 from jaxbuf.recurrence.slots import Copies, fork_cursor, load_cursor, reset_cursor
 from jaxbuf.recurrence.spec import RecurrenceSpec, check_inputs, check_state
@@ -146,6 +145,7 @@ def prefill(
     keep: int | Int[Array, "rows"] = 0,
     chunk_size: int = 64,
     implementation: str = "auto",
+    interpret: bool = False,
     target: Target | str | None = None,
 ) -> tuple[Float[Array, "rows time heads value_dim"], BufferedState]:
     """Takes in a prompt: the state after it becomes the slot's checkpoint, all but the last `keep` tokens' part of it.
@@ -162,8 +162,7 @@ def prefill(
       keep: How many last tokens stay as entries in the ring, one number or one a row; at most the ring's size (see
         `init`) less max_pending.
       chunk_size: As in `chunked`.
-      implementation: "auto" or "xla": there is no kernel yet.
-      target: As in `extend_pool`.
+      implementation, interpret, target: As in `prefill_pool`.
 
     Returns:
       out (zero past `lengths` and for slot 0), and the memory.
@@ -173,12 +172,12 @@ def prefill(
         repeated (slots, lengths and keep where they are known: under jit lengths and keep are clamped).
       PoolExhausted: The pool of `states` or `blocks` ran out: see `raise_exhausted`.
     """
-    ask("prefill", implementation, target, (v,))
     check_inputs(spec, q, k, v, log_decay, beta)
     check_sizes(chunk_size=chunk_size)
     check_rows("slots", jnp.asarray(slots), v.shape[0])
     step, cursor = begin_prefill(cache.cursor, slots, _all(lengths, v), keep, time=v.shape[1])
-    out, pool = prefill_pool(spec, cache.pool, step, q, k, v, log_decay, beta, chunk_size=chunk_size)
+    how = {"implementation": implementation, "interpret": interpret, "target": target}
+    out, pool = prefill_pool(spec, cache.pool, step, q, k, v, log_decay, beta, chunk_size=chunk_size, **how)
     return out, BufferedState(cursor, pool)
 
 

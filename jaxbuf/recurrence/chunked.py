@@ -87,63 +87,68 @@ def chunked(
     eq. 15.
     """
     check_inputs(spec, q, k, v, log_decay, beta)
+    if state is not None:
+        check_state(state, v.shape[0], spec.state_shape)
+    check_sizes(chunk_size=chunk_size)
     asked = ask("chunked", implementation, target, (v,), interpret=interpret)
-    inputs = state, q, k, v, log_decay, beta
-    return _chunked(spec, asked, chunk_size, return_updates, inputs, lengths)
+    sizes = {"chunk_size": chunk_size, "updates": v.shape[1] if return_updates else 0}
+    out, state, updates = _chunked(spec, asked, sizes, state, q, k, v, log_decay, beta, lengths)
+    return (out, state) if updates is None else (out, state, updates)
 
 
 def _chunked(
     spec: RecurrenceSpec,
     asked: Asked | None,
-    chunk_size: int,
-    return_updates: bool,
-    inputs: tuple[Array | None, Array, Array, Array, Array | None, Array | None],
-    lengths: Array | None,
-) -> tuple[Array, ...]:
-    count = 3 if return_updates else 2
-
-    def defined(*arrays):
-        *inputs, lengths = arrays
-        return solve_chunks(spec, *inputs, chunk_size=chunk_size, lengths=lengths)[:count]
-
-    if asked is not None:
-        # Imported here: Pallas takes a while, and a CPU has no use for it.
-        from jaxbuf.pallas.chunked import supports
-
-        v = inputs[3]
-        call = kernel_call(spec, *inputs, updates=v.shape[1] if return_updates else 0)
-        if asked.takes(supports(call, platform=asked.platform, generation=asked.generation)):
-            check_sizes(chunk_size=chunk_size)
-
-            def kernel(*arrays):
-                return solve_by_kernel(asked, call, *arrays)[:count]
-
-            return differentiable(kernel, defined)(*inputs, lengths)
-    return defined(*inputs, lengths)
-
-
-def kernel_call(
-    spec: RecurrenceSpec,
+    sizes: dict[str, int],
     state: Array | None,
     q: Array,
     k: Array,
     v: Array,
     log_decay: Array | None,
     beta: Array | None,
+    lengths: Array | None,
+) -> tuple[Array, Array, Array | None]:
+    """As in `chunked`; sizes: "chunk_size", and "updates", of how many tokens they are returned."""
+    inputs = state, q, k, v, log_decay, beta, lengths
+
+    def defined(state, q, k, v, log_decay, beta, lengths):
+        size = sizes["chunk_size"]
+        out, *rest = solve_chunks(spec, state, q, k, v, log_decay, beta, chunk_size=size, lengths=lengths)
+        return out, rest[0], rest[1] if sizes["updates"] else None
+
+    if asked is not None:
+        # Imported here: Pallas takes a while, and a CPU has no use for it.
+        from jaxbuf.pallas.chunked import supports
+
+        call = kernel_call(spec, q, k, v, beta, has_state=state is not None, updates=sizes["updates"])
+        if asked.takes(supports(call, platform=asked.platform, generation=asked.generation)):
+
+            def kernel(*inputs):
+                return solve_by_kernel(asked, call, *inputs)[:3]
+
+            return differentiable(kernel, defined)(*inputs)
+    return defined(*inputs)
+
+
+def kernel_call(
+    spec: RecurrenceSpec,
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array | None,
     *,
+    has_state: bool = True,
     updates: int = 0,
     cut: bool = False,
 ):
     """What a kernel is asked to solve, a `jaxbuf.pallas.chunked.Call`.
 
     Args:
-      spec, state, q, k, v, log_decay, beta: As in `chunked`.
-      updates, cut: As in `jaxbuf.pallas.chunked.Call`.
+      spec, q, k, v, beta: As in `chunked`.
+      has_state, updates, cut: As in `jaxbuf.pallas.chunked.Call`.
     """
     from jaxbuf.pallas.chunked import Call
 
-    if state is not None:
-        check_state(state, v.shape[0], spec.state_shape)
     return Call(
         rows=v.shape[0],
         time=v.shape[1],
@@ -156,7 +161,7 @@ def kernel_call(
         v=jnp.dtype(v.dtype),
         decay=spec.decay,
         delta=spec.delta,
-        has_state=state is not None,
+        has_state=has_state,
         has_beta=beta is not None,
         cut=cut,
         updates=updates,
@@ -176,8 +181,9 @@ def solve_by_kernel(
     beta: Array | None,
     lengths: Array | None,
     cut: Array | None = None,
-) -> tuple[Array, Array, Array | None]:
-    """The kernel on what it has said it serves: see `jaxbuf.pallas.chunked.tpu.solve`.
+) -> tuple[Array, Array, Array | None, Array]:
+    """The kernel on what it has said it serves: see `jaxbuf.pallas.chunked.tpu.solve`, whose results it returns, and
+    int32 [rows], which token of each row the first of the updates is that of.
 
     Args:
       asked: Which kernel.
@@ -190,7 +196,11 @@ def solve_by_kernel(
     state = None if state is None else state.astype(jnp.float32)
     lengths = jnp.full(v.shape[0], v.shape[1], jnp.int32) if lengths is None else lengths
     how = {"generation": asked.generation, "interpret": asked.interpret}
-    return tpu.solve(call, state, q, k, v, log_decay, beta, lengths, cut, **how)
+    found = tpu.solve(call, state, q, k, v, log_decay, beta, lengths, cut, **how)
+    first = jnp.zeros_like(lengths)
+    if cut is not None and call.updates < call.time:
+        first = tpu.first_update(call, cut, generation=asked.generation)
+    return *found, first
 
 
 @jax.named_scope("recurrence")

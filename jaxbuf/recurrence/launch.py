@@ -13,7 +13,8 @@ from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.pallas.extend.call import FOLD_TO, FOLDING
 from jaxbuf.recurrence import pool as xla
-from jaxbuf.recurrence.begin import Held, Step
+from jaxbuf.recurrence.begin import Held, PrefillStep, Step
+from jaxbuf.recurrence.chunked import kernel_call, solve_by_kernel
 from jaxbuf.recurrence.pool import Pool
 from jaxbuf.recurrence.spec import RecurrenceSpec, check_inputs
 from jaxbuf.recurrence.state_format import rounded, state_format
@@ -118,6 +119,77 @@ def _fold_pool(spec: RecurrenceSpec, asked: Asked | None, pool: Pool, before: He
             inputs = q, q, v, log_decay, jnp.zeros(v.shape[:3], jnp.float32)
             return _extend_by_kernel(asked, spec, pool, before, lengths, write, append, None, inputs)[1]
     return xla.fold_with_xla(spec, pool, before, write)
+
+
+def prefill_pool(
+    spec: RecurrenceSpec,
+    pool: Pool,
+    step: PrefillStep,
+    q: Float[Array, "rows time key_heads key_dim"],
+    k: Float[Array, "rows time key_heads key_dim"],
+    v: Float[Array, "rows time heads value_dim"],
+    log_decay: Float32[Array, "rows time heads ..."] | None = None,
+    beta: Float32[Array, "rows time heads"] | None = None,
+    *,
+    chunk_size: int = 64,
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
+) -> tuple[Float[Array, "rows time heads value_dim"], Pool]:
+    """`prefill` for one layer, with the integers that `begin_prefill` made for all of them.
+
+    Args:
+      spec, pool, q, k, v, log_decay, beta, interpret, target: As in `extend_pool`.
+      step: From `begin_prefill`.
+      chunk_size: Of XLA's path, as in `chunked`.
+      implementation: "xla", "tpu", or "auto": the target's kernel where it serves the call, else "xla".
+
+    Returns:
+      out in v's dtype, and the pool.
+
+    Raises:
+      ValueError: As in `extend_pool`.
+    """
+    check_inputs(spec, q, k, v, log_decay, beta)
+    xla.check_pool(spec, pool)
+    asked = ask("prefill", implementation, target, (v,), interpret=interpret)
+    return _prefill_pool(spec, asked, chunk_size, pool, step, q, k, v, log_decay, beta)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+@jax.named_scope("recurrence")
+def _prefill_pool(
+    spec: RecurrenceSpec,
+    asked: Asked | None,
+    chunk_size: int,
+    pool: Pool,
+    step: PrefillStep,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None,
+    beta: Array | None,
+) -> tuple[Array, Pool]:
+    if asked is not None:
+        from jaxbuf.pallas.chunked import supports
+
+        kept, time = step.append.shape[1], v.shape[1]
+        keys = rounded(k, pool.keys.dtype).astype(jnp.promote_types(pool.keys.dtype, jnp.bfloat16))
+        updates = min(kept, time) if spec.delta else 0
+        call = kernel_call(spec, q, keys, v, beta, cut=kept > 0, updates=updates)
+        if asked.takes(supports(call, platform=asked.platform, generation=asked.generation)):
+            # The state that is stored is the one before the tokens that are kept; of updates only theirs are needed.
+            start = xla.read_pool(spec, pool, step.before)
+            cut = step.head if kept else None
+            inputs = q, keys, v, log_decay, beta, step.lengths, cut
+            out, state, updates, first = solve_by_kernel(asked, call, start, *inputs)
+            if kept:
+                values = xla.tail(v, step.head, kept)
+                if updates is not None:
+                    values = xla.tail(updates, step.head - first, kept)
+                pool = xla.append_tail(spec, pool, step, keys, values, log_decay, beta)
+            return out, xla.store_states(pool, state, step.write)
+    return xla.prefill_with_xla(spec, pool, step, q, k, v, log_decay, beta, chunk_size=chunk_size)
 
 
 def kernel_serves(spec: RecurrenceSpec, *, ring: int, state_dtype: object, entry_dtype: Any, target: Target) -> bool:

@@ -4,7 +4,6 @@ Every function takes the integers that `cursor.py` made for the launch, the same
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jaxbuf.recurrence.chunked import solve_chunks
 from jaxbuf.recurrence.cursor import Cursor
 from jaxbuf.recurrence.recurrent import HIGHEST
 from jaxbuf.recurrence.slots import Copies
-from jaxbuf.recurrence.spec import RecurrenceSpec, check_inputs
+from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.recurrence.state_format import StateFormat, decode, encode, format_of, rounded, state_format
 
 
@@ -193,30 +192,25 @@ def extend_with_xla(
     return out, dataclasses.replace(pool, keys=keys, updates=updates, gates=gates)
 
 
-@partial(jax.jit, static_argnums=0, static_argnames="chunk_size")
-@jax.named_scope("recurrence")
-def prefill_pool(
+def prefill_with_xla(
     spec: RecurrenceSpec,
     pool: Pool,
     step: PrefillStep,
     q: Float[Array, "rows time key_heads key_dim"],
     k: Float[Array, "rows time key_heads key_dim"],
     v: Float[Array, "rows time heads value_dim"],
-    log_decay: Float32[Array, "rows time heads ..."] | None = None,
-    beta: Float32[Array, "rows time heads"] | None = None,
+    log_decay: Float32[Array, "rows time heads ..."] | None,
+    beta: Float32[Array, "rows time heads"] | None,
     *,
-    chunk_size: int = 64,
+    chunk_size: int,
 ) -> tuple[Float[Array, "rows time heads value_dim"], Pool]:
-    """`prefill` for one layer, with the integers that `begin_prefill` made for all of them."""
-    check_inputs(spec, q, k, v, log_decay, beta)
-    check_pool(spec, pool)
+    """`launch.prefill_pool`, which has checked the arguments, as XLA compiles it."""
     k = rounded(k, pool.keys.dtype)  # computes with the keys as the ring will store them
     start = read_pool(spec, pool, step.before)
     out, state, updates = solve_chunks(
         spec, start, q, k, v, log_decay, beta, chunk_size=chunk_size, lengths=step.lengths
     )
     kept = step.append.shape[1]
-    keys, stored, gates = pool.keys, pool.updates, pool.gates
     if kept:
 
         def before_kept():
@@ -227,17 +221,39 @@ def prefill_pool(
         # Rows that keep all they read, or none of it, need no other state.
         cut = (step.write < NOWHERE) & (step.head < step.lengths)
         state = jax.lax.cond(jnp.any(cut), before_kept, lambda: state)
-        beta = jnp.ones(v.shape[:3], jnp.float32) if beta is None else beta
-        chosen = jnp.minimum(step.head[:, None] + jnp.arange(kept, dtype=jnp.int32)[None], v.shape[1] - 1)
-
-        def tail(x):
-            return jnp.take_along_axis(x, chosen.reshape(*chosen.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-        keys = _append(keys, tail(k), step.append)
-        stored = _append(stored, tail(updates if spec.delta else v), step.append)
-        gates = _append(gates, tail(_pack_gates(spec, log_decay, beta)), step.append)
-    pool = dataclasses.replace(pool, keys=keys, updates=stored, gates=gates)
+        values = tail(updates if spec.delta else v, step.head, kept)
+        pool = append_tail(spec, pool, step, k, values, log_decay, beta)
     return out, store_states(pool, state, step.write)
+
+
+def append_tail(
+    spec: RecurrenceSpec,
+    pool: Pool,
+    step: PrefillStep,
+    k: Float[Array, "rows time key_heads key_dim"],
+    values: Float[Array, "rows n heads value_dim"],
+    log_decay: Float32[Array, "rows time heads ..."] | None,
+    beta: Float32[Array, "rows time heads"] | None,
+) -> Pool:
+    """Writes the entries of the tokens from `step.head` on.
+
+    Args:
+      spec, pool, step, log_decay, beta: Of the launch.
+      k: As the ring stores keys.
+      values: Of the tokens from `step.head` on: updates with the delta rule, v without.
+    """
+    kept = step.append.shape[1]
+    beta = jnp.ones((*k.shape[:2], spec.heads), jnp.float32) if beta is None else beta
+    keys = _append(pool.keys, tail(k, step.head, kept), step.append)
+    updates = _append(pool.updates, values, step.append)
+    gates = _append(pool.gates, tail(_pack_gates(spec, log_decay, beta), step.head, kept), step.append)
+    return dataclasses.replace(pool, keys=keys, updates=updates, gates=gates)
+
+
+def tail(x: Array, first: Int32[Array, "rows"], count: int) -> Array:
+    """Of x [rows, time, ...] the `count` tokens from `first` on, [rows, count, ...]; past the last, the last again."""
+    chosen = jnp.minimum(first[:, None] + jnp.arange(count, dtype=jnp.int32)[None], x.shape[1] - 1)
+    return jnp.take_along_axis(x, chosen.reshape(*chosen.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 @jax.named_scope("recurrence")

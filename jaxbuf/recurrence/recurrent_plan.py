@@ -101,7 +101,7 @@ class LaunchedRecurrence(_Plan):
         if isinstance(self.step, Step):
             out, pool = buffered.extend_pool(spec, memory.pool, self.step, *inputs, target=self.target)
         else:
-            out, pool = buffered.prefill_pool(spec, memory.pool, self.step, *inputs)
+            out, pool = buffered.prefill_pool(spec, memory.pool, self.step, *inputs, target=self.target)
         return out, dataclasses.replace(memory, pool=pool)
 
     @property

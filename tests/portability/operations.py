@@ -121,18 +121,22 @@ def folding(spec: RecurrenceSpec) -> Case:
     )
 
 
-def prefilling(spec: RecurrenceSpec) -> Case:
+def prefilling(spec: RecurrenceSpec, keep: int = 0) -> Case:
     cache = jax.eval_shape(lambda: buffered.init(spec, slots=ROWS, limit=16, max_pending=8))
 
     def run(cache, *inputs, **how):
-        return buffered.prefill(spec, cache, *inputs, slots=np.arange(1, 5, dtype=np.int32), **how)
+        return buffered.prefill(spec, cache, *inputs, slots=np.arange(1, 5, dtype=np.int32), keep=keep, **how)
 
     return Case(run, (cache, *_inputs(spec, 4, 512)), (0,))
 
 
-def chunking(spec: RecurrenceSpec) -> Case:
+def chunking(spec: RecurrenceSpec, *, updates: bool = False) -> Case:
     state = shape(4, spec.heads, spec.value_dim, spec.key_dim, dtype=jnp.float32)
-    return Case(lambda state, *inputs, **how: chunked(spec, state, *inputs, **how), (state, *_inputs(spec, 4, 512)))
+
+    def run(state, lengths, *inputs, **how):
+        return chunked(spec, state, *inputs, lengths=lengths, return_updates=updates, **how)
+
+    return Case(run, (state, integers(4), *_inputs(spec, 4, 2048)))
 
 
 def preparing(spec: RecurrenceSpec, time: int = 1) -> Case:
@@ -256,10 +260,13 @@ ALL_CASES: dict[str, dict[str, Callable[[], Case]]] = {
         )
     },
     "experts": {"Qwen3.5-35B-A3B": routing},
-    "prefill": {"Gated DeltaNet (Qwen3.5-4B)": functools.partial(prefilling, QWEN)},
+    "prefill": {
+        "Gated DeltaNet (Qwen3.5-4B)": functools.partial(prefilling, QWEN),
+        "Gated DeltaNet, 16 tokens stay entries": functools.partial(prefilling, QWEN, 16),
+    },
     "chunked": {
-        "Gated DeltaNet (Qwen3.5-4B)": functools.partial(chunking, QWEN),
-        "Kimi Delta Attention (Kimi-Linear)": functools.partial(chunking, KIMI),
+        **{name: functools.partial(chunking, spec) for name, spec in FAMILIES.items()},
+        "Gated DeltaNet, with updates": functools.partial(chunking, QWEN, updates=True),
     },
     "append_and_attend": {
         **{name: functools.partial(attending, *sizes) for name, sizes in PAGES.items()},
