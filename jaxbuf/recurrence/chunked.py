@@ -91,15 +91,16 @@ def chunked(
         check_state(state, v.shape[0], spec.state_shape)
     check_sizes(chunk_size=chunk_size)
     asked = ask("chunked", implementation, target, (v,), interpret=interpret)
-    sizes = {"chunk_size": chunk_size, "updates": v.shape[1] if return_updates else 0}
-    out, state, updates = _chunked(spec, asked, sizes, state, q, k, v, log_decay, beta, lengths)
+    how = spec, asked, chunk_size, return_updates
+    out, state, updates = _chunked(*how, state, q, k, v, log_decay, beta, lengths)
     return (out, state) if updates is None else (out, state, updates)
 
 
 def _chunked(
     spec: RecurrenceSpec,
     asked: Asked | None,
-    sizes: dict[str, int],
+    chunk_size: int,
+    return_updates: bool,
     state: Array | None,
     q: Array,
     k: Array,
@@ -108,19 +109,20 @@ def _chunked(
     beta: Array | None,
     lengths: Array | None,
 ) -> tuple[Array, Array, Array | None]:
-    """As in `chunked`; sizes: "chunk_size", and "updates", of how many tokens they are returned."""
+    """`chunked`, which has checked the arguments; None in place of updates if they are not returned."""
     inputs = state, q, k, v, log_decay, beta, lengths
 
     def defined(state, q, k, v, log_decay, beta, lengths):
-        size = sizes["chunk_size"]
-        out, *rest = solve_chunks(spec, state, q, k, v, log_decay, beta, chunk_size=size, lengths=lengths)
-        return out, rest[0], rest[1] if sizes["updates"] else None
+        sizes = {"chunk_size": chunk_size, "lengths": lengths}
+        out, state, updates = solve_chunks(spec, state, q, k, v, log_decay, beta, **sizes)
+        return out, state, updates if return_updates else None
 
     if asked is not None:
         # Imported here: Pallas takes a while, and a CPU has no use for it.
         from jaxbuf.pallas.chunked import supports
 
-        call = kernel_call(spec, q, k, v, beta, has_state=state is not None, updates=sizes["updates"])
+        updates = v.shape[1] if return_updates else 0
+        call = kernel_call(spec, q, k, v, beta, has_state=state is not None, updates=updates)
         if asked.takes(supports(call, platform=asked.platform, generation=asked.generation)):
 
             def kernel(*inputs):

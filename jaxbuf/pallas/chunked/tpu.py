@@ -84,9 +84,13 @@ def solve(
         )
         return field(ROW), at, block
 
+    def read_keys(*where):
+        row, at, block = read(*where)
+        return row, at, block * layout.heads // call.heads_per_key // layout.key_heads
+
     def tokens(name, x):
         if name in widths:
-            return pl.BlockSpec((1, chunk, widths[name]), read)
+            return pl.BlockSpec((1, chunk, widths[name]), read_keys if name in ("q", "k") else read)
         return pl.BlockSpec((1, chunk, x.shape[2]), lambda *where: (*read(*where)[:2], 0))
 
     states = pl.BlockSpec((1, layout.heads, call.value_dim, call.key_dim), lambda row, block, *_: (row, block, 0, 0))

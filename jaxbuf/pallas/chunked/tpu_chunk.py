@@ -270,8 +270,8 @@ class Chunk:
                 if call.delta:
                     below = jnp.where(on, product(decayed, decayed, 1, 1), below)
             since, left = (jnp.exp(product([ones[which]], gates)) for which in (INCLUSIVE, AFTER))
-            probes = (parts_of(since * x, parts) for x in (query, key))
-            found.append(Pairs(attend, below, *probes, None, None, parts_of(left * key, parts), since[-1:, :]))
+            query, probe, kept = (parts_of(x, parts) for x in (since * query, since * key, left * key))
+            found.append(Pairs(attend, below, query, probe, None, None, kept, since[-1:, :]))
         return found
 
     def unit_lower_inverses(self, matrices: list) -> list:

@@ -1,7 +1,6 @@
 """How the TPU kernel of `chunked` arranges a call: its chunks, how many heads at once, and what lies in VMEM."""
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 
@@ -105,19 +104,17 @@ def make_layout(call: Call, generation: str) -> Layout | str:
     unit = heads_of_unit(call)
     if unit > MOST_UNIT:
         return f"at most {MOST_UNIT} heads whose numbers together fill vectors of {LANES}, got {unit}"
-    total = vmem_bytes(generation)
+    total, group = vmem_bytes(generation), call.heads_per_key
     room = total - total // 8
     found = None
-    step = math.lcm(unit, call.heads_per_key)
-    # Blocks have whole groups, so that a group's keys are read once.
-    for count in range(call.heads // step, 0, -1):
-        if call.heads % (count * step):
+    for heads in range(call.heads, 0, -unit):
+        keys = max(1, heads // group)
+        wide = keys * call.key_dim, heads * call.value_dim
+        # Whole groups, whose keys are read once; or, where one does not fit, parts of one.
+        fits = call.heads % heads == 0 and (heads % group == 0 or group % heads == 0)
+        if not fits or (heads < call.heads and any(x % LANES for x in wide)):
             continue
-        wide = [call.key_dim * count * step // call.heads_per_key, call.value_dim * count * step]
-        if count * step < call.heads and any(x % LANES for x in wide):
-            continue
-        # A unit of two heads and more is computed side by side; make others larger where the heads allow it.
-        found = Layout(call, _wider(unit, count * step, call.heads_per_key), count * step, total - total // 16)
+        found = Layout(call, _wider(unit, heads, group), heads, total - total // 16)
         if found.vmem() <= room:
             return found
     assert found is not None

@@ -1,5 +1,6 @@
 """Products of float32 matrices on a matrix unit that multiplies bfloat16 numbers and adds in float32."""
 
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -34,9 +35,9 @@ def product(a: Parts, b: Parts, of_a: int = 1, of_b: int = 0):
     """
     most = max(len(a), len(b))
     pairs = [(i, j) for i in range(len(a)) for j in range(len(b)) if i + j < most]
-    found = None
-    for i, j in sorted(pairs, key=sum, reverse=True):  # the smallest are added first
-        dims = (((of_a,), (of_b,)), ((), ()))
-        term = lax.dot_general(a[i], b[j], dims, preferred_element_type=jnp.float32)
-        found = term if found is None else found + term
-    return found
+    dims = (((of_a,), (of_b,)), ((), ()))
+    terms = [
+        lax.dot_general(a[i], b[j], dims, preferred_element_type=jnp.float32)
+        for i, j in sorted(pairs, key=sum, reverse=True)  # the smallest are added first
+    ]
+    return functools.reduce(jnp.add, terms)
