@@ -174,7 +174,8 @@ def _prefill_pool(
         from jaxbuf.pallas.chunked import supports
 
         kept, time = step.append.shape[1], v.shape[1]
-        keys = rounded(k, pool.keys.dtype).astype(jnp.promote_types(pool.keys.dtype, jnp.bfloat16))
+        entry = jnp.dtype(jnp.bfloat16 if pool.keys.dtype == jnp.bfloat16 else jnp.float32)
+        keys = rounded(k, pool.keys.dtype).astype(entry)
         updates = min(kept, time) if spec.delta else 0
         call = kernel_call(spec, q, keys, v, beta, cut=kept > 0, updates=updates)
         if asked.takes(supports(call, platform=asked.platform, generation=asked.generation)):
