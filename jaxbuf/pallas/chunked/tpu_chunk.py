@@ -1,5 +1,6 @@
 """A program of the TPU kernel of `chunked`: a chunk of a row, of a block of its heads."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,12 +9,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxbuf.pallas.chunked.tpu_layout import LANES, Layout
-from jaxbuf.pallas.chunked.tpu_parts import parts_of, product
+from jaxbuf.pallas.chunked.tpu_parts import parts_of, product, products
 
 # Columns of a row's integers: its tokens; of how many the state is returned; then where its blocks lie (see `tpu`).
 LENGTH, CUT, ROW, FIRST_CHUNK, LAST_CHUNK, FIRST_BLOCK, LAST_BLOCK, FIRST_UPDATES, FIELDS = range(9)
 # In place of a log_decay of -infinity: its exponential is 0 as well, and 0 times it is 0.
 LEAST = np.float32(-1e30)
+TILE = 16  # rows of a register's bfloat16 numbers; blocks of so many are solved by substitution
 INCLUSIVE, AFTER = 0, 1  # of the matrices of ones: sums up to a token, and of all that is behind it
 
 
@@ -191,17 +193,16 @@ class Chunk:
         pairs = self.channel_pairs if call.decay == "channel" else self.head_pairs
         found = pairs(unit_head, heads, keys, queries, alive)
         read = [split(x) for x in states]
+        probes = [[x.query, x.key] if call.delta else [x.query] for x in found]
+        of_state = [products(x, state, 1) for x, state in zip(probes, read, strict=True)]
+        of_state = [[y if x.factor is None else x.factor * y for y in z] for x, z in zip(found, of_state, strict=True)]
         if call.delta:
             systems = [x.overlap if betas is None else betas[n] * x.overlap for n, x in enumerate(found)]
             inverses = self.unit_lower_inverses(systems)
-            recalled = [product(x.key, state, 1, 1) for x, state in zip(found, read, strict=True)]
-            recalled = [y if x.factor is None else x.factor * y for x, y in zip(found, recalled, strict=True)]
-            values = [v - y for v, y in zip(values, recalled, strict=True)]
+            values = [v - recalled for v, (_, recalled) in zip(values, of_state, strict=True)]
         updates = values if betas is None else [b * v for b, v in zip(betas, values, strict=True)]
         if call.delta:
             updates = [product(split(x), split(y)) for x, y in zip(inverses, updates, strict=True)]
-        out = [product(x.query, state, 1, 1) for x, state in zip(found, read, strict=True)]
-        out = [y if x.factor is None else x.factor * y for x, y in zip(found, out, strict=True)]
         inside = [product(split(x.attend), split(u)) for x, u in zip(found, updates, strict=True)]
         added = []
         for x, n, u in zip(found, of_key, updates, strict=True):
@@ -210,7 +211,7 @@ class Chunk:
         for n, (head, x) in enumerate(zip(heads, found, strict=True)):
             kept = states[n] if x.total is None else x.total * states[n]
             self.running[0, unit_head + head] = kept + added[n]
-        return [x + y for x, y in zip(out, inside, strict=True)], updates
+        return [x[0] + y for x, y in zip(of_state, inside, strict=True)], updates
 
     def store(self, ref, place, first: int, columns: list, start) -> None:
         """Stores heads' numbers, from number `first` of a unit's on, which is at a multiple of 128 numbers."""
@@ -229,8 +230,8 @@ class Chunk:
         call, parts, scratch = self.call, self.layout.parts, self.refs.scratch
         t, s = self.places()
         key, query = ({n: parts_of(x, parts) for n, x in each.items()} for each in (keys, queries))
-        attend = {n: product(query[n], key[n], 1, 1) for n in key}
-        overlap = {n: product(key[n], key[n], 1, 1) for n in key} if call.delta else None
+        probes = {n: [query[n], key[n]] if call.delta else [query[n]] for n in key}
+        matches = {n: products(probes[n], key[n], 1) for n in key}
         found = []
         for head in heads:
             n = head // call.heads_per_key
@@ -245,52 +246,121 @@ class Chunk:
             def weighted(x, on, decay=decay):
                 return jnp.where(on, x if decay is None else decay * x, 0.0)
 
-            below = None if overlap is None else weighted(overlap[n], s < t)
-            found.append(Pairs(weighted(attend[n], s <= t), below, query[n], key[n], factor, left, None, total))
+            attend, below = weighted(matches[n][0], s <= t), weighted(matches[n][1], s < t) if call.delta else None
+            found.append(Pairs(attend, below, query[n], key[n], factor, left, None, total))
         return found
 
     def channel_pairs(self, unit_head, heads: range, keys: dict, queries: dict, alive) -> list["Pairs"]:
         """Of a decay a channel, by doubling, as `jaxbuf.recurrence.chunked` has it: from a token of a left half to one
         of the right half beside it, the decay is that to the boundary times that from the boundary."""
         call, layout, parts = self.call, self.layout, self.layout.parts
+        size = layout.chunk
         t, s = self.places()
         ones = self.refs.scratch["ones"]
+        ones = ones[...].reshape(ones.shape[0] * size, size)
         found = []
         for head in heads:
             n = head // call.heads_per_key
             gates = parts_of(jnp.maximum(self.load("log_decay", unit_head, head, alive), LEAST), parts)
+            decays = jnp.exp(product([ones], gates))
+            since, left, *decays = (decays[i * size : (i + 1) * size] for i in range(2 + layout.levels))
             key, query = keys[n].astype(jnp.float32), queries[n].astype(jnp.float32)
             own = jnp.sum(key * query, axis=1, keepdims=True)
-            attend, below = jnp.where(t == s, own, 0.0), jnp.zeros(t.shape, jnp.float32)
-            for level in range(layout.levels):
-                decay = jnp.exp(product([ones[2 + level]], gates))
-                on = (t >> level == (s >> level) + 1) & (s >> level & 1 == 0)
-                decayed = parts_of(decay * key, parts)
-                attend = jnp.where(on, product(parts_of(decay * query, parts), decayed, 1, 1), attend)
-                if call.delta:
-                    below = jnp.where(on, product(decayed, decayed, 1, 1), below)
-            since, left = (jnp.exp(product([ones[which]], gates)) for which in (INCLUSIVE, AFTER))
+            pairs = [jnp.where(t == s, own, 0.0), jnp.zeros(t.shape, jnp.float32)][: 1 + call.delta]
+            for level, decay in enumerate(decays):
+                on, halves = self.corners(level)
+                probes = [parts_of(halves.right(decay * x), parts) for x in (query, key)[: 1 + call.delta]]
+                corners = products(probes, parts_of(decay * key, parts), 1)
+                pairs = [
+                    halves.with_right(x, jnp.where(on, y, halves.right(x))) for x, y in zip(pairs, corners, strict=True)
+                ]
             query, probe, kept = (parts_of(x, parts) for x in (since * query, since * key, left * key))
-            found.append(Pairs(attend, below, query, probe, None, None, kept, since[-1:, :]))
+            found.append(Pairs(pairs[0], pairs[-1], query, probe, None, None, kept, since[-1:, :]))
         return found
 
-    def unit_lower_inverses(self, matrices: list) -> list:
-        """The inverses of unit lower triangular matrices, of which only what is below the diagonal is read.
+    def corners(self, level: int):
+        """Of blocks of 2**level tokens: in rows of right halves, which columns are in the left half beside them; and
+        the halves. Smaller ones than a tile are not taken apart: their rows are all rows."""
+        halves = Halves(1 << level)
+        rows = self.layout.chunk // (2 if halves.apart else 1)
+        row, s = (lax.broadcasted_iota(jnp.int32, (rows, self.layout.chunk), axis) for axis in range(2))
+        if halves.apart:
+            return s >> level == row >> level << 1, halves
+        return (row >> level == (s >> level) + 1) & (s >> level & 1 == 0), halves
 
-        By exact elimination, as `jaxbuf.recurrence.chunked.unit_lower_inverse` has it: of blocks on the diagonal that
-        double, the corner is -D^-1 C A^-1.
+    def unit_lower_inverses(self, matrices: list) -> list:
+        """The inverses of unit lower triangular matrices, whose numbers below the diagonal are given among zeros.
+
+        By exact elimination, as `jaxbuf.recurrence.chunked.unit_lower_inverse` has it, which says why no series would
+        do: blocks of TILE on the diagonal by forward substitution, and of blocks that double from there on the corner,
+        -D^-1 C A^-1.
         """
         parts = self.layout.parts
-        t, s = self.places()
-        identity = (t == s).astype(jnp.float32)
-        inverses = [identity - jnp.where((t == s + 1) & (s & 1 == 0), x, 0.0) for x in matrices]
-        for level in range(1, self.layout.levels):
-            on = (t >> level == (s >> level) + 1) & (s >> level & 1 == 0)
-            corners = [parts_of(jnp.where(on, x, 0.0), parts) for x in matrices]
+        inverses = self.inverses_of_tiles(matrices)
+        for level in range(TILE.bit_length() - 1, self.layout.levels):
+            on, halves = self.corners(level)
+            corners = [parts_of(jnp.where(on, halves.right(x), 0.0), parts) for x in matrices]
             cut = [parts_of(x, parts) for x in inverses]
-            right = [parts_of(product(x, y), parts) for x, y in zip(corners, cut, strict=True)]
-            inverses = [x - product(y, z) for x, y, z in zip(inverses, cut, right, strict=True)]
+            low = [parts_of(product(x, y), parts) for x, y in zip(corners, cut, strict=True)]
+            low = [[halves.with_right(jnp.zeros((self.layout.chunk,) * 2, y.dtype), y) for y in x] for x in low]
+            low = [product([halves.right(y) for y in x], z) for x, z in zip(cut, low, strict=True)]
+            inverses = [halves.with_right(x, halves.right(x) - y) for x, y in zip(inverses, low, strict=True)]
         return inverses
+
+    def inverses_of_tiles(self, matrices: list) -> list:
+        """The inverses of matrices' blocks of TILE on the diagonal, all else 0, by forward substitution.
+
+        All blocks at once, side by side in TILE rows. A row that is known is subtracted from those below it, times a
+        number of each block: products with ones spread each number over its block's columns.
+        """
+        size, count = self.layout.chunk, self.layout.chunk // TILE
+        t, s = self.places()
+        same = t // TILE == s // TILE
+        row, column = (lax.broadcasted_iota(jnp.int32, (TILE, size), axis) for axis in range(2))
+        column = column % TILE
+        found = []
+        for x in matrices:
+            x = jnp.where(same, x, 0.0)
+            x = functools.reduce(jnp.add, [x[i * TILE : (i + 1) * TILE] for i in range(count)])
+            spread = jnp.concatenate([jnp.where(column == j, x, 0.0) for j in range(TILE - 1)], axis=0)
+            spread = product(parts_of(spread, self.layout.parts), [same.astype(jnp.bfloat16)])
+            found.append((jnp.where(row == column, 1.0, 0.0), spread))
+        solved = [x for x, _ in found]
+        for j in range(TILE - 1):
+            rows = slice(j * TILE, (j + 1) * TILE)
+            solved = [x - of_row[rows] * x[j : j + 1] for x, (_, of_row) in zip(solved, found, strict=True)]
+        return [jnp.where(same, jnp.concatenate([x] * count, axis=0), 0.0) for x in solved]
+
+
+class Halves(NamedTuple):
+    """The right halves of the blocks of 2 width rows of a matrix.
+
+    Attributes:
+      width: Rows of a half.
+    """
+
+    width: int
+
+    @property
+    def apart(self) -> bool:
+        """Whether halves are whole tiles, which cost nothing to take apart."""
+        return self.width % TILE == 0
+
+    def right(self, x):
+        """Those rows, one half below the other; all rows if halves are no tiles."""
+        return jnp.concatenate(self._halves(x)[1::2], axis=0) if self.apart else x
+
+    def with_right(self, x, right):
+        """x with other rows in place of those."""
+        if not self.apart:
+            return right
+        halves = self._halves(x)
+        for i in range(len(halves) // 2):
+            halves[2 * i + 1] = right[i * self.width : (i + 1) * self.width]
+        return jnp.concatenate(halves, axis=0)
+
+    def _halves(self, x) -> list:
+        return [x[i : i + self.width] for i in range(0, x.shape[0], self.width)]
 
 
 class Pairs(NamedTuple):
