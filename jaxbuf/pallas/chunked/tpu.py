@@ -22,6 +22,7 @@ from jaxbuf.pallas.chunked.tpu_chunk import (
     Refs,
 )
 from jaxbuf.pallas.chunked.tpu_layout import Layout, make_layout
+from jaxbuf.target import TPU_DEVICES
 
 
 def solve(
@@ -116,6 +117,9 @@ def solve(
         out_shape.append(jax.ShapeDtypeStruct((rows, count, call.heads * call.value_dim), jnp.float32))
         out_specs.append(pl.BlockSpec((1, chunk, widths["updates"]), updated))
     scratch = _scratch(layout)
+    # Rows and blocks of heads may go to two cores where a device has two; in order, a row without tokens reads nothing.
+    cores = TPU_DEVICES.get(generation, ("", 1))[1]
+    across = "parallel" if cores > 1 else "arbitrary"
     found = pl.pallas_call(
         functools.partial(_body, layout, tuple(inputs), tuple(scratch)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -127,7 +131,7 @@ def solve(
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=layout.vmem_limit
+            dimension_semantics=(across, across, "arbitrary"), vmem_limit_bytes=layout.vmem_limit
         ),
         interpret=interpret,
         name="chunked",
