@@ -85,7 +85,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "gated_project": _hopper("project"),
     "add_and_norm": _hopper("add_and_norm"),
     "experts": _hopper("experts"),
-    "prefill": _tpu("chunked"),
+    "prefill": _tpu("chunked"),  # which returns the state before the tokens that stay entries, and their updates
     "chunked": _tpu("chunked"),
     "attend": {},
     "append_and_attend": _hopper("attend") | _tpu("attend"),
