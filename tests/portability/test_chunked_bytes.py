@@ -25,6 +25,16 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(tpu_layout, "MOST_CHUNK", CHUNK)
 
 
+@pytest.fixture
+def without_computing(monkeypatch):
+    """The pipeline alone moves blocks, whatever is computed with them, which would take a while to compile."""
+
+    def leave(chunk, start, end):
+        chunk.refs.out[...] = jnp.ones(chunk.refs.out.shape, chunk.refs.out.dtype)
+
+    monkeypatch.setattr(tpu_chunk.Chunk, "solve", leave)
+
+
 def read_prompts(spec):
     """What one call moved, and its floor: q, k, v and gates of real tokens, outputs of all, and states twice."""
     rng = np.random.default_rng(0)
@@ -43,12 +53,18 @@ def read_prompts(spec):
 @pytest.mark.parametrize(
     "spec", [pytest.param(GDN, id="GDN"), pytest.param(MAMBA, id="Mamba-2"), pytest.param(KDA, id="KDA")]
 )
-def test_a_prompt_is_read_once_and_its_dead_chunks_not_at_all(spec):
+def test_a_prompt_is_read_once_and_its_dead_chunks_not_at_all(spec, without_computing):
     moved, floor = read_prompts(spec)
-    assert 0.99 * floor < moved.bytes < 1.02 * floor, f"{moved}: {moved.bytes / floor:.4f} of the floor"
+    print(f"{moved}: {moved.bytes / floor:.4f} of the floor")
+    assert moved.bytes == floor
 
 
-def test_a_kernel_that_reads_dead_chunks_moves_too_much(monkeypatch):
+def test_what_a_kernel_computes_moves_nothing_more():
+    moved, floor = read_prompts(GDN)
+    assert moved.bytes == floor
+
+
+def test_a_kernel_that_reads_dead_chunks_moves_too_much(monkeypatch, without_computing):
     """The control: blocks that follow the grid, whatever the rows' lengths."""
     plain = tpu._integers
 
@@ -63,7 +79,7 @@ def test_a_kernel_that_reads_dead_chunks_moves_too_much(monkeypatch):
     assert moved.bytes > 1.1 * floor, f"{moved}: {moved.bytes / floor:.4f} of the floor"
 
 
-def test_a_group_of_heads_that_is_cut_reads_its_keys_once_for_each_part(monkeypatch):
+def test_a_group_of_heads_that_is_cut_reads_its_keys_once_for_each_part(monkeypatch, without_computing):
     whole, floor = read_prompts(GDN)
     monkeypatch.setattr(tpu_layout.Layout, "vmem", lambda layout: 0 if layout.heads == 1 else 2**40)
     moved, _ = read_prompts(GDN)
