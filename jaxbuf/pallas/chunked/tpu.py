@@ -1,8 +1,8 @@
 """`chunked` on TPUs, in one launch: Pallas Mosaic TPU.
 
-A program solves a chunk of a row, for all heads or, where these do not fit into VMEM, a block of them
-(`tpu_layout`). The pipeline brings the next chunk's queries, keys, values and gates while one is solved. What a
-program does is in `tpu_chunk`:
+A program solves a chunk of a row, for all heads or, where these do not fit into VMEM, a block of them (`tpu_layout`).
+The pipeline brings the next chunk's queries, keys, values and gates while one is solved. What a program does is in
+`tpu_chunk`:
 
 1. With a row's first chunk it takes the state that the row starts from; the state then stays in VMEM, where the last
    chunk's program leaves it to be written.
@@ -10,30 +10,31 @@ program does is in `tpu_chunk`:
    one of numbers of one sign, over exactly the tokens that it is of.
 3. It multiplies queries and keys with keys, across the decay between them, once for all heads that read them. With a
    decay a channel, blocks of tokens are doubled, as in `jaxbuf.recurrence.chunked`.
-4. With the delta rule it inverts the system: blocks of 16 by forward substitution, all of a head at once, and from there
-   on the corners of blocks that double.
+4. With the delta rule it inverts the system: blocks of 16 by forward substitution, all of a head at once, and from
+   there on the corners of blocks that double.
 5. It multiplies queries and keys with the state, and has the updates, the outputs and the next state.
 
 Where a state is to be returned that is not the last (`prefill` keeps some tokens as entries), the chunk in which it
 lies is solved in two parts, of which the second continues from the first.
 
-Floor: (q, k, v, gates of real tokens + outputs + states in and out) / read bandwidth. The copies are these, and gates of
-one number a head again for each block of heads; `tests/portability/test_chunked_bytes.py` counts them. The products take
-longer, by what the compiler's schedule says of a v5e: of Gated DeltaNet with 32 heads of 128 by 128, in bfloat16, 1,137
-cycles a head and chunk of 128 tokens, some 36,400 for all heads, 24 us at 1.5 GHz, where the chunk's bytes take 3.8 us at
-819 GB/s. Of a decay a channel it is 2,983 cycles.
+Floor: (q, k, v, gates of real tokens + outputs + states in and out) / read bandwidth. The copies are these, and gates
+of one number a head again for each block of heads; `tests/portability/test_chunked_bytes.py` counts them. The products
+take longer, by what the compiler's schedule says of a v5e: of Gated DeltaNet with 32 heads of 128 by 128, in bfloat16,
+1,137 cycles a head and chunk of 128 tokens, some 36,400 for all heads, 24 us at 1.5 GHz, where the chunk's bytes take
+3.9 us at 819 GB/s. Of a decay a channel it is 2,983 cycles.
 
 Why it is so:
 - A float32 operand is two bfloat16 parts where queries, keys and values are bfloat16 (off by 2**-18, the outputs are
   rounded to 2**-9), and three, which are exact, where one of them is float32; a bfloat16 operand is one. So a product
-  takes one to six passes. A head's chunk takes 51 passes of 128 by 128 by 128, if the whole inverse is made by doubling,
-  and 36 of them are the inverse's. Each pass loads 128 rows of one operand, which takes as long as to stream 128 rows
-  of the other. With substitution in the diagonal blocks (numbers are spread over lanes by one product with ones for all
-  15 steps), corners of half as many rows, and parts that share the loaded operand, the matrix unit is busy for 815
-  cycles a head, down from 1,493, and the head takes 1,137, down from 1,604. What is left waits for results of products,
-  and for registers that are spilled.
-- Chunks have 128 tokens: with 64, products fill half of a 128 by 128 unit's rows, and the state is loaded twice as often:
-  the schedule says 649 cycles a head and 64 tokens, 14 % more a token. With 256 the inverse would have a level more.
+  takes one to six passes. A head's chunk takes 51 passes of 128 by 128 by 128, if the whole inverse is made by
+  doubling, and 36 of them are the inverse's. Each pass loads 128 rows of one operand, which takes as long as to stream
+  128 rows of the other. With substitution in the diagonal blocks (numbers are spread over lanes by one product with
+  ones for all 15 steps), corners of half as many rows, and parts that share the loaded operand, the matrix unit is
+  busy for 815 cycles a head, down from 1,493, and the head takes 1,137, down from 1,604. What is left waits for
+  results of products, and for registers that are spilled.
+- Chunks have 128 tokens: with 64, products fill half of a 128 by 128 unit's rows, and the state is loaded twice as
+  often: the schedule says 649 cycles a head and 64 tokens, 14 % more a token. With 256 the inverse would have a level
+  more.
 - Tokens' heads lie side by side in one row of numbers, as projections give them and the norm behind takes them: a head
   of 128 is whole vectors, and narrower heads are not padded. Heads are taken in units that begin at multiples of 128
   numbers (24 heads of 80, in Nemotron), and four are computed side by side: two at once take 1,400 cycles a head.
