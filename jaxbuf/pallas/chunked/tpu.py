@@ -6,10 +6,10 @@ The pipeline brings the next chunk's queries, keys, values and gates while one i
 
 1. With a row's first chunk it takes the state that the row starts from; the state then stays in VMEM, where the last
    chunk's program leaves it to be written.
-2. It sums the decays: products with matrices of ones, in exact parts, since Mosaic has no cumulative sum. Every sum is
-   one of numbers of one sign, over exactly the tokens that it is of.
-3. It multiplies queries and keys with keys, across the decay between them, once for all heads that read them. With a
-   decay a channel, blocks of tokens are doubled, as in `jaxbuf.recurrence.chunked`.
+2. It sums the decays by products with matrices of ones, since Mosaic has no cumulative sum. Every sum is over exactly
+   the tokens that it is of, whose numbers have one sign; one of -infinity is as good as -1e30, which times 0 is 0.
+3. It multiplies queries and keys with keys, once for heads that are computed side by side and read the same, and with
+   the decay between them. With a decay a channel, blocks of tokens are doubled, as in `jaxbuf.recurrence.chunked`.
 4. With the delta rule it inverts the system: blocks of 16 by forward substitution, all of a head at once, and from
    there on the corners of blocks that double.
 5. It multiplies queries and keys with the state, and has the updates, the outputs and the next state.
