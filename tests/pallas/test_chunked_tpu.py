@@ -12,7 +12,7 @@ from jaxbuf.pallas.chunked import Call, supports, tpu_layout
 from jaxbuf.recurrence import RecurrenceSpec, buffered, chunked
 from tests.recurrence import definition
 
-slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
+slow = pytest.mark.slow
 GDN = RecurrenceSpec(heads=2, key_heads=1, key_dim=64, value_dim=64)
 KDA = dataclasses.replace(GDN, decay="channel", key_heads=2)
 GLA = dataclasses.replace(KDA, delta=False)
@@ -106,7 +106,8 @@ def test_a_row_whose_heads_do_not_fit_at_once_is_served_in_blocks_of_heads(rng, 
     check(spec, inputs(rng, spec), LENGTHS)
 
 
-@pytest.mark.parametrize("spec", [pytest.param(GDN, marks=slow), KDA])
+@slow
+@pytest.mark.parametrize("spec", [GDN, KDA])
 def test_bfloat16_inputs_are_used_as_rounded_and_only_outputs_are_rounded(rng, spec):
     arrays = inputs(rng, spec, 2, 130, jnp.bfloat16, mean_log_decay=-0.02)
     lengths = np.array([130, 127], np.int32)
@@ -143,6 +144,7 @@ def gradients(spec, arrays, directions, **how):
     return jax.grad(loss, argnums=tuple(range(len(present))))(*(arrays[n] for n in present))
 
 
+@slow
 def test_the_kernel_has_the_gradient_of_the_xla_path(rng, small_chunks):
     """Of outputs, states and updates, by all arguments."""
     arrays = inputs(rng, MAMBA, time=34)
