@@ -35,7 +35,7 @@ def test_the_committed_notebook_is_small_and_has_its_results():
     shown = outputs(notebook)
     assert all(shown)
     assert sum("text/html" in kinds for kinds in shown) == 2 and sum("image/png" in kinds for kinds in shown) == 2
-    assert re.findall(r"(?:/root|/home|/tmp|/work|Warning)\S*", text_of(notebook)) == []
+    assert re.findall(r"(?:/root|/home|/tmp|Warning)\S*", text_of(notebook)) == []
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from jaxbuf.pallas.chunked import Call, supports, tpu_layout
 from jaxbuf.recurrence import RecurrenceSpec, buffered, chunked
 from tests.recurrence import definition
 
-slow = pytest.mark.slow
+slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 GDN = RecurrenceSpec(heads=2, key_heads=1, key_dim=64, value_dim=64)
 KDA = dataclasses.replace(GDN, decay="channel", key_heads=2)
 GLA = dataclasses.replace(KDA, delta=False)
@@ -74,10 +74,10 @@ def spoil(x, lengths):
     [
         pytest.param(GDN, id="Gated DeltaNet"),
         pytest.param(KDA, id="KDA"),
-        pytest.param(GLA, id="GLA", marks=slow),
+        pytest.param(GLA, id="GLA", marks=exhaustive),
         pytest.param(MAMBA, id="Mamba-2", marks=slow),
-        pytest.param(NEMOTRON, id="Nemotron", marks=slow),
-        pytest.param(DELTA_NET, id="DeltaNet", marks=slow),
+        pytest.param(NEMOTRON, id="Nemotron", marks=exhaustive),
+        pytest.param(DELTA_NET, id="DeltaNet", marks=exhaustive),
         pytest.param(LINEAR, id="linear attention", marks=slow),
     ],
 )
@@ -91,7 +91,7 @@ def test_the_kernel_is_the_definition_over_ragged_rows(rng, small_chunks, spec):
 
 
 @slow
-@pytest.mark.parametrize("spec", [GDN, KDA])
+@pytest.mark.parametrize("spec", [GDN, pytest.param(KDA, marks=exhaustive)])
 def test_whole_chunks_are_the_definition_too(rng, spec):
     check(spec, inputs(rng, spec, 2, 150, mean_log_decay=-0.05), np.array([150, 129], np.int32))
 
@@ -107,7 +107,7 @@ def test_a_row_whose_heads_do_not_fit_at_once_is_served_in_blocks_of_heads(rng, 
 
 
 @slow
-@pytest.mark.parametrize("spec", [GDN, KDA])
+@pytest.mark.parametrize("spec", [GDN, pytest.param(KDA, marks=exhaustive)])
 def test_bfloat16_inputs_are_used_as_rounded_and_only_outputs_are_rounded(rng, spec):
     arrays = inputs(rng, spec, 2, 130, jnp.bfloat16, mean_log_decay=-0.02)
     lengths = np.array([130, 127], np.int32)
@@ -161,9 +161,9 @@ def test_the_kernel_has_the_gradient_of_the_xla_path(rng, small_chunks):
     "spec, keep, entry",
     [
         pytest.param(GDN, [5, 7, 0, 12], "float32"),
-        pytest.param(GDN, 0, "bfloat16", marks=slow),
+        pytest.param(GDN, 0, "bfloat16", marks=exhaustive),
         pytest.param(KDA, [12, 12, 3, 1], "bfloat16", marks=slow),
-        pytest.param(MAMBA, [5, 7, 0, 12], "float32", marks=slow),
+        pytest.param(MAMBA, [5, 7, 0, 12], "float32", marks=exhaustive),
     ],
 )
 def test_prefill_by_the_kernel_leaves_the_memory_that_the_xla_path_leaves(rng, small_chunks, spec, keep, entry):

@@ -20,15 +20,15 @@ slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
     "spec, state, entry, limit, bound",
     [
         (NARROW, "float32", "float32", 4, 1e-5),
-        pytest.param(SMALL, "float32", "bfloat16", 4, 1e-2, marks=slow),
-        pytest.param(NARROW, "float32", "float32", 40, 1e-5, marks=slow),
+        pytest.param(SMALL, "float32", "bfloat16", 4, 1e-2, marks=exhaustive),
+        pytest.param(NARROW, "float32", "float32", 40, 1e-5, marks=exhaustive),
         pytest.param(NARROW, "split", "bfloat16", 4, 1e-2, marks=slow),
-        pytest.param(SMALL, "split8", "float32", 4, 2e-3, marks=slow),
+        pytest.param(SMALL, "split8", "float32", 4, 2e-3, marks=exhaustive),
         pytest.param(NARROW, "bfloat16", "bfloat16", 4, 1e-2, marks=exhaustive),
-        pytest.param(STACKED, "float32", "float32", 4, 1e-5, marks=slow),
+        pytest.param(STACKED, "float32", "float32", 4, 1e-5, marks=exhaustive),
         pytest.param(NEMOTRON, "float32", "float32", 4, 1e-5, marks=exhaustive),
         pytest.param(NEMOTRON, "split8", "bfloat16", 4, 1e-2, marks=slow),
-        pytest.param(DELTA_NET, "float32", "float32", 4, 1e-5, marks=slow),
+        pytest.param(DELTA_NET, "float32", "float32", 4, 1e-5, marks=exhaustive),
         pytest.param(LINEAR, "float32", "float32", 4, 1e-5, marks=slow),
         pytest.param(KDA, "float32", "float32", 4, 1e-5, marks=slow),
         pytest.param(KDA, "split", "bfloat16", 18, 1e-2, marks=exhaustive),
@@ -45,7 +45,7 @@ def test_the_tpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, spec, s
     "spec, state, entry, limit, bound",
     [
         (SMALL, "float32", "float32", 1, 1e-5),
-        pytest.param(ODD, "bfloat16", "bfloat16", 2, 1e-2, marks=slow),
+        pytest.param(ODD, "bfloat16", "bfloat16", 2, 1e-2, marks=exhaustive),
         pytest.param(KDA, "float32", "float32", 2, 1e-5, marks=slow),
     ],
 )
@@ -54,7 +54,7 @@ def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, boun
 
 
 @slow
-@pytest.mark.parametrize("spec, all_heads", [(SMALL, 4), (KDA, 2)])
+@pytest.mark.parametrize("spec, all_heads", [(SMALL, 4), pytest.param(KDA, 2, marks=exhaustive)])
 def test_a_row_whose_heads_do_not_fit_at_once_is_served_in_blocks_of_heads(rng, monkeypatch, spec, all_heads):
     monkeypatch.setattr(tpu_plan.Plan, "vmem", lambda plan: 0 if plan.heads < all_heads else 2**40)
     # Limit 5: no other test's program has these sizes, and none that was compiled without the patch is run.
@@ -62,7 +62,9 @@ def test_a_row_whose_heads_do_not_fit_at_once_is_served_in_blocks_of_heads(rng, 
 
 
 @slow
-@pytest.mark.parametrize("limit, held, time, pending", [(100, 97, 1, 16), (40, 30, 3, 16)])
+@pytest.mark.parametrize(
+    "limit, held, time, pending", [pytest.param(100, 97, 1, 16, marks=exhaustive), (40, 30, 3, 16)]
+)
 def test_long_rings_are_read_and_folded_as_by_the_xla_path(rng, limit, held, time, pending):
     extending.check_long_ring("tpu", rng, limit, held, time, pending)
 

@@ -222,11 +222,15 @@ def test_any_schedule_of_any_family_equals_the_recurrence(family):
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(family, marks=() if family == GDN else slow) for family in FAMILIES if family != "retention"],
+    [
+        pytest.param(family, marks={GDN: (), "KDA": slow, "Mamba-2": slow}.get(family, exhaustive))
+        for family in FAMILIES
+        if family != "retention"
+    ],
 )
 def test_any_schedule_equals_the_recurrence_by_the_interpreted_tpu_kernel(family):
     """Of retention the kernel sees nothing that it does not see of Mamba-2."""
-    run(Schedule, 3 if family == GDN else 6, family, how=INTERPRETED)
+    run(Schedule, 3 if family in (GDN, "KDA", "Mamba-2") else 6, family, how=INTERPRETED)
 
 
 run_recurrent = jax.jit(recurrent, static_argnums=0)
