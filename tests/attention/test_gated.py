@@ -352,7 +352,7 @@ def test_random_schedules_give_what_the_definition_gives(rng, window, threshold,
     assert not schedule.rested
 
 
-@pytest.mark.parametrize("how", [pytest.param(LATE, marks=pytest.mark.slow), EARLY])
+@pytest.mark.parametrize("how", [pytest.param(LATE, marks=pytest.mark.exhaustive), EARLY])
 def test_random_schedules_on_a_tpu_give_what_the_definition_gives(rng, monkeypatch, how):
     """Of one list several blocks are read, and of the local pages, too."""
     monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", 64)
@@ -370,7 +370,8 @@ def test_random_schedules_on_a_tpu_give_what_the_definition_gives(rng, monkeypat
     assert not interpreter.races.races_found and not schedule.rested
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_the_tpu_kernel_gives_what_xla_gives_in_bfloat16(rng, kv_heads):
     """Two heads that share words, or one whose tokens share tiles; three rows, of which one is empty."""
     slots, lengths = np.array([2, 0, 1], np.int32), np.array([1, 1, 1], np.int32)
@@ -422,7 +423,7 @@ def play(schedule, rng, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when_full", ["rest", "evict"])
+@pytest.mark.parametrize("when_full", ["rest", pytest.param("evict", marks=pytest.mark.exhaustive)])
 def test_a_launch_copies_no_pool(when_full):
     sizes = {"slots": 3, "kv_heads": 2, "head_dim": 8, "window": 5, "max_pending": 4, "pages": 70, "page_size": 4}
     how = {"dtype": jnp.float32, "capacity": 64, "when_full": when_full}

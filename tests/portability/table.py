@@ -1,6 +1,7 @@
 """The table of how every operation was checked on every platform: made by `scripts/check_portability`, kept as JSON and
 shown on a page of the documentation."""
 
+import datetime
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -75,7 +76,7 @@ def check(operation: str, family: str, platform: str, generation: str) -> dict[s
             odd = relaid(compiled, [case.arrays[place] for place in case.donated]) if line["kernel"] else ()
             line["compiled"] = {"temporary": memory.temp_size_in_bytes, "arguments": memory.argument_size_in_bytes}
             line["compiled"]["relaid"] = len(odd)
-    return line | {"seconds": round(time.perf_counter() - began, 2)}
+    return line | {"seconds": round(time.perf_counter() - began, 2), "date": datetime.date.today().isoformat()}
 
 
 def lines(
@@ -90,6 +91,22 @@ def lines(
             found.append(check(operation, family, platform, generation))
             report(found[-1])
     return found
+
+
+def read() -> list[dict[str, Any]]:
+    """The lines that are kept, each with the date on which it was found."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    return [{"date": record["date"]} | line for line in record["lines"]]
+
+
+def replaced(kept: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was found, and of other operations what is kept, in the order of the cases."""
+    new = {line["operation"] for line in found}
+    of_each = {(line["operation"], line["family"], line["generation"]): line for line in kept}
+    of_each = {key: line for key, line in of_each.items() if key[0] not in new}
+    of_each |= {(line["operation"], line["family"], line["generation"]): line for line in found}
+    cases = [(*case, generation) for case in each_case() for _, generation in CHIPS]
+    return [of_each[case] for case in cases if case in of_each]
 
 
 def words(line: dict[str, Any]) -> str:
@@ -111,11 +128,13 @@ def words(line: dict[str, Any]) -> str:
 def page(record: dict[str, Any]) -> str:
     """The page of the documentation."""
     jax_version = record["versions"]["jax"]
+    dates = sorted({line["date"] for line in record["lines"]})
+    when = f"on {dates[0]}" if len(dates) == 1 else f"from {dates[0]} to {dates[-1]}"
     head = f"""Which chips, checked how
 ========================
 
 Every operation at the sizes of published models, on every kind of chip that there are kernels for, as
-``scripts/check_portability`` found it on {record["date"]} with jax {jax_version}. *Interpreted*: the kernel runs in
+``scripts/check_portability`` found it {when} with jax {jax_version}. *Interpreted*: the kernel runs in
 Pallas' interpreter in the tests, and gives what XLA's path gives. *Lowered*: JAX and Mosaic accept it for the chip.
 *Compiled*: the chip's own compiler made it, without the chip, in place and within the chip's VMEM. *Run*: a check on
 such a chip held. TPUs keep arrays whose last axis fills no tile in another order of axes than kernels read: those a

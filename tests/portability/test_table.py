@@ -5,7 +5,19 @@ import json
 import pytest
 
 from jaxbuf.pallas.dispatch import KERNELS
-from tests.portability.table import CHIPS, PAGE, RECORD, XLA_ON, check, incomplete, interpreted_by, page, run_on, words
+from tests.portability.table import (
+    CHIPS,
+    PAGE,
+    RECORD,
+    XLA_ON,
+    check,
+    incomplete,
+    interpreted_by,
+    page,
+    replaced,
+    run_on,
+    words,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +41,17 @@ def test_a_kernel_that_the_dispatcher_has_is_in_the_record_or_says_why_not(recor
 
 def test_the_page_is_what_the_record_says(record):
     assert PAGE.read_text(encoding="utf-8") == page(record)
+
+
+def test_lines_of_some_operations_replace_what_is_kept_of_them_alone(record):
+    kept = [line for line in record["lines"] if line["operation"] in ("gated_norm", "experts")]
+    gone = dict(kept[0], family="a case that there was", operation="gated_norm")
+    new = [dict(line, date="2030-01-01") for line in kept if line["operation"] == "gated_norm"]
+    found = replaced([gone, *kept], new)
+    assert [line for line in found if line["operation"] == "gated_norm"] == new
+    assert [line for line in found if line["operation"] == "experts"] == [
+        x for x in kept if x["operation"] == "experts"
+    ]
 
 
 def test_a_line_is_found_without_the_compiler():
