@@ -69,7 +69,7 @@ def test_the_check_of_a_release_names_a_python_that_is_not_there():
     command = [sys.executable, ROOT / "scripts" / "check_wheel", "--python", "3.99"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "Python 3.99 was not found: no python3.99 that runs, on PATH or of pyenv\n"
+    assert done.stderr == "Python 3.99 was not found: neither python3.99 on PATH nor one of pyenv's runs\n"
 
 
 def test_the_installed_wheel_generates(elsewhere):
