@@ -60,7 +60,7 @@ def test_requests_that_come_and_go_get_the_text_that_they_get_alone(capsys):
     assert re.findall(r"as alone: (\w+)", run("rows.py", capsys)) == ["True"] * 5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.foreign
 def test_policy_gradients_raise_the_reward_and_compile_nothing_more(capsys):
     printed = run("rollouts.py", capsys)
