@@ -36,12 +36,8 @@ def profile(
 
         try:
             rows = time_by_scope(directory)
-        except (
-            RuntimeError,
-            DecodeError,
-            LookupError,
-            TypeError,
-        ) as error:  # JAX, protobuf, ours: no trace
+        # Errors of JAX, protobuf and ours: it is no trace.
+        except (RuntimeError, DecodeError, LookupError, TypeError) as error:
             raise ValueError(f"the newest trace in {str(directory)!r} cannot be read: {error}") from error
     totals = {}
     for row in rows:

@@ -10,6 +10,7 @@ input can be copied by itself; of an array that ends with all channels, tiles wo
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,16 +134,9 @@ def extend_ring(
         range is a null one, and start and lengths are clamped), or a slot repeated; or the implementation asked for
         can't serve the call; it says why.
     """
-    time, size, history = x.shape[1], ring.shape[1], weight.shape[1] - 1
     check_ring(ring, x.shape[2])
-    slots, start, lengths = launch_integers(ring, slots, start, lengths, time)
-    if parents is not None and (order is None or parents.shape != x.shape[:2] or time > size - history):
-        raise ValueError(
-            f"parents must be [rows, time] of x {x.shape}, time at most max_pending ({size - history}), with an order; "
-            f"got {parents.shape} {'without an order' if order is None else 'with one'}"
-        )
-    if parents is not None:
-        parents = check_parents(parents, x.shape[0], time)
+    slots, start, lengths = launch_integers(ring, slots, start, lengths, x.shape[1])
+    parents = launch_parents(ring, weight, x, order, parents)
     asked = ask("convolve", implementation, target, (x,), interpret=interpret)
     return _extend_ring(asked, ring, weight, x, slots, start, lengths, order, parents)
 
@@ -163,14 +157,22 @@ def _extend_ring(
         # Imported here: Pallas takes a while, and a CPU has no use for it.
         from jaxbuf.pallas.prepare import Convolution, convolution_reason, tpu
 
-        sizes = {"rows": x.shape[0], "time": x.shape[1], "channels": x.shape[2]}
-        ring_sizes = {"width": weight.shape[1], "ring": ring.shape[1], "stored": ring.dtype}
-        call = Convolution(**sizes, **ring_sizes, dtype=x.dtype, tree=parents is not None)
+        call = Convolution(**call_sizes(ring, weight, x), tree=parents is not None)
         if asked.takes(convolution_reason(call, generation=asked.generation)):
             places = tpu.Places(*ring_places(ring, weight.shape[1], x.shape[1], slots, start, lengths, order), parents)
             how = {"generation": asked.generation, "interpret": asked.interpret}
             return tpu.convolve(call, ring, weight, x, places, **how)
     return convolve_with_xla(ring, weight, x, slots, start, lengths, order, parents)
+
+
+def call_sizes(
+    ring: Float[Array, "slots ring channel_rows lanes"],
+    weight: Float[Array, "channels width"],
+    x: Float[Array, "rows time channels"],
+) -> dict[str, Any]:
+    """Sizes and dtypes of a call, as the kernels' `Convolution` names them."""
+    sizes = dict(zip(("rows", "time", "channels"), x.shape, strict=True))
+    return sizes | {"width": weight.shape[1], "ring": ring.shape[1], "dtype": x.dtype, "stored": ring.dtype}
 
 
 def ring_places(
@@ -230,6 +232,25 @@ def convolve_with_xla(
     places = jnp.where(real, rows_of(start[:, None] + offsets), size)
     x = x.astype(ring.dtype).reshape(*x.shape[:2], *ring.shape[2:])
     return y, ring.at[slots[:, None], places].set(x, mode="drop")
+
+
+def launch_parents(
+    ring: Float[Array, "slots ring channel_rows lanes"],
+    weight: Float[Array, "channels width"],
+    x: Float[Array, "rows time channels"],
+    order: Int32[Array, "slots ring"] | None,
+    parents: Int[Array, "rows time"] | None,
+) -> Int32[Array, "rows time"] | None:
+    """parents of a launch, checked as `extend_ring` says."""
+    if parents is None:
+        return None
+    most = ring.shape[1] - weight.shape[1] + 1
+    if order is None or parents.shape != x.shape[:2] or x.shape[1] > most:
+        raise ValueError(
+            f"parents must be [rows, time] of x {x.shape}, time at most max_pending ({most}), with an order; "
+            f"got {parents.shape} {'without an order' if order is None else 'with one'}"
+        )
+    return check_parents(parents, *x.shape[:2])
 
 
 def check_ring(ring: Float[Array, "slots ring channel_rows lanes"], channels: int) -> None:

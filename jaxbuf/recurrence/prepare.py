@@ -12,9 +12,16 @@ import jax.numpy as jnp
 
 from jaxbuf.arguments import check_rows
 from jaxbuf.axes import Array, Float, Float32, Int, Int32
-from jaxbuf.memory.tree import check_parents
 from jaxbuf.pallas.dispatch import Asked, ask
-from jaxbuf.recurrence.convolution import causal_convolution, check_ring, extend_ring, launch_integers, ring_places
+from jaxbuf.recurrence.convolution import (
+    call_sizes,
+    causal_convolution,
+    check_ring,
+    convolve_with_xla,
+    launch_integers,
+    launch_parents,
+    ring_places,
+)
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.target import Target
 
@@ -137,25 +144,19 @@ def _prepare(
         from jaxbuf.pallas import prepare as kernels
 
         call = kernels.Call(
-            rows=qkv.shape[0],
-            time=qkv.shape[1],
+            **call_sizes(ring, weights.convolution, qkv),
             heads=spec.heads,
             key_heads=spec.key_heads,
             key_dim=spec.key_dim,
             value_dim=spec.value_dim,
-            width=weights.convolution.shape[1],
-            ring=ring.shape[1],
             tree=parents is not None,
             ordered=order is not None,
             eps=EPS,
-            dtype=qkv.dtype,
-            stored=ring.dtype,
         )
         reason = kernels.supports(call, platform=asked.platform, generation=asked.generation)
         if asked.takes(reason):
             if asked.platform == "tpu":
-                if parents is not None:
-                    parents = check_parents(parents, call.rows, call.time)
+                parents = launch_parents(ring, weights.convolution, qkv, order, parents)
                 found = ring_places(ring, call.width, call.time, slots, start, lengths, order)
                 places = kernels.tpu.Places(*found, parents)
                 how = {"generation": asked.generation, "interpret": asked.interpret}
@@ -165,8 +166,8 @@ def _prepare(
                 by_gpu = kernels.gpu.prepare
                 inputs, ring = by_gpu(call, ring, weights, (qkv, a, b), integers, interpret=asked.interpret)
             return Inputs(*inputs), ring
-    where = {"slots": slots, "start": start, "lengths": lengths, "order": order, "parents": parents}
-    mixed, ring = extend_ring(ring, weights.convolution, qkv, **where, implementation="xla")
+    parents = launch_parents(ring, weights.convolution, qkv, order, parents)
+    mixed, ring = convolve_with_xla(ring, weights.convolution, qkv, slots, start, lengths, order, parents)
     return _inputs(spec, weights, mixed, a, b), ring
 
 

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.pallas import add_and_norm, attend, experts, extend, flash, gated_norm, prepare, project
+from jaxbuf.pallas import add_and_norm, attend, chunked, experts, extend, flash, gated_norm, prepare, project
 from jaxbuf.pallas.add_and_norm.call import Call as NormCall
 from jaxbuf.pallas.attend.call import Call as AttendCall
+from jaxbuf.pallas.chunked.call import Call as ChunkedCall
 from jaxbuf.pallas.dispatch import KERNELS
 from jaxbuf.pallas.experts.call import Call as ExpertCall
 from jaxbuf.pallas.flash.call import Call as FlashCall
 from jaxbuf.pallas.gated_norm.call import Call as GatedNormCall
 from jaxbuf.pallas.prepare.call import Call as PrepareCall
+from jaxbuf.pallas.prepare.call import Convolution
 from jaxbuf.pallas.project.call import Call as ProjectCall
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "not_served.rst"
@@ -26,7 +28,12 @@ STEP = extend.Call(
 )  # fmt: skip
 CHANNELS = dataclasses.replace(STEP, heads=16, decay="channel")
 PAGES = AttendCall(rows=4, time=1, heads=16, kv_heads=4, head_dim=128, page_size=16, max_pages=64, listed=0, dtype=BF16)
-PREPARED = PrepareCall(rows=4, time=1, heads=32, key_heads=16, ring=24, eps=1e-6, dtype=BF16, stored=BF16)
+SOLVED = ChunkedCall(rows=4, time=64, heads=8, key_heads=8, key_dim=128, value_dim=128, q=BF16, k=BF16, v=BF16)
+CONVOLVED = Convolution(rows=4, time=1, channels=1280, width=4, ring=24, dtype=BF16, stored=BF16, tree=False)
+PREPARED = PrepareCall(
+    **dataclasses.asdict(dataclasses.replace(CONVOLVED, channels=64 * 128)),
+    **{"heads": 32, "key_heads": 16, "key_dim": 128, "value_dim": 128, "eps": 1e-6, "ordered": False},
+)
 CHUNK = FlashCall(rows=4, time=64, keys=64, heads=8, kv_heads=4, head_dim=128, dtype=BF16, generation="Hopper")
 AMPERE = dataclasses.replace(CHUNK, generation="Ampere")
 
@@ -47,8 +54,16 @@ def paged_on_tpu(call):
     return attend.supports(call, q=call.dtype, k=call.dtype, v=call.dtype, platform="tpu", generation="v6e")
 
 
-def prepared(call, key_dim=128, width=4, tree=False):
-    return prepare.supports(call, key_dim=key_dim, value_dim=key_dim, width=width, tree=tree)
+def prepared(call, **changes):
+    return prepare.supports(dataclasses.replace(call, **changes))
+
+
+def prepared_on_tpu(call):
+    return prepare.supports(call, platform="tpu", generation="v6e")
+
+
+def convolved(call):
+    return prepare.convolution_reason(call, generation="v6e")
 
 
 def chunk(call):
@@ -69,6 +84,14 @@ LIMITS = [
     ("extend", "float32 or bfloat16 checkpoints, entries and values", step_on_tpu, STEP, "entry", [F32, BF16], [F16]),
     ("prepare", "key heads in fours", prepared, PREPARED, "key_heads", [4, 16], [2]),
     ("prepare", "1 to 16 at once", prepared, PREPARED, "time", [1, 16], [17]),
+    ("prepare", "key_dim and value_dim 128, 1 to 16 tokens", prepared_on_tpu, PREPARED, "key_dim", [128], [64]),
+    ("prepare", "key_dim and value_dim 128, 1 to 16 tokens", prepared_on_tpu, PREPARED, "time", [1, 16], [17]),
+    ("prepare", "sequences and trees", prepared_on_tpu, PREPARED, "tree", [False, True], []),
+    ("convolve", "channels in multiples of 128", convolved, CONVOLVED, "channels", [128, 1280], [64, 1216]),
+    ("convolve", "1 to 16 tokens at once", convolved, CONVOLVED, "time", [1, 16], [17]),
+    ("convolve", "float32 or bfloat16", convolved, dataclasses.replace(CONVOLVED, stored=F32), "dtype", [F32], [F16]),
+    ("prefill", "key_dim a multiple of 64", chunked.supports, SOLVED, "key_dim", [64, 128], [96]),
+    ("prefill", "value_dim of 16", chunked.supports, SOLVED, "value_dim", [64, 80], [72]),
     ("gated_norm", "value_dim 128", lambda dim: gated_norm.supports(GatedNormCall(8, 1e-6, BF16, BF16), value_dim=dim),
      None, "", [128], [64, 256]),
     ("gated_norm", "a multiple of 128",
@@ -116,7 +139,9 @@ def test_a_kernel_takes_what_the_page_says_and_nothing_beyond(operation, words, 
 def test_what_prepare_refuses_beside_its_sizes():
     assert "a convolution of width 4, tokens in sequence (no trees)" in rows()["prepare"]
     assert prepared(PREPARED) is None
-    assert all(prepared(PREPARED, **wrong) for wrong in ({"key_dim": 64}, {"width": 3}, {"tree": True}))
+    assert all(
+        prepared(PREPARED, **wrong) for wrong in ({"key_dim": 64, "value_dim": 64}, {"width": 3}, {"tree": True})
+    )
 
 
 def test_the_page_has_every_operation_of_the_table():

@@ -26,13 +26,12 @@ take longer, by what the compiler's schedule says of a v5e: of Gated DeltaNet wi
 Why it is so:
 - A float32 operand is two bfloat16 parts where queries, keys and values are bfloat16 (off by 2**-18, the outputs are
   rounded to 2**-9), and three, which are exact, where one of them is float32, or nothing dampens what the delta rule
-  recalls; a bfloat16 operand is one. So a product
-  takes one to six passes. A head's chunk takes 51 passes of 128 by 128 by 128, if the whole inverse is made by
-  doubling, and 36 of them are the inverse's. Each pass loads 128 rows of one operand, which takes as long as to stream
-  128 rows of the other. With substitution in the diagonal blocks (numbers are spread over lanes by one product with
-  ones for all 15 steps), corners of half as many rows, and parts that share the loaded operand, the matrix unit is
-  busy for 815 cycles a head, down from 1,493, and the head takes 1,137, down from 1,604. What is left waits for
-  results of products, and for registers that are spilled.
+  recalls; a bfloat16 operand is one. So a product takes one to six passes. A head's chunk takes 51 passes of 128 by 128
+  by 128, if the whole inverse is made by doubling, and 36 of them are the inverse's. Each pass loads 128 rows of one
+  operand, which takes as long as to stream 128 rows of the other. With substitution in the diagonal blocks (numbers are
+  spread over lanes by one product with ones for all 15 steps), corners of half as many rows, and parts that share the
+  loaded operand, the matrix unit is busy for 815 cycles a head, down from 1,493, and the head takes 1,137, down from
+  1,604. What is left waits for results of products, and for registers that are spilled.
 - Chunks have 128 tokens: with 64, products fill half of a 128 by 128 unit's rows, and the state is loaded twice as
   often: the schedule says 649 cycles a head and 64 tokens, 14 % more a token. With 256 the inverse would have a level
   more.

@@ -34,7 +34,7 @@ def supports(call: Call, *, platform: str = "gpu", generation: str = "") -> str 
         dims = (call.key_dim, call.value_dim)
         if dims != (tpu.LANES, tpu.LANES):
             return f"it needs key_dim and value_dim {tpu.LANES}, got {dims[0]}, {dims[1]}"
-        return convolution_reason(call.convolution, generation=generation)
+        return convolution_reason(call, generation=generation)
     from jaxbuf.pallas.prepare import gpu
 
     most = min(gpu.MOST_TOKENS, call.ring - gpu.WIDTH + 1)
@@ -63,7 +63,7 @@ def convolution_reason(call: Convolution, *, generation: str = "") -> str | None
     )
 
 
-def _dtype_needs(call: Call | Convolution) -> tuple[tuple[bool, str], ...]:
+def _dtype_needs(call: Convolution) -> tuple[tuple[bool, str], ...]:
     return (
         (call.dtype in (jnp.float32, jnp.bfloat16), f"float32 or bfloat16 inputs, got {call.dtype.name}"),
         (call.stored == call.dtype, f"a ring of the inputs' dtype {call.dtype.name}, got {call.stored.name}"),

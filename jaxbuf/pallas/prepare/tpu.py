@@ -60,7 +60,7 @@ def _row_words(call: Convolution) -> int:
 
 def program_rows(call: Convolution, generation: str) -> int:
     """Rows that a program serves, for which half of the VMEM has room; 0: not even for one."""
-    of_token = padded_bytes((call.channels // LANES, LANES), call.dtype.itemsize)
+    of_token = padded_bytes((-(-call.channels // LANES), LANES), call.dtype.itemsize)
     # Of a token, twice each: its input, its output, and its place in the window.
     of_row = 2 * of_token * (3 * call.time + call.width - 1)
     fitting = vmem_bytes(generation) // 2 // of_row
@@ -156,7 +156,7 @@ def prepare(
     vectors = [jax.ShapeDtypeStruct((*dims, heads, LANES), call.dtype) for heads in (keys, keys, call.heads)]
     gate = jax.ShapeDtypeStruct((*dims, call.heads), jnp.float32)
     return _launch(
-        call.convolution,
+        call,
         generation,
         interpret,
         "prepare",
