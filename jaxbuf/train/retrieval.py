@@ -1,4 +1,4 @@
-"""Training of a softmax model on generated retrieval tasks, from scratch: what write gates are measured on.
+"""Training of a softmax or hybrid model on generated retrieval tasks, from scratch: what write gates are measured on.
 
 Its loss is that of the answers, and with a small weight that of all other tokens, which keeps the hidden states there
 close to what little can be said of them: gates are trained to keep the hidden states of every position.
@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxbuf.arguments import check_sizes
 from jaxbuf.axes import Array, Bool, Float32, Int
 from jaxbuf.models import decoder
 from jaxbuf.models.config import ModelConfig
@@ -38,7 +39,8 @@ class Recipe:
     Attributes:
       plan: Its tasks, the longest length and the vocabulary are learned.
       layers, hidden, inner: Layers, numbers of a token between them, and within the feed-forward.
-      heads, kv_heads, head_dim: Of softmax attention.
+      heads, kv_heads, head_dim: Of softmax attention, and of Gated DeltaNet its values', its keys' and their sizes.
+      attention_every: One layer in so many has softmax attention, the others Gated DeltaNet. 1: all, as Llama's.
       phases: Lengths and rows over the run: short sequences first, in which a rule is found sooner.
       steps: Of the optimiser.
       rate: Learning rate over the run.
@@ -62,57 +64,67 @@ class Recipe:
     other_weight: float = 0.1
     compute_dtype: str = "bfloat16"
     seed: int = 0
+    attention_every: int = 1
 
     def __post_init__(self):
         phase_at(self.phases, 0.0)  # raises an error where they are no phases
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        check_sizes(steps=self.steps, attention_every=self.attention_every)
         for phase in self.phases:
             self.plan.vocabulary.check_length(phase.length)
 
     @property
     def config(self) -> ModelConfig:
-        """Of the model: Llama's architecture."""
-        return config_from_dict(
-            {
-                "model_type": "llama",
-                "vocab_size": self.plan.vocabulary.size,
-                "hidden_size": self.hidden,
-                "intermediate_size": self.inner,
-                "num_hidden_layers": self.layers,
-                "num_attention_heads": self.heads,
-                "num_key_value_heads": self.kv_heads,
-                "head_dim": self.head_dim,
-                "max_position_embeddings": 2 * self.plan.length,
-                "tie_word_embeddings": False,
-                "initializer_range": self.hidden**-0.5,
-                "eos_token_id": END,
-            }
-        )
+        """Of the model: Llama's architecture, or with layers of Gated DeltaNet that of Qwen3.5."""
+        shared = {
+            "vocab_size": self.plan.vocabulary.size,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 2 * self.plan.length,
+            "tie_word_embeddings": False,
+            "initializer_range": self.hidden**-0.5,
+            "eos_token_id": END,
+        }
+        if self.attention_every == 1:
+            return config_from_dict({"model_type": "llama"} | shared)
+        recurrence = {
+            "full_attention_interval": self.attention_every,
+            "linear_num_value_heads": self.heads,
+            "linear_num_key_heads": self.kv_heads,
+            "linear_key_head_dim": self.head_dim,
+            "linear_value_head_dim": self.head_dim,
+        }
+        return config_from_dict({"model_type": "qwen3_5_text"} | shared | recurrence)
 
+
+_FULL = Recipe(
+    plan=PLANS["full"],
+    layers=6,
+    hidden=512,
+    inner=1408,
+    heads=8,
+    kv_heads=4,
+    head_dim=64,
+    # How to look a key up is found within 600 steps of 32 tokens, and not within 1,600 steps of 256.
+    phases=(
+        Phase(0.1, 32, 1024),
+        Phase(0.2, 64, 512),
+        Phase(0.3, 128, 256),
+        Phase(0.42, 256, 256),
+        Phase(0.55, 512, 128),
+        Phase(0.72, 1024, 64),
+        Phase(1.0, 2048, 32),
+    ),
+    steps=8000,
+    rate=Rate(1e-3),
+)
 
 PRESETS = {
-    "full": Recipe(
-        plan=PLANS["full"],
-        layers=6,
-        hidden=512,
-        inner=1408,
-        heads=8,
-        kv_heads=4,
-        head_dim=64,
-        # How to look a key up is found within 600 steps of 32 tokens, and not within 1,600 steps of 256.
-        phases=(
-            Phase(0.1, 32, 1024),
-            Phase(0.2, 64, 512),
-            Phase(0.3, 128, 256),
-            Phase(0.42, 256, 256),
-            Phase(0.55, 512, 128),
-            Phase(0.72, 1024, 64),
-            Phase(1.0, 2048, 32),
-        ),
-        steps=8000,
-        rate=Rate(1e-3),
-    ),
+    "full": _FULL,
+    "hybrid": dataclasses.replace(_FULL, attention_every=2),
     "small": Recipe(
         plan=PLANS["small"],
         layers=2,

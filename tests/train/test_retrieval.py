@@ -123,8 +123,27 @@ def test_the_model_is_loaded_and_gates_are_trained_on_the_tasks(trained, tmp_pat
         next(write_gate.GateTraining(lm, mixture, dataclasses.replace(recipe, rows=2)).run())
 
 
+@pytest.mark.slow
+def test_a_hybrid_is_trained_and_its_softmax_layers_get_gates(tmp_path):
+    training = RetrievalTraining(dataclasses.replace(RECIPE, attention_every=2, steps=2))
+    assert [found["step"] for found in training.run(every=1)] == [1, 2]
+    checkpoint.save(training.model, training.recipe.config, tmp_path / "model", dtype="float32")
+    lm = jaxbuf.load(tmp_path / "model")
+    assert [type(mixer).__name__ for layer in lm.model.layers for mixer in layer.mixers] == [
+        "GatedDeltaNet",
+        "SoftmaxAttention",
+    ]
+    mixture = Mixture(PLAN.every_task, 32, 4, PLAN.vocabulary, 101)
+    recipe = write_gate.Recipe(score=WriteGate(8), window=8, steps=1, rows=4, length=32)
+    gates = write_gate.GateTraining(lm, mixture, recipe)
+    assert [found["step"] for found in gates.run()] == [1]
+    assert gates.lm.generate([mixture.batch(0)[0]], max_new_tokens=4).tokens[0].shape == (4,)
+
+
 def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         dataclasses.replace(RECIPE, steps=0)
+    with pytest.raises(ValueError, match="attention_every must be at least 1, got 0"):
+        dataclasses.replace(RECIPE, attention_every=0)
     with pytest.raises(ValueError, match="length must be at most 48"):
         dataclasses.replace(RECIPE, phases=(Phase(1.0, 64, 4),))
