@@ -10,7 +10,7 @@ The tests check what functions get and return (`tests/array_checks.py`). Outside
 get wrong, the functions themselves say.
 
     batch        sequences that are computed together, without a cache
-    rows         sequences of a launch on a cache, each in its slot; in the compiled loop, the requests that can run
+    rows         sequences of a launch on a cache, each in its slot; in the loop, running requests
     slots        places for a sequence in a memory, the null slot 0 among them
     time         tokens of a sequence; of a launch those that it reads, draft tokens among them
 
@@ -18,12 +18,12 @@ get wrong, the functions themselves say.
     kv_heads     heads of keys and values in softmax attention
     group        heads that read one of them
     head_dim     numbers of a head's query, key or value in softmax attention
-    latent       numbers that latent attention keeps of a token: its rank, and the key part that all heads share
+    latent       numbers that latent attention keeps of a token: rank, and the heads' common key part
     rank         numbers from which every head's key and value of a token are made
     copies       of the latents of a token, one on each device
     key_heads    heads of queries and keys in a recurrence
     key_dim      numbers of a head's query or key in a recurrence
-    value_dim    numbers of a head's value in a recurrence, and in attention where keys are of another width
+    value_dim    numbers of a head's value in a recurrence; in attention if keys are of another width
     hidden       numbers of a token between layers
     channels     numbers of a token in a short convolution
     width        taps of a convolution

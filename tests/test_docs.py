@@ -21,7 +21,7 @@ import jaxbuf.serving
 from jaxbuf.cli import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = re.findall(r"^   (jaxbuf[\w.]+)$", (ROOT / "docs" / "index.rst").read_text(), re.MULTILINE)
+PAGES = re.findall(r"^   (jaxbuf[\w.]+)$", (ROOT / "docs" / "reference.rst").read_text(), re.MULTILINE)
 
 
 def find(name: str):
@@ -152,7 +152,7 @@ def test_the_page_of_what_stays_has_every_public_name():
 def test_pictures_are_small_and_drawn_by_the_program():
     pictures = sorted((ROOT / "docs").glob("*.png"))
     program = (ROOT / "docs" / "pictures.py").read_text()
-    assert len(pictures) == 6 and all(f'"{path.name}")' in program for path in pictures)
+    assert len(pictures) == 7 and all(f'"{path.name}")' in program for path in pictures)
     assert [path.name for path in pictures if path.stat().st_size > 60_000] == []
 
 
@@ -193,10 +193,9 @@ def broken_links(site: Path) -> list[tuple[str, str]]:
 def check_what_is_read(pages: dict[str, str]) -> None:
     """What Sphinx and napoleon make of a docstring that they read otherwise than we write it."""
     equations, families = preformatted(pages["jaxbuf.recurrence.RecurrenceSpec"])
-    first, second = equations.splitlines()
-    assert first.startswith("S̃ = S · diag(exp(log_decay))        u = beta ·") and second.startswith(
-        "S ← S̃ + u ⊗ k     "
-    )
+    decayed, update, added, read = equations.splitlines()
+    assert decayed == "S̃ = S · diag(exp(log_decay))" and update.startswith("u = beta · (v − S̃ k)            with the")
+    assert (added, read) == ("S ← S̃ + u ⊗ k", "o = S q")
     assert len(families.splitlines()) == 7 and families.splitlines()[5].startswith("Gated DeltaNet            decay=")
     returns = fields(pages["jaxbuf.generate"], "Returns")
     assert returns[0].startswith("One result a prompt, in order: that of its first sample, which has all of them")

@@ -13,8 +13,10 @@ from jaxbuf.axes import Array, Shaped
 class RecurrenceSpec:
     """A family of linear attention as data (all families are one recurrence, with state S [value_dim, key_dim] a head):
 
-        S̃ = S · diag(exp(log_decay))        u = beta · (v − S̃ k) with the delta rule, beta · v without
-        S ← S̃ + u ⊗ k                       o = S q
+        S̃ = S · diag(exp(log_decay))
+        u = beta · (v − S̃ k)            with the delta rule; without it u = beta · v
+        S ← S̃ + u ⊗ k
+        o = S q
 
     Attributes:
       heads: Value heads; each has a state of its own.
@@ -26,14 +28,15 @@ class RecurrenceSpec:
 
     The families, by what they set (`beta` is the write strength in all of them, None means 1):
 
-        linear attention          decay="none",    delta=False   unnormalised; a normaliser is a column of ones in v
-        retention, lightning      decay="head",    delta=False   log_decay a constant per head
-        Mamba-2                   decay="head",    delta=False   q=C, k=B, v=x, beta=dt, log_decay=A·dt; D·x outside
+        linear attention          decay="none",    delta=False   unnormalised
+        retention, lightning      decay="head",    delta=False   log_decay: a constant a head
+        Mamba-2                   decay="head",    delta=False   q, k, v, beta: C, B, x, dt
         gated linear attention    decay="channel", delta=False
         DeltaNet                  decay="none",    delta=True
         Gated DeltaNet            decay="head",    delta=True    the default
         Kimi Delta Attention      decay="channel", delta=True
 
+    Linear attention's normaliser is a column of ones in v. Mamba-2's log_decay is A·dt; its D·x is added outside.
     Scale and norm of q and k are the caller's. With the delta rule, models give k unit norm (the state may grow without
     bound where beta times the square of that norm exceeds 2), and q unit norm times key_dim^-0.5.
 
