@@ -1,5 +1,6 @@
 """Draws the pictures of the README and of these pages: `python docs/pictures.py`, with matplotlib."""
 
+import json
 from io import BytesIO
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def main() -> None:
     draw_tree()
     draw_split()
     draw_gates()
+    draw_layer_step()
 
 
 def draw_overview() -> None:
@@ -207,6 +209,40 @@ def draw_gates() -> None:
     save(figure, axes, (-1.5, 12.4), (-2.2, 1.2), "gates.png")
 
 
+def draw_layer_step() -> None:
+    """layer_step.png, the README's: a Gated DeltaNet layer's step at batch 128, others' beside it, from the record."""
+    record = json.loads((FOLDER.parent / "benchmarks" / "kernels.json").read_text())
+
+    def step(part: str, **wanted: object) -> dict:
+        wanted |= {"part": part, "batch": 128}
+        found = [row for row in record["figures"] if all(row.get(name) == value for name, value in wanted.items())]
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} figures have {wanted}")
+        return found[0]
+
+    rows = (
+        ("jaxbuf, buffered", step("decode", phase="staggered"), "#3f7fbf"),
+        ("flash-linear-attention 0.6.0,\nits faster state layout", step("fla", state_v_first=True), "#a0a0a0"),
+        ("jaxbuf, recurrent:\nthe state written in each step", step("recurrent", phase="staggered"), READ),
+        ("flash-linear-attention 0.6.0", step("fla", state_v_first=False), "#a0a0a0"),
+    )
+    figure, axes = canvas(2.6)
+    for place, (_, row, color) in enumerate(rows):
+        axes.barh(place, row["us"], 0.62, color=color)
+        axes.text(row["us"] + 2, place, f"{row['us']:.1f} us", va="center", fontsize=TEXT)
+        if row.get("floor_us"):
+            axes.vlines(row["floor_us"], place - 0.31, place + 0.31, colors="black", linestyles="--", linewidth=1.2)
+    axes.plot([], [], "k--", linewidth=1.2, label="what its bytes take")
+    axes.legend(loc="upper right", frameon=False, fontsize=TEXT)
+    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=TEXT)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 215)
+    axes.set_title(f"One layer's decoding step, 128 requests, {record['device']}", fontsize=TEXT + 1)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    store(figure, "layer_step.png")
+
+
 def canvas(height: float) -> tuple[Figure, Axes]:
     return pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
 
@@ -258,6 +294,10 @@ def legend(axes: Axes, y: float, labels: tuple[tuple[str, str], ...], x: float =
 def save(figure: Figure, axes: Axes, x: tuple[float, float], y: tuple[float, float], name: str) -> None:
     axes.set(xlim=x, ylim=y)
     axes.axis("off")
+    store(figure, name)
+
+
+def store(figure: Figure, name: str) -> None:
     drawn = BytesIO()
     figure.savefig(drawn, dpi=200)
     Image.open(drawn).convert("RGB").quantize(64).save(FOLDER / name, optimize=True)  # a third of the bytes

@@ -152,7 +152,7 @@ def test_the_page_of_what_stays_has_every_public_name():
 def test_pictures_are_small_and_drawn_by_the_program():
     pictures = sorted((ROOT / "docs").glob("*.png"))
     program = (ROOT / "docs" / "pictures.py").read_text()
-    assert len(pictures) == 7 and all(f'"{path.name}")' in program for path in pictures)
+    assert len(pictures) == 8 and all(f'"{path.name}")' in program for path in pictures)
     assert [path.name for path in pictures if path.stat().st_size > 60_000] == []
 
 

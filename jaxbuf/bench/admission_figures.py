@@ -185,7 +185,7 @@ def plot(found: Points, path: Path, plan: Plan, *, text: bool) -> None:
         else [("accuracy", "share of right answers"), ("nats", "nats an answer")]
     )
     figure, axes = pyplot.subplots(
-        1, len(panels) + (not text), figsize=(5.5 * (len(panels) + (not text)), 4.5), squeeze=False
+        1, len(panels) + (not text), figsize=(3.8 * (len(panels) + (not text)), 3.8), squeeze=False
     )
     full = next(point for point in found if point["kind"] == "full")
     lines = list(dict.fromkeys(point["line"] for point in found if point["kind"] != "full"))
@@ -196,7 +196,7 @@ def plot(found: Points, path: Path, plan: Plan, *, text: bool) -> None:
             x, y = [point["bytes_share"] for point in own], [point[value] for point in own]
             spread = [point["spread"] if value != "nats" else 0.0 for point in own]
             axis.errorbar(x, y, yerr=spread, color=f"C{color}", marker=".", capsize=2, label=line)
-        axis.set(xlabel="bytes held, as a share of those for all keys", ylabel=label, xlim=(0, 1.05))
+        axis.set(xlabel="bytes held / bytes of all keys", ylabel=label, xlim=(0, 1.05))
         axis.grid(alpha=0.3)
     axes[0][0].legend(frameon=False)
     if not text:

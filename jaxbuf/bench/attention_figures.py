@@ -108,17 +108,18 @@ def plot(figures: Sequence[Row], path: Path) -> None:
 
     found = by_place(figures)
     names = [name for name in ("gpu", *OTHERS) if any(name in rows for rows in found.values())]
-    figure, axis = pyplot.subplots(figsize=(3 + 1.3 * len(found), 5))
+    figure, axis = pyplot.subplots(figsize=(8, 1.5 + 0.7 * len(found)))
     width = 0.8 / max(1, len(names))
     for number, name in enumerate(names):
-        heights = [rows[name]["achieved"] if name in rows else 0.0 for rows in found.values()]
-        left = [index - 0.4 + width * (number + 0.5) for index in range(len(found))]
-        axis.bar(left, heights, width, label={"gpu": "kernel"}.get(name, OTHERS.get(name)))
-    labels = [f"{called(sizes)}\n{sizes[0]}/{sizes[1]} x {sizes[2]}\n{sizes[-1]} tokens" for sizes in found]
-    axis.set_xticks(range(len(found)), labels, fontsize=7)
-    axis.axhline(1.0, color="black", linestyle="--", linewidth=1)
-    axis.set(ylabel="floor / time")
-    axis.legend(fontsize=7)
+        lengths = [rows[name]["achieved"] if name in rows else 0.0 for rows in found.values()]
+        places = [index - 0.4 + width * (number + 0.5) for index in range(len(found))]
+        axis.barh(places, lengths, width, label={"gpu": "kernel"}.get(name, OTHERS.get(name)))
+    labels = [f"{called(sizes)}\n{sizes[0]}/{sizes[1]} x {sizes[2]}, {sizes[-1]} new" for sizes in found]
+    axis.set_yticks(range(len(found)), labels)
+    axis.invert_yaxis()
+    axis.axvline(1.0, color="black", linestyle="--", linewidth=1)
+    axis.set(xlabel="floor / time: 1 is as fast as the bytes allow")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     pyplot.close(figure)

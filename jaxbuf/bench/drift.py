@@ -231,8 +231,8 @@ def plot(curves: dict, path: Path) -> None:
     from matplotlib import pyplot
 
     rows = list(itertools.product(dict.fromkeys(family for family, *_ in curves), KEYS))
-    size = 13, 3.5 * len(rows)
-    figure, axes = pyplot.subplots(len(rows), len(DECAYS), figsize=size, sharex=True, sharey=True)
+    size = 10, 2.6 * len(rows)
+    figure, axes = pyplot.subplots(len(rows), len(DECAYS), figsize=size, sharex=True, sharey=True, layout="constrained")
     for (family, decay, keys, entry, checkpoint), error in curves.items():
         axis = axes[rows.index((family, keys)), DECAYS.index(decay)]
         smooth = np.convolve(error, np.full(64, 1 / 64), "valid")
@@ -243,12 +243,12 @@ def plot(curves: dict, path: Path) -> None:
             color=f"C{MEMORIES.index((entry, checkpoint))}",
             label=f"{SHORT[entry]} entries, {SHORT.get(checkpoint, checkpoint)} checkpoint",
         )
-        axis.set(title=f"{family}: mean log_decay {decay}, {keys} keys", yscale="log")
+        axis.set(yscale="log")
+        axis.set_title(f"{family}, decay {decay}, {keys} keys", fontsize=10)
         axis.axhline(BOUND, color="grey", linewidth=0.8)
     for axis in axes[-1]:
         axis.set_xlabel("step")
     for axis in axes[:, 0]:
         axis.set_ylabel("relative error of the output")
-    axes[0, 0].legend(fontsize=7)
-    figure.tight_layout()
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     figure.savefig(path, dpi=110)

@@ -234,7 +234,7 @@ def plot(figures: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(13, 9))
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 8))
     measured = [row for row in figures if "us" in row and row.get("phase", "staggered") == "staggered"]
 
     def draw(axis, label: str, rows: Sequence[Row], x: str, y: str = "us", style: str = "o-", **settings) -> None:
@@ -281,7 +281,7 @@ def plot(figures: Sequence[Row], path: Path) -> None:
         axis.set_ylabel("us a layer and step")
         axis.set_visible(axis.has_data())
         if axis.has_data():
-            axis.legend(fontsize=7)
+            axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110, bbox_inches="tight")  # Panels without data are cut off at the edges.
     pyplot.close(figure)

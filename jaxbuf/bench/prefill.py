@@ -269,7 +269,7 @@ def plot(figures: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(2.5 + 1.6 * len(figures), 6))
+    figure, axis = pyplot.subplots(figsize=(4 + 1.2 * len(figures), 5))
     below = [0.0] * len(figures)
     for color, name in enumerate(ordered(figures)):
         heights = [1e3 * parts(row).get(name, 0.0) / (row["prompts"] * row["tokens"]) for row in figures]
@@ -277,9 +277,10 @@ def plot(figures: Sequence[Row], path: Path) -> None:
         axis.bar([named(row) for row in figures], heights, bottom=below, label=name, color=shade)
         below = [low + height for low, height in zip(below, heights, strict=True)]
     axis.set(ylabel="us a token", xlabel="prompts x tokens")
-    axis.legend(fontsize=7)
+    handles, labels = axis.get_legend_handles_labels()
+    axis.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     pyplot.close(figure)
 
 

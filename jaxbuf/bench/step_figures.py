@@ -165,6 +165,12 @@ def _most(figures: Sequence[Row], name: str) -> float:
     return max(parts(row).get(name, 0.0) for row in figures)
 
 
+def _from_the_top(axis) -> tuple[list, list]:
+    """A legend's handles and labels, in the order in which bars lie above one another."""
+    handles, labels = axis.get_legend_handles_labels()
+    return handles[::-1], labels[::-1]
+
+
 def plot(figures: Sequence[Row], path: Path) -> None:
     """Stacked bars: the parts of each form's step at each batch, and its floor."""
     import matplotlib
@@ -173,13 +179,16 @@ def plot(figures: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     names = sorted({name for row in figures for name in parts(row)}, key=lambda name: -_most(figures, name))
-    figure, axis = pyplot.subplots(figsize=(2.5 + 1.6 * len(figures), 6))
+    figure, axis = pyplot.subplots(figsize=(4 + 1.2 * len(figures), 5))
     several = any(row["devices"] != 1 for row in figures)
     labels = [f"{row['form']}\nbatch {row['batch']}" for row in figures]
     if any(row["drafts"] for row in figures):
         labels = [f"{label}\n{1 + row['drafts']} tokens" for label, row in zip(labels, figures, strict=True)]
     if several:
-        labels = [f"{label}\n{row['devices']} devices" for label, row in zip(labels, figures, strict=True)]
+        labels = [
+            f"{label}\n{row['devices']} device{'s' * (row['devices'] > 1)}"
+            for label, row in zip(labels, figures, strict=True)
+        ]
     below = [0.0] * len(figures)
     for color, name in enumerate(names):
         heights = [parts(row).get(name, 0.0) for row in figures]
@@ -189,7 +198,7 @@ def plot(figures: Sequence[Row], path: Path) -> None:
     left, right = ([place + side for place in places] for side in (-0.4, 0.4))
     axis.hlines(floors, left, right, colors="black", linestyles="--", label="floor: bytes over read bandwidth")
     axis.set(ylabel="ms a step")
-    axis.legend(fontsize=7)
+    axis.legend(*_from_the_top(axis), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     pyplot.close(figure)
