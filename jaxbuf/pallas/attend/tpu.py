@@ -187,7 +187,8 @@ def _kernel(plan: Arrangement, pages: TokenTiles | HeadTiles, interpret: Any) ->
             ),
             out_shape=[
                 jax.ShapeDtypeStruct((call.rows, *of_row, plan.value_dim), call.dtype),
-                *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[-pools:]),
+                # Declared to lie in HBM, or XLA moves small pools to a faster memory and back in every launch.
+                *(pltpu.HBM(x.shape, x.dtype) for x in given[-pools:]),
             ],
             input_output_aliases={len(given) - pools + i: 1 + i for i in range(pools)},
             compiler_params=pltpu.CompilerParams(
