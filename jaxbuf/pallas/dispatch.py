@@ -80,6 +80,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "fold": _hopper("extend") | _tpu("extend"),  # one new token, which is appended nowhere
     "prepare": _hopper("prepare") | _tpu("prepare"),
     "convolve": _tpu("prepare"),
+    "put_rows": _tpu("put"),  # of prompts: steps are written by the kernels that read them
     "gated_norm": _hopper("gated_norm") | _tpu("gated_norm"),
     "project": _hopper("project"),
     "gated_project": _hopper("project"),

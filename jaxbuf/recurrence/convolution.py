@@ -18,8 +18,10 @@ import numpy as np
 
 from jaxbuf.arguments import check_range, check_rows, check_sizes, checked_slots
 from jaxbuf.axes import Array, Float, Int, Int32
+from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.memory.tree import check_parents
 from jaxbuf.pallas.dispatch import Asked, ask
+from jaxbuf.recurrence.put import put_within
 from jaxbuf.target import Target
 
 LANES = 128  # channels of a row of the ring, as a TPU's tiles have columns
@@ -162,7 +164,7 @@ def _extend_ring(
             places = tpu.Places(*ring_places(ring, weight.shape[1], x.shape[1], slots, start, lengths, order), parents)
             how = {"generation": asked.generation, "interpret": asked.interpret}
             return tpu.convolve(call, ring, weight, x, places, **how)
-    return convolve_with_xla(ring, weight, x, slots, start, lengths, order, parents)
+    return convolve_with_xla(ring, weight, x, slots, start, lengths, order, parents, asked)
 
 
 def call_sizes(
@@ -209,8 +211,10 @@ def convolve_with_xla(
     lengths: Int32[Array, "rows"],
     order: Int32[Array, "slots ring"] | None,
     parents: Int32[Array, "rows time"] | None,
+    asked: Asked | None = None,
 ) -> tuple[Float[Array, "rows time channels"], Float[Array, "slots ring channel_rows lanes"]]:
-    """`extend_ring` compiled by XLA, on arguments that were checked: the definition of its kernels."""
+    """`extend_ring` compiled by XLA, on arguments that were checked: the definition of its kernels. `asked` is as in
+    `put_within`."""
     (rows, time, channels), size, history = x.shape, ring.shape[1], weight.shape[1] - 1
 
     def rows_of(positions):
@@ -229,9 +233,9 @@ def convolve_with_xla(
         offsets = lengths[:, None] - size + jnp.arange(size, dtype=start.dtype)[None]
         real = (offsets >= 0) & (slots > 0)[:, None]
         x = jnp.take_along_axis(x, jnp.maximum(offsets, 0)[..., None], axis=1)
-    places = jnp.where(real, rows_of(start[:, None] + offsets), size)
-    x = x.astype(ring.dtype).reshape(*x.shape[:2], *ring.shape[2:])
-    return y, ring.at[slots[:, None], places].set(x, mode="drop")
+    places = jnp.where(real, slots[:, None] * size + rows_of(start[:, None] + offsets), NOWHERE)
+    flat = put_within(asked, ring.reshape(-1, *ring.shape[2:]), x.reshape(-1, *ring.shape[2:]), places.reshape(-1))
+    return y, flat.reshape(ring.shape)
 
 
 def launch_parents(

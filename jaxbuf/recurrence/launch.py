@@ -189,8 +189,8 @@ def _prefill_pool(
                 if updates is not None:
                     values = xla.tail(updates, step.head - first, kept)
                 pool = xla.append_tail(spec, pool, step, keys, values, log_decay, beta)
-            return out, xla.store_states(pool, state, step.write)
-    return xla.prefill_with_xla(spec, pool, step, q, k, v, log_decay, beta, chunk_size=chunk_size)
+            return out, xla.store_states(pool, state, step.write, asked)
+    return xla.prefill_with_xla(spec, pool, step, q, k, v, log_decay, beta, chunk_size=chunk_size, asked=asked)
 
 
 def kernel_serves(spec: RecurrenceSpec, *, ring: int, state_dtype: object, entry_dtype: Any, target: Target) -> bool:

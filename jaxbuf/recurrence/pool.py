@@ -10,9 +10,11 @@ import jax.numpy as jnp
 
 from jaxbuf.axes import Array, Float, Float32, Int32, Shaped
 from jaxbuf.memory.ownership import NOWHERE
+from jaxbuf.pallas.dispatch import Asked
 from jaxbuf.recurrence.begin import Held, PrefillStep, Step
 from jaxbuf.recurrence.chunked import solve_chunks
 from jaxbuf.recurrence.cursor import Cursor
+from jaxbuf.recurrence.put import put_within
 from jaxbuf.recurrence.recurrent import HIGHEST
 from jaxbuf.recurrence.slots import Copies
 from jaxbuf.recurrence.spec import RecurrenceSpec
@@ -203,8 +205,9 @@ def prefill_with_xla(
     beta: Float32[Array, "rows time heads"] | None,
     *,
     chunk_size: int,
+    asked: Asked | None = None,
 ) -> tuple[Float[Array, "rows time heads value_dim"], Pool]:
-    """`launch.prefill_pool`, which has checked the arguments, as XLA compiles it."""
+    """`launch.prefill_pool`, which has checked the arguments, as XLA compiles it; asked is as in `store_states`."""
     k = rounded(k, pool.keys.dtype)  # computes with the keys as the ring will store them
     start = read_pool(spec, pool, step.before)
     out, state, updates = solve_chunks(
@@ -223,7 +226,7 @@ def prefill_with_xla(
         state = jax.lax.cond(jnp.any(cut), before_kept, lambda: state)
         values = tail(updates if spec.delta else v, step.head, kept)
         pool = append_tail(spec, pool, step, k, values, log_decay, beta)
-    return out, store_states(pool, state, step.write)
+    return out, store_states(pool, state, step.write, asked)
 
 
 def append_tail(
@@ -263,19 +266,20 @@ def fold_with_xla(spec: RecurrenceSpec, pool: Pool, before: Held, write: Int32[A
     return store_states(pool, read_pool(spec, pool, before), write)
 
 
-def store_states(pool: Pool, state: Float[Array, "rows heads value_dim key_dim"], write: Int32[Array, "rows"]) -> Pool:
-    """Writes states to the rows `write`; rows past the pool are not written."""
-    high, low, low_scales = encode(state, pool.state_format)
+def store_states(
+    pool: Pool,
+    state: Float[Array, "rows heads value_dim key_dim"],
+    write: Int32[Array, "rows"],
+    asked: Asked | None = None,
+) -> Pool:
+    """Writes states to the rows `write`; rows past the pool are not written.
 
-    def put(old, new):
-        return None if old is None else old.at[write].set(new, mode="drop")
-
-    return dataclasses.replace(
-        pool,
-        checkpoints=pool.checkpoints.at[write].set(high, mode="drop"),
-        low=put(pool.low, low),
-        low_scales=put(pool.low_scales, low_scales),
-    )
+    Args:
+      pool, state, write: As said.
+      asked: As in `put_within`.
+    """
+    new = encode(state, pool.state_format)
+    return _with_states(pool, jax.tree.map(lambda old, new: put_within(asked, old, new, write), _states(pool), new))
 
 
 def _states(pool: Pool) -> tuple[Array, Array | None, Array | None]:

@@ -167,7 +167,7 @@ def _prepare(
                 inputs, ring = by_gpu(call, ring, weights, (qkv, a, b), integers, interpret=asked.interpret)
             return Inputs(*inputs), ring
     parents = launch_parents(ring, weights.convolution, qkv, order, parents)
-    mixed, ring = convolve_with_xla(ring, weights.convolution, qkv, slots, start, lengths, order, parents)
+    mixed, ring = convolve_with_xla(ring, weights.convolution, qkv, slots, start, lengths, order, parents, asked)
     return _inputs(spec, weights, mixed, a, b), ring
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.pallas import add_and_norm, attend, chunked, experts, extend, flash, gated_norm, prepare, project
+from jaxbuf.pallas import add_and_norm, attend, chunked, experts, extend, flash, gated_norm, prepare, project, put
 from jaxbuf.pallas.add_and_norm.call import Call as NormCall
 from jaxbuf.pallas.attend.call import Call as AttendCall
 from jaxbuf.pallas.chunked.call import Call as ChunkedCall
@@ -19,6 +19,7 @@ from jaxbuf.pallas.gated_norm.call import Call as GatedNormCall
 from jaxbuf.pallas.prepare.call import Call as PrepareCall
 from jaxbuf.pallas.prepare.call import Convolution
 from jaxbuf.pallas.project.call import Call as ProjectCall
+from jaxbuf.pallas.put.call import Call as PutCall
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "not_served.rst"
 BF16, F16, F32 = (np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
@@ -34,6 +35,7 @@ PREPARED = PrepareCall(
     **dataclasses.asdict(dataclasses.replace(CONVOLVED, channels=64 * 128)),
     **{"heads": 32, "key_heads": 16, "key_dim": 128, "value_dim": 128, "eps": 1e-6, "ordered": False},
 )
+PUT = PutCall(pool=(9, 2, 128), rows=4, stored=BF16, dtype=BF16)
 CHUNK = FlashCall(rows=4, time=64, keys=64, heads=8, kv_heads=4, head_dim=128, dtype=BF16, generation="Hopper")
 AMPERE = dataclasses.replace(CHUNK, generation="Ampere")
 
@@ -90,6 +92,7 @@ LIMITS = [
     ("convolve", "channels in multiples of 128", convolved, CONVOLVED, "channels", [128, 1280], [64, 1216]),
     ("convolve", "1 to 16 tokens at once", convolved, CONVOLVED, "time", [1, 16], [17]),
     ("convolve", "float32 or bfloat16", convolved, dataclasses.replace(CONVOLVED, stored=F32), "dtype", [F32], [F16]),
+    ("put_rows", "in multiples of 128 (``key_dim``)", put.supports, PUT, "pool", [(9, 2, 128)], [(9, 2, 64)]),
     ("prefill", "key_dim a multiple of 64", chunked.supports, SOLVED, "key_dim", [64, 128], [96]),
     ("prefill", "value_dim of 16", chunked.supports, SOLVED, "value_dim", [64, 80], [72]),
     ("gated_norm", "value_dim 128", lambda dim: gated_norm.supports(GatedNormCall(8, 1e-6, BF16, BF16), value_dim=dim),

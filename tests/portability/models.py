@@ -84,13 +84,12 @@ def _spread(kinds: tuple[str, ...], memories: tuple[Any, ...], mesh: Mesh) -> tu
     )
 
 
-def pools_of(carry: Any, *, rings: bool = True) -> list[Any]:
-    """The layers' memory in a carry, those of a drafter among them; without `rings` not those of convolutions, which
-    XLA's path changes in most families."""
+def pools_of(carry: Any) -> list[Any]:
+    """The layers' memory in a carry, those of a drafter among them."""
     found: list[Any] = []
     for node in jax.tree.leaves(carry, is_leaf=lambda node: isinstance(node, Cache | MTPCache)):
         if isinstance(node, Cache):
-            found += [layer.pool if hasattr(layer, "pool") and not rings else layer for layer in node.layers]
+            found += node.layers
         elif isinstance(node, MTPCache):
             found.append(node.kv)
     return jax.tree.leaves(found)

@@ -28,6 +28,7 @@ from jaxbuf.recurrence.chunked import chunked
 from jaxbuf.recurrence.convolution import extend_ring, init_ring
 from jaxbuf.recurrence.gated_norm import gated_norm
 from jaxbuf.recurrence.prepare import Weights, prepare
+from jaxbuf.recurrence.put import put_rows
 from jaxbuf.target import Target, as_target, lowering_for
 from tests.portability.artefact import host_transfers, pool_copies, unaliased, vmem_bytes_used, written_back
 from tests.portability.topologies import compile_for
@@ -162,6 +163,10 @@ def convolving(channels: int, time: int = 1) -> Case:
     return Case(run, (ring, shape(channels, 4), shape(ROWS, time, channels), integers(ROWS), integers(ROWS)), (0,))
 
 
+def putting(pool: jax.ShapeDtypeStruct, rows: int) -> Case:
+    return Case(put_rows, (pool, shape(rows, *pool.shape[1:], dtype=pool.dtype), integers(rows)), (0,))
+
+
 def norming(heads: int, dim: int) -> Case:
     arrays = shape(ROWS, 1, heads, dim), shape(ROWS, 1, heads * dim), shape(dim)
     return Case(functools.partial(gated_norm, eps=1e-6), arrays)
@@ -246,6 +251,13 @@ ALL_CASES: dict[str, dict[str, Callable[[], Case]]] = {
         "Mamba-2 (Nemotron-3-Nano-4B)": functools.partial(convolving, 96 * 80 + 2 * 8 * 128),
         "Mamba-2, one of 8 devices": functools.partial(convolving, 12 * 80 + 2 * 128),
         "Kimi Delta Attention (Kimi-Linear), 5 tokens": functools.partial(convolving, 3 * 32 * 128, 5),
+    },
+    "put_rows": {
+        "checkpoints (Qwen3.5-4B)": lambda: putting(shape(ROWS + 1, 32, 128, 128, dtype=jnp.float32), ROWS),
+        "split checkpoints of one of 8 devices (Nemotron-3-Nano-4B)": lambda: putting(shape(65, 12, 80, 128), ROWS),
+        "low halves in 8 bits": lambda: putting(shape(ROWS + 1, 32, 128, 128, dtype=jnp.int8), ROWS),
+        "inputs of a convolution (Qwen3.5-4B)": lambda: putting(shape(65 * 8, 64, 128), ROWS * 8),
+        "scales of 128 by 80": lambda: putting(shape(ROWS + 1, 12, 80, dtype=jnp.float32), ROWS),
     },
     "gated_norm": {
         "32 heads of 128 (Qwen3.5-4B)": functools.partial(norming, 32, 128),

@@ -27,7 +27,6 @@ class Served:
       drafter: None, "ngram", "mtp", or "lm": the same architecture with one period of layers.
       form, state_dtype: As `jaxbuf.generate` takes them.
       gates: Whether softmax layers have write gates.
-      relaid: Pools, as HLO writes their shapes, that XLA's path lays out anew in every step, which copies them.
     """
 
     model: str
@@ -38,7 +37,6 @@ class Served:
     form: str = "buffered"
     state_dtype: str | None = None
     gates: bool = False
-    relaid: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -75,9 +73,7 @@ DRAFTING = {"Nemotron-3-Nano-4B": 3, "Llama-3.1-8B": 1}  # layers of a draft mod
 ONE_PERIOD = {
     "Qwen3.5-4B": Served("Qwen3.5-4B", 4, "v5e", drafter="mtp"),
     "Nemotron-3-Nano-4B": Served("Nemotron-3-Nano-4B", 4, "v6e", 8, state_dtype="split"),
-    "Kimi-Linear": Served(
-        "Kimi-Linear-48B-A3B", 4, "tpu7x", 4, drafter="ngram", form="kv", relaid=("bf16[2561,16,576]",)
-    ),
+    "Kimi-Linear": Served("Kimi-Linear-48B-A3B", 4, "tpu7x", 4, drafter="ngram", form="kv"),
     "Llama-3.1-8B": Served("Llama-3.1-8B", 1, "v4", 8, drafter="lm"),
     "Llama-3.1-8B with gates": Served("Llama-3.1-8B", 1, "v5p", form="recurrent", gates=True),
 }
