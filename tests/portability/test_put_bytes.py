@@ -1,5 +1,5 @@
-"""The TPU kernel of `put_rows` moves the rows that it writes, and the pool never goes through VMEM, as it does where XLA
-writes them."""
+"""The TPU kernel of `put_rows` moves the rows that it writes, and the pool never goes through VMEM, as it does where
+XLA writes them."""
 
 import jax
 import jax.numpy as jnp
