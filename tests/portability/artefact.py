@@ -227,7 +227,8 @@ class Collective(NamedTuple):
     @property
     def of_layers(self) -> bool:
         """Whether it is one of the decoder's layers, not of the embedding, the head or sampling."""
-        return "shard_map" in self.scope
+        # In a loop XLA may give the kernel's scope and the layer's, without what is around both.
+        return "shard_map" in self.scope or re.search(r"\blayer_\d+/", self.scope) is not None
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[Collective]:

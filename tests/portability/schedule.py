@@ -17,7 +17,7 @@ DUMPED = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_b
 BUNDLES, ANALYSIS = "final_bundles.txt", "schedule-analysis_final_bundles.txt"
 PROGRAM = "-TLP-"  # in the names of the files that are of the program, which starts kernels and copies
 KERNEL = 'custom_call_target="tpu_custom_call"'
-BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +(\w\w)? *: *(>*)", re.MULTILINE)
+BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +(\w\w)? *: *(>*) *\{(\}?)", re.MULTILINE)
 
 
 class Loop(NamedTuple):
@@ -46,8 +46,12 @@ class Schedule(NamedTuple):
     loops: tuple[Loop, ...]
 
     def __str__(self) -> str:
-        inner = ", ".join(f"{loop.bundles:,} in a loop{' in a loop' * (loop.depth - 1)}" for loop in self.loops)
-        return f"{self.name}: {self.bundles:,} bundles" + (f", {inner}" if inner else "")
+        words, depth = f"{self.name}: {self.bundles:,} bundles", 0
+        for loop in self.loops:
+            between = ")" * (depth - loop.depth) + ", "
+            words += f" (loops of {loop.bundles:,}" if loop.depth > depth else f"{between}{loop.bundles:,}"
+            depth = loop.depth
+        return words + ")" * depth
 
 
 @contextlib.contextmanager
@@ -81,7 +85,10 @@ def _is_of(name: str, prefix: str) -> bool:
 def read_schedule(name: str, text: str) -> Schedule:
     """A schedule from the compiler's text: a line for each bundle, with its address, LB where a loop's body begins, and
     a > for each loop that it stands in."""
-    lines = [(found[1] == "LB", len(found[2])) for found in BUNDLE.finditer(text)]
+    lines, depth = [], 0
+    for found in BUNDLE.finditer(text):
+        depth = depth if found[3] else len(found[2])  # An empty bundle does not say where it stands.
+        lines.append((found[1] == "LB", depth))
     loops = []
     for place, (begins, depth) in enumerate(lines):
         if begins:
