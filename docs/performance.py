@@ -316,6 +316,30 @@ def retrieval() -> Table:
     return rows
 
 
+def other_scores() -> Table:
+    names = {"gates": "write gates", "hidden": "of hidden states", "neuron": "a borrowed neuron"}
+    rows = [
+        [
+            "scores",
+            "bytes",
+            "answers, of those with all keys",
+            *(f"right: {task.replace('_', ' ')}" for task in RETRIEVAL),
+        ]
+    ]
+    for name in ("write_gate_retrieval_scores", "write_gate_retrieval_neuron"):
+        points = record(name)["points"]
+        full = next(point["accuracy"] for point in points if point["line"] == "full")
+        for point in points:
+            if point["line"] in names:
+                setting = point["setting"] if point["line"] == "neuron" else f"sparsity {point['setting']}"
+                shares = point["bytes_share"], *(point["tasks"][task]["accuracy"] for task in RETRIEVAL)
+                cells = [f"{share:.1%}".replace("%", " %") for share in shares]
+                rows.append(
+                    [f"{names[point['line']]}, {setting}", cells[0], f"{point['accuracy'] / full:.4f}", *cells[1:]]
+                )
+    return rows
+
+
 def embedded_gates() -> Table:
     rows = [["keys behind the window", "kept", "of all bytes", "nats a token", "more"]]
     keys = record("demo_gates")["keys"]
@@ -491,6 +515,15 @@ SECTIONS = (
         ("write_gate_retrieval",),
         retrieval,
         (("write_gate_retrieval.png", "Right answers against bytes held."),),
+    ),
+    Section(
+        "Write gates: other scores of keys",
+        "The same tasks and bytes, six examples of each task and seed, for another model of the same training: gates "
+        "that read the keys, three seeds; scores of what the layer reads, as KVzap's; and a neuron borrowed from the "
+        "queries, as DMS's, for which the model itself is trained on, one seed each.",
+        ("write_gate_retrieval_scores", "write_gate_retrieval_neuron"),
+        other_scores,
+        (("write_gate_retrieval_scores.png", "Right answers against bytes held, by what scores keys."),),
     ),
     Section(
         "Write gates: the embedded model",

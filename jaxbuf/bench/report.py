@@ -83,8 +83,12 @@ def provenance(script: str, arguments: Sequence[str], root: Path) -> dict[str, A
 
 
 def _portable(word: str, root: Path) -> str:
-    option, equals, value = word.partition("=")
-    path = Path(value if equals else word)
-    if not path.is_absolute():
-        return word
-    return option * bool(equals) + equals + (str(path.relative_to(root)) if path.is_relative_to(root) else path.name)
+    """A word of a command with each of its paths, of which commas may separate several, as in `provenance`."""
+    option, equals, value = word.rpartition("=")
+    parts = []
+    for part in value.split(","):
+        path = Path(part)
+        if path.is_absolute():
+            part = str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+        parts.append(part)
+    return option + equals + ",".join(parts)
