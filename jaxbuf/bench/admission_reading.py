@@ -40,7 +40,11 @@ class Reading(NamedTuple):
 
 def read(way: Way, tokens: np.ndarray) -> Reading:
     """Reads int32 [rows, time] tokens, all of them at once."""
-    logprobs, best, cache = _read(way.lm.model, _empty(way, *tokens.shape), jnp.asarray(tokens, jnp.int32))
+    given = jnp.asarray(tokens, jnp.int32)
+    held = way if way.held is None else dataclasses.replace(way, lm=way.held, held=None)
+    logprobs, best, cache = _read(held.lm.model, _empty(held, *tokens.shape), given)
+    if way.held is not None:
+        logprobs, best = _read_whole(way.lm.model, given)
     logprobs = np.asarray(logprobs, np.float64)
     logprobs[:, -1] = 0.0
     return Reading(logprobs, np.asarray(best), softmax_bytes(cache), _kept(cache))
@@ -75,6 +79,16 @@ def count_different(way: Way, tokens: np.ndarray, asked: np.ndarray, tail: int) 
 @partial(jax.jit, donate_argnames="cache")
 def _read(model: decoder.Decoder, cache: Cache, tokens: Array) -> tuple[Array, Array, Cache]:
     hidden, cache = decoder.prefill(model, cache, tokens)
+    return *_next(model, hidden, tokens), cache
+
+
+@jax.jit
+def _read_whole(model: decoder.Decoder, tokens: Array) -> tuple[Array, Array]:
+    return _next(model, decoder.forward(model, tokens), tokens)
+
+
+def _next(model: decoder.Decoder, hidden: Array, tokens: Array) -> tuple[Array, Array]:
+    """The log-probability of the token after each position, and the most probable one."""
     rows, time = tokens.shape
     targets = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
     # Logits exist for a block of positions at a time.
@@ -92,7 +106,7 @@ def _read(model: decoder.Decoder, cache: Cache, tokens: Array) -> tuple[Array, A
 
     found = jax.lax.map(one, (split(hidden), split(targets)))
     logprobs, best = (jnp.moveaxis(x, 0, 1).reshape(rows, length)[:, :time] for x in found)
-    return logprobs, best, cache
+    return logprobs, best
 
 
 @partial(jax.jit, static_argnames="tail")

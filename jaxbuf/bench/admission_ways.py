@@ -8,12 +8,22 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.attention.selection import Quest
+from jaxbuf.attention.streaming import Streaming
 from jaxbuf.models.admission import Admission, HeadScore, Rule, Score
-from jaxbuf.models.gates import admission_of, gate_parameters, load_gates, with_gates, without_gates
+from jaxbuf.models.gates import (
+    admission_of,
+    gate_parameters,
+    load_gates,
+    with_gates,
+    with_selection,
+    with_threshold,
+    without_gates,
+)
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters, replace_parameters
 
-type Kind = Literal["full", "gates", "heads", "random", "local"]
+type Kind = Literal["full", "gates", "heads", "random", "local", "streaming", "quest"]
 
 HALF = 0.5  # a threshold between the two numbers that a rule gives
 
@@ -23,12 +33,14 @@ class Way:
     """A way to keep keys.
 
     Attributes:
-      kind: "full", "gates" or "heads" of files, "random" or "local".
+      kind: "full", "gates" or "heads" of files, "random", "local", "streaming" or "quest".
       line: What it is called; ways of one line differ in their setting.
       setting: By what they do: a threshold, a window or a share.
       seed: Which of the line's files it is.
       lm: The model. Its own threshold is not used, so that ways that differ in nothing else share a program.
       threshold: Keys whose scores reach it are kept behind the window; None: there are no gates, all keys are kept.
+      held: The model in whose memory the keys lie, where `lm` reads whole sequences, query by query; None: `lm` reads
+        through its own memory.
     """
 
     kind: Kind
@@ -37,6 +49,7 @@ class Way:
     seed: int
     lm: LanguageModel
     threshold: float | None
+    held: LanguageModel | None = None
 
 
 def full_way(lm: LanguageModel) -> Way:
@@ -48,6 +61,28 @@ def local_ways(lm: LanguageModel, windows: Sequence[int], sinks: int) -> list[Wa
     """The first tokens of a text, and a window of the latest ones: the positions are those in the text."""
     rule = Rule(keeps="none", sinks=sinks)
     return [Way("local", "local", f"window {window}", 0, _ruled(lm, rule, window), HALF) for window in windows]
+
+
+def streaming_ways(lm: LanguageModel, windows: Sequence[int], sinks: int) -> list[Way]:
+    """The keys that `local_ways` keep, at their positions within the cache: StreamingLLM's."""
+    plain, found = without_gates(lm), []
+    for local in local_ways(lm, windows, sinks):
+        reads = with_selection(plain, Streaming(admission_of(local.lm).window, sinks))
+        found.append(dataclasses.replace(local, kind="streaming", line="streaming", lm=reads, held=local.lm))
+    return found
+
+
+def quest_ways(ways: Sequence[Way], budgets: Sequence[int]) -> list[Way]:
+    """Quest over what each of these ways, "full" or "gates", keeps: all that is held, and a query reads few of it."""
+    found = []
+    for way in ways:
+        placed = way.lm if way.threshold is None else with_threshold(way.lm, way.threshold)
+        for budget in budgets:
+            line = "quest" if way.kind == "full" else f"{way.line}, quest"
+            setting = f"budget {budget}" if way.kind == "full" else f"{way.setting}, budget {budget}"
+            reads = with_selection(placed, Quest(budget))
+            found.append(dataclasses.replace(way, kind="quest", line=line, setting=setting, lm=reads, held=way.lm))
+    return found
 
 
 def random_ways(lm: LanguageModel, rates: Sequence[float], window: int) -> list[Way]:

@@ -12,7 +12,15 @@ from rich.console import Console
 from jaxbuf.bench import admission_figures, report
 from jaxbuf.bench.admission_groups import Group, task_groups, text_group
 from jaxbuf.bench.admission_reading import Reading, count_different, read
-from jaxbuf.bench.admission_ways import Way, file_ways, full_way, local_ways, random_ways
+from jaxbuf.bench.admission_ways import (
+    Way,
+    file_ways,
+    full_way,
+    local_ways,
+    quest_ways,
+    random_ways,
+    streaming_ways,
+)
 from jaxbuf.bench.parser import Parser, errors_are_lines, output, whole
 from jaxbuf.bench.texts import check_text
 from jaxbuf.models.gates import admission_of
@@ -33,10 +41,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "by task, and by the oracle share, which is the share of an example's tokens that are worth keeping. `text`: "
         "bits a byte of held-out text; without --text that is the end of Python's standard library that jaxbuf "
         "train-gate leaves out. Compared are all keys (full), each file of --gates, random keys (random), by default "
-        "as many as each file of gates kept, and a window with the first tokens (local). Sequences are read by a "
+        "as many as each file of gates kept, and a window with the first tokens (local), on request at positions that "
+        "never grow (streaming), too, and Quest over all keys and over those of gates. Sequences are read by a "
         "prefill into the memory that generation uses, and the bytes are those of that memory's arrays afterwards: "
         "whole pages for each layer and head, the latest tokens' pages, gates, tables, lists and counters, as a share "
-        "of the same for all keys. --decoded reads the end of some examples one token at a time, as generation does, "
+        "of the same for all keys; streaming and Quest read whole sequences instead, and the bytes are those of the "
+        "keys that they choose from. --decoded reads the end of some examples one token at a time, as generation does, "
         "and counts answers that differ, with the first file of gates or else at random. Lines are compared at "
         "--budgets by linear interpolation between their points; the exit status is 1 if a file of gates misses the "
         "bounds that are printed.",
@@ -59,6 +69,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rates", default=None, help="of random keys, with commas; default: those that gates kept")
     parser.add_argument("--window", type=whole(1), default=None, help="of gates and random keys, not the files' own")
     parser.add_argument("--local-windows", default=None, help="of local attention, with commas")
+    parser.add_argument("--streaming-windows", default=None, help="of StreamingLLM, with commas; default: none")
+    parser.add_argument("--quest-budgets", default=None, help="keys that a query reads, with commas; default: none")
     parser.add_argument("--budgets", default=None, help="shares of the full memory's bytes to compare at, with commas")
     parser.add_argument("--examples", type=whole(1), default=None, help="of each task and seed; default: the plan's")
     parser.add_argument("--text", type=Path, nargs="+", help="files that are read as text; see below")
@@ -82,6 +94,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if options.local_windows
         else (sizes if text else plan.local_windows)
     )
+    for name in ("streaming_windows", "quest_budgets"):
+        words, option = getattr(options, name), f"--{name.replace('_', '-')}"
+        setattr(options, name, report.whole_numbers(parser, option, words) if words else [])
     if options.text:
         check_text(parser, options)
     report.check_plots(parser, options.json)
@@ -155,7 +170,10 @@ def compare(lm: LanguageModel, groups: Sequence[Group], options: argparse.Namesp
             yield way, figures
         rates = options.rates or sorted(set(kept)) or plan.random_rates
         window = options.window or (admission_of(files[0].lm).window if files else plan.window)
-        for way in (*random_ways(lm, rates, window), *local_ways(lm, options.local_windows, plan.sinks)):
+        rules = *random_ways(lm, rates, window), *local_ways(lm, options.local_windows, plan.sinks)
+        streaming = streaming_ways(lm, options.streaming_windows, plan.sinks)
+        first = [way for way in files if way.kind == "gates" and way.seed == 0]
+        for way in (*rules, *streaming, *quest_ways([full_way(lm), *first], options.quest_budgets)):
             figures, _ = measure(way, groups, full, options.rows, tell)
             yield way, figures
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.attention.streaming import Streaming
 from jaxbuf.bench import admission_figures, write_gate
 from jaxbuf.bench.admission_reading import read
 from jaxbuf.bench.admission_ways import file_ways, highest_heads, local_ways
-from jaxbuf.models import decoder
 from jaxbuf.models.admission import Admission, HeadScore, WriteGate
 from jaxbuf.models.families import config_from_dict
-from jaxbuf.models.gates import gate_parameters, save_gates, with_gates, with_threshold
+from jaxbuf.models.gates import gate_parameters, save_gates, with_gates, with_selection, with_threshold
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.train.retrieval_plan import PLANS
@@ -77,7 +77,7 @@ def test_tasks_end_to_end(lm, gated, tmp_path, monkeypatch, capsys):
     gates, path = tmp_path / "gates.safetensors", tmp_path / "out.json"
     save_gates(gated, gates)
     words = ["tasks", "--model", str(tmp_path / "model"), "--plan", "small", "--gates", f"gates:one={gates}"]
-    sizes = "--thresholds 0.5,2 --rates 0.5 --rows 2".split()
+    sizes = "--thresholds 0.5,2 --rates 0.5 --rows 2 --streaming-windows 16 --quest-budgets 64".split()
     status = write_gate.main([*words, *sizes, "--json", str(path)])
     record = json.loads(path.read_text())
     points = {(point["line"], point["setting"]): point for point in record["points"]}
@@ -86,7 +86,17 @@ def test_tasks_end_to_end(lm, gated, tmp_path, monkeypatch, capsys):
     )
     assert full["bytes_share"] == 1.0 and nothing["kept"] == 0.0 and 0.1 < kept["kept"] < 0.9
     assert nothing["bytes_share"] < kept["bytes_share"]
-    assert {line for line, _ in points} == {"full", "gates", "random", "local"}
+    assert {line for line, _ in points} == {"full", "gates", "random", "local", "streaming", "quest", "gates, quest"}
+    # A budget of more keys than there are reads all, and StreamingLLM holds what a window does.
+    for line, setting, same in (
+        ("quest", "budget 64", full),
+        ("gates, quest", "one, threshold 0.5, budget 64", kept),
+        ("gates, quest", "one, threshold 2, budget 64", nothing),
+    ):
+        assert points[line, setting]["nats"] == pytest.approx(same["nats"], abs=1e-4)
+        assert points[line, setting]["bytes_share"] == same["bytes_share"]
+    streaming, local = points["streaming", "window 16"], points["local", "window 16"]
+    assert streaming["bytes_share"] == local["bytes_share"] and abs(streaming["nats"] - local["nats"]) > 1e-5
     assert status == (0 if all(record["verdicts"].values()) else 1) and len(record["verdicts"]) == 2
     assert record["decoded"]["line"] == "gates" and record["decoded"]["answers"] > 0
     assert record["decoded"]["different"] == 0
@@ -94,17 +104,18 @@ def test_tasks_end_to_end(lm, gated, tmp_path, monkeypatch, capsys):
     assert "DOES NOT HOLD" in capsys.readouterr().out or status == 0
     # The figures of a group are those of the whole forward.
     (group, *_) = write_gate.task_groups(TINY, 3)
-    hidden = decoder.forward(with_threshold(gated, 0.5).model, jnp.asarray(group.tokens))
-    logits = np.asarray(decoder.logits(gated.model, hidden), np.float64)[:, :-1]
-    nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, group.tokens[:, 1:, None], 2)[..., 0]
-    asked, right = group.asked[:, :-1], logits.argmax(-1) == group.tokens[:, 1:]
-    (figure,) = [
-        found
-        for found in record["figures"]
-        if (found["setting"], found["seed"], found["task"]) == ("one, threshold 0.5", 1001, "key_value")
-    ]
-    assert figure["nats"] == pytest.approx(nats[asked].mean(), rel=1e-4)
-    assert figure["accuracy"] == pytest.approx(right[asked].mean())
+    streaming = with_selection(lm, Streaming(16, TINY.sinks))
+    for model, setting in ((with_threshold(gated, 0.5), "one, threshold 0.5"), (streaming, "window 16")):
+        logits = np.asarray(model.logits(group.tokens), np.float64)[:, :-1]
+        nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, group.tokens[:, 1:, None], 2)[..., 0]
+        asked, right = group.asked[:, :-1], logits.argmax(-1) == group.tokens[:, 1:]
+        figure = [
+            found
+            for found in record["figures"]
+            if (found["setting"], found["seed"], found["task"]) == (setting, 1001, "key_value")
+        ][-1]  # of a window of 16 the local one is the first
+        assert figure["nats"] == pytest.approx(nats[asked].mean(), rel=1e-6 if model is streaming else 1e-4)
+        assert figure["accuracy"] == pytest.approx(right[asked].mean())
     assert [each["oracle"] for each in figure["by_example"]] == pytest.approx(group.oracle, abs=1e-4)
 
 
