@@ -13,7 +13,7 @@ def test_the_provenance_names_no_folder_of_the_machine():
     words = ["--rows", "16", "--json", "/elsewhere/out/q.json", f"--data={root}/data/demo", "--output=/mnt/x", "a/b"]
     found = report.provenance("scripts/eval_demo", words, root)
     assert found["command"] == "scripts/eval_demo --rows 16 --json q.json --data=data/demo --output=x a/b"
-    several = report.provenance("scripts/x", [f"gates:0.1={root}/runs/a.st,/tmp/b.st", "0.1,0.5"], root)
+    several = report.provenance("scripts/x", [f"gates:0.1={root}/runs/a.st,/elsewhere/b.st", "0.1,0.5"], root)
     assert several["command"] == "scripts/x gates:0.1=runs/a.st,b.st 0.1,0.5"
     assert found["versions"]["jax"] == jax.__version__ and found["device"] == jax.devices()[0].device_kind
     assert json.loads(json.dumps(found)) == found
