@@ -68,6 +68,7 @@ def progress_bar(total: int | None, show: bool | None = None, *, console: Consol
         with lock:
             if not ended:
                 bar.start()
+                console.show_cursor(True)  # a Ctrl-C may end the process here, and would leave the terminal without one
 
     def report(doing: str, done: int, total: int | None = None) -> None:
         bar.update(task, description=doing, completed=done, total=total)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.text import Text
 from jaxbuf.shown import shown
 
 MOST = 2**31 - 1  # of a whole number: int32 is what the device counts in
+FIGURE = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?(%|[kMGT]?B|ms|us|s))?|[-+]?(inf|nan)|-?")  # also none
 LARGEST = 3.4028234663852886e38  # of a number: the largest float32
 
 
@@ -89,15 +91,31 @@ def check_writable(path: Path, *, folder: bool = False) -> None:
         raise ValueError(f"must be {expected}, got {str(path)!r}: {wrong}")
 
 
+def text_console(*, stderr: bool = False) -> Console:
+    """A console for sentences: a terminal breaks their lines between words; elsewhere a line stays one."""
+    console = Console(stderr=stderr, highlight=False)
+    console.soft_wrap = not console.is_terminal
+    return console
+
+
 def print_table(table: Table, console: Console | None = None) -> None:
-    """Prints a table; columns with `no_wrap` keep their width, and where that is too much for the terminal the table
-    is wider than the terminal. So names of files stay whole, to be copied and searched for."""
+    """Prints a table in the one style that all programs have.
+
+    Columns of figures are aligned at the right. Columns with `no_wrap` keep their width, so that names of files stay
+    whole, to be copied and searched for: where the terminal is too narrow, the table has no space at its rules, and
+    where that is not enough it is wider than the terminal.
+    """
     console = console or Console(highlight=False)
     for column in table.columns:
+        cells = [str(cell).strip() for cell in column.cells]
+        if column.justify == "left" and any(cells) and all(FIGURE.fullmatch(cell) for cell in cells):
+            column.justify, column.min_width = "right", max(map(cell_len, cells))
         if column.no_wrap:
             column.min_width = max((_width(cell) for cell in column.cells), default=1)
             column.min_width = max(column.min_width, _width(column.header))
     wide = console.options.update(max_width=sys.maxsize)
+    if Measurement.get(console, wide, table).minimum > console.width:
+        table.collapse_padding, table.pad_edge = True, False
     least = Measurement.get(console, wide, table).minimum
     before = console.width
     console.width = max(before, least)

@@ -34,7 +34,11 @@ PROGRAMS = (
         "how near a softmax layer's step comes to the memory's bandwidth, and what others take",
         "attention.json",
     ),
-    Program("experts", "how near a layer's routed experts come to the time of their bytes, by each implementation"),
+    Program(
+        "experts",
+        "how near a layer's routed experts come to the time of their bytes, by each implementation",
+        "experts.json",
+    ),
     Program("drafts", "how many drafts a model keeps, and how many forward passes that saves", "drafts.json"),
     Program(
         "step", "whole decoding steps of a model: their time, its parts, and that of their bytes", "step_project.json"
@@ -46,6 +50,10 @@ PROGRAMS = (
         "the first generation of a shape: traced, lowered, compiled, or from the compilation cache",
         "compile.json",
     ),
-    Program("write_gate", "what keeping fewer keys costs in answers and likelihood, against the bytes that are held"),
+    Program(
+        "write_gate",
+        "what keeping fewer keys costs in answers and likelihood, against the bytes that are held",
+        "write_gate_retrieval.json",
+    ),
     Program("sample", "how a step chooses its tokens: greedy, sampled, with top_k and top_p", "sample.json"),
 )

@@ -307,7 +307,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.json:
             report.write(options.json, record | {"targets": judge(figures), "left_out": left_out, "figures": figures})
 
-    with Progress(console=notes, redirect_stdout=False) as progress:
+    with Progress(console=notes, redirect_stdout=False, transient=True) as progress:
         task = progress.add_task("comparing", total=len(cases) + options.peers)
         first = [case for case in cases if case.implementation == options.implementation]
         record["errors"] = errors = check(first, rng)

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxbuf.bench.kernel_figures import Row
+from jaxbuf.terminal import print_table
 
 SIZES = ("heads", "kv_heads", "head_dim", "batch", "context", "longest")
 # Decoding on an H200: sizes, the most us, and the most times as long as its bytes take (None: no matter).
@@ -74,8 +75,6 @@ def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> No
         *(OTHERS[name] for name in others),
         caption="us of a layer's call; T: new tokens of a row; achieved: floor / us; then what others take: XLA's path "
         "on the same pages, torch over contiguous keys and values",
-        collapse_padding=True,
-        pad_edge=False,
     )
     for sizes, rows in found.items():
         any_row = next(iter(rows.values()))
@@ -87,7 +86,7 @@ def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> No
             numbers = [*times, *numbers, f"{own['achieved']:.3f}" if own else ""]
         numbers += [f"{rows[name]['us']:.1f}" if name in rows else "" for name in others]
         table.add_row(*words, *numbers)
-    console.print(table)
+    print_table(table, console)
     for target in targets:
         if target["measured"] is not None:
             verdict = "reached" if target["hit"] else "MISSED"

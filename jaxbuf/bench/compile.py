@@ -21,6 +21,7 @@ from jaxbuf.compilation import cache_compilations
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.serving import SamplingParams
 from jaxbuf.serving.generation import generate
+from jaxbuf.terminal import print_table
 
 type Row = dict[str, Any]
 
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
         for name, parts in row["programs"].items():
             table.add_row(*whole_s, name, *(f"{seconds:.2f}" for seconds in parts.values()))
             whole_s = [""] * 4
-    console.print(table)
+    print_table(table, console)
     if options.json:
         settings = {name: getattr(options, name) for name in ("shape", "sizes", "prompts", "tokens", "new_tokens")}
         source = report.provenance("scripts/bench_compile", arguments, report.ROOT) | {"device": made["device"]}

@@ -26,6 +26,7 @@ from jaxbuf.serving import GenerationResult, SamplingParams, generate
 from jaxbuf.serving.drafting import propose_ngram
 from jaxbuf.serving.own_drafter import MOST_DRAFTS
 from jaxbuf.serving.sampling import History
+from jaxbuf.terminal import print_table
 
 type Name = Literal["mtp", "ngram"]
 
@@ -264,7 +265,7 @@ def show(console: Console, kind: Kind, figures: dict[str, Any], draft_tokens: in
             f"{forced['tokens_per_step']:.2f} tokens a step, at {forced['places']:,} places, of which "
             f"{forced['places_with_drafts']:,} had drafts"
         )
-        console.print(table)
+        print_table(table, console)
     headings = ("drafter", "T", "tokens", "steps", "tokens a step", "kept", "state MB", "times fewer", "differ")
     title = f"{kind}: {figures['prompts']} prompts of {figures['prompt_tokens']} tokens, at most {draft_tokens} drafts"
     table = Table(*headings, title=title)
@@ -279,7 +280,7 @@ def show(console: Console, kind: Kind, figures: dict[str, Any], draft_tokens: in
         moved = f"{row['bytes'] / 1e6:.0f}", f"{row['snapshot_ratio']:.2f}"
         name = row["drafter"] or "none"
         table.add_row(name, f"{row['temperature']:g}", *counts, *moved, str(row.get("rows_that_differ", "")))
-    console.print(table)
+    print_table(table, console)
 
 
 def prepare(lm: LanguageModel, kind: Kind, options: argparse.Namespace) -> tuple[np.ndarray, list, dict[str, Any]]:
@@ -316,7 +317,7 @@ def main(arguments: Sequence[str]) -> int:
         if windows.size < options.tokens:
             few = f"{windows.size:,}"
             console.print(f"The {kind} has fewer than the {options.tokens:,} tokens asked for: {few} are read.")
-        with Progress(console=Console(stderr=True), redirect_stdout=False) as progress:
+        with Progress(console=Console(stderr=True), redirect_stdout=False, transient=True) as progress:
             forced = {
                 name: measure_forced(lm, windows, name, options.draft_tokens, progress) for name in options.drafters
             }

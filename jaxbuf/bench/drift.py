@@ -213,7 +213,7 @@ def show(console: Console, rows: list[dict], window: int) -> None:
     ends = f"first {window}", f"last {window}"
     headings = ("family", "decay", "keys", "entries", "state", "by", "worst", "mean", *ends, "growth")
     caption = "decay: mean log_decay; state: the checkpoint; by: the implementation; errors relative to fp32"
-    table = Table(*headings, caption=caption, collapse_padding=True, pad_edge=False)
+    table = Table(*headings, caption=caption)
     for row in rows:
         numbers = (f"{row[name]:.1e}" for name in ("worst", "mean", "first", "last"))
         dtypes = SHORT[row["entries"]], SHORT.get(row["checkpoint"], row["checkpoint"])

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxbuf.bench.kernel_figures import Row
+from jaxbuf.terminal import print_table
 
 WANTED = 1.5  # times the floor, at most
 PLACE = ("hidden", "experts", "chosen", "size", "tokens")
@@ -61,15 +62,13 @@ def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> No
         *("experts", "tokens", "distinct", "MB", "floor", *names),
         caption="us of a layer's router and routed experts, and how many times the floor that is; distinct: experts "
         "that the tokens of a call have together; MB: their bytes, with the router's, tokens in and out",
-        collapse_padding=True,
-        pad_edge=False,
     )
     for place, rows in found.items():
         row, sizes = next(iter(rows.values())), dict(zip(PLACE, place, strict=True))
         words = f"{sizes['chosen']} of {sizes['experts']}", f"{sizes['tokens']:,}", f"{row['distinct']:.0f}"
         times = [f"{rows[name]['us']:.1f} ({rows[name]['over_floor']:.2f})" if name in rows else "" for name in names]
         table.add_row(*words, f"{row['bytes'] / 1e6:.1f}", f"{row['floor_us']:.1f}", *times)
-    console.print(table)
+    print_table(table, console)
     for target in targets:
         words = f"{target['chosen']} of {target['experts']} experts, {target['tokens']:,} tokens: "
         words += "reached" if target["hit"] else "MISSED"

@@ -307,7 +307,7 @@ def main(arguments: Sequence[str]) -> int:
     def sizes_of(case: Case) -> tuple[Any, ...]:
         return tuple(getattr(case, name) for name in SIZES)
 
-    with Progress(console=notes, redirect_stdout=False) as progress:
+    with Progress(console=notes, redirect_stdout=False, transient=True) as progress:
         task = progress.add_task("comparing", total=len(cases))
         errors: dict[str, float] = {}
         for case in {(case.implementation, sizes_of(case)): case for case in cases}.values():

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxbuf.recurrence.state_format import SPLIT
+from jaxbuf.terminal import print_table
 
 BATCHES = (32, 128, 256)  # of the targets
 TARGETS = (  # what, at least or at most, and how much at each of BATCHES
@@ -156,8 +157,6 @@ def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> No
     table = Table(
         *("part", "batch", "T", "acc.", "limit", "phase", "us", "wall", "floor", "achieved"),
         caption="times of a layer's step in us; limit: or entries of KV-only slots; achieved: floor / time",
-        collapse_padding=True,
-        pad_edge=False,
     )
     for row in figures:
         if "error" in row or row["part"] == "companions":
@@ -172,20 +171,20 @@ def show(console: Console, figures: Sequence[Row], targets: Sequence[Row]) -> No
     if figures and all(row["part"] == "companions" for row in figures):
         show_companions(console, figures)
         return
-    console.print(table)
+    print_table(table, console)
     show_companions(console, figures)
     batches = sorted({row["batch"] for row in figures if row["part"] == "decode"})
     pairs = {n: ratio(find(figures, "recurrent", batch=n), find(figures, "decode", batch=n)) for n in batches}
     if any(pairs.values()):
         words = ", ".join(f"{pairs[batch]:.2f} at {batch}" for batch in batches if pairs[batch])
         console.print(f"limit 16 over the recurrent step, by batch: {words}", soft_wrap=True)
-    table = Table("target", "batch", "wanted", "measured", "", collapse_padding=True, pad_edge=False)
+    table = Table("target", "batch", "wanted", "measured", "")
     measured = [row for row in targets if row["measured"] is not None]
     for row in measured:
         wanted, value = f"{row['sense']} {row['wanted']}", f"{row['measured']:.3f}"
         table.add_row(row["target"], str(row["batch"]), wanted, value, "hit" if row["hit"] else "MISS")
     if measured:
-        console.print(table)
+        print_table(table, console)
     if len(measured) < len(targets):
         batches = ", ".join(map(str, BATCHES))
         words = f"{len(targets) - len(measured)} of {len(targets)} targets, at batch {batches}, were not measured"
@@ -202,8 +201,6 @@ def show_companions(console: Console, figures: Sequence[Row]) -> None:
     table = Table(
         *("operation", "batch", "T", "us", "launches", "floor", "achieved", "XLA us", "launches", "times"),
         caption="times of a layer's call in us; achieved: the kernel's floor / time; times: XLA's time / the kernel's",
-        collapse_padding=True,
-        pad_edge=False,
     )
 
     def number(value: float | None, digits: int = 2) -> str:
@@ -216,7 +213,7 @@ def show_companions(console: Console, figures: Sequence[Row]) -> None:
         cells += [number(kernel.get("achieved"), 3), number(compiled.get("us")), number(compiled.get("launches"), 1)]
         table.add_row(*map(str, size), *cells, number(ratio(xla, ours)))
     if table.row_count:
-        console.print(table)
+        print_table(table, console)
 
 
 def describe(row: Row) -> str:

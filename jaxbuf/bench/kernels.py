@@ -448,7 +448,7 @@ def main(arguments: Sequence[str]) -> int:
     rng, figures, left_out = np.random.default_rng(seed), [], []
     settings = {name: getattr(options, name) for name in ("family", *SIZES, "quick", "implementation")}
     record = report.provenance("scripts/bench_kernels", arguments, report.ROOT) | settings | {"seed": seed}
-    with Progress(console=notes, redirect_stdout=False) as progress:
+    with Progress(console=notes, redirect_stdout=False, transient=True) as progress:
         task = progress.add_task("comparing", total=len(cases))
         recurrences = [case for case in cases if isinstance(case, Case) and case.part != "fla"]
         if any(case.implementation == "gpu" for case in recurrences):

@@ -20,6 +20,7 @@ from jaxbuf.models import decoder
 from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.models.scoring import token_logprobs
 from jaxbuf.serving import SamplingParams, generate
+from jaxbuf.terminal import print_table
 
 QUARTERS = 4
 BOUNDS = {"float32": 0.005, "split": 0.0002, "split8": 0.0002}  # of a quarter's difference, by checkpoint
@@ -205,7 +206,7 @@ def show(console: Console, record: dict[str, Any]) -> None:
         "a token's: the mean of the differences' absolute values; KL: the divergence of the next token's distribution "
         "from the recurrence's"
     )
-    console.print(table)
+    print_table(table, console)
 
 
 @errors_are_lines
@@ -220,7 +221,7 @@ def main(arguments: Sequence[str]) -> int:
     rows = cut_rows(lm, documents, options.rows, options.tokens)
     console.print(f"{lm.name}, float32, on {jax.devices()[0].device_kind}", soft_wrap=True, markup=False)
     sizes = {"limit": options.limit, "entry_dtype": options.entries, "states": options.states}
-    with Progress(console=Console(stderr=True), redirect_stdout=False) as progress:
+    with Progress(console=Console(stderr=True), redirect_stdout=False, transient=True) as progress:
         recurrent, found = decode(lm.model, rows, **sizes, progress=progress)
     quarters = {name: compare(recurrent, *figures) for name, figures in found.items()}
     prompts = cut_rows(lm, documents, options.prompts, PROMPT - 1).tolist() if options.prompts else []

@@ -26,6 +26,7 @@ from jaxbuf.models.decoder import Decoder
 from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.layers import replace_parameters
 from jaxbuf.models.loading.checkpoint import save
+from jaxbuf.terminal import print_table
 
 DTYPES = ("bfloat16", "float32")
 FACTOR = 1.3
@@ -154,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
     for row in rows:
         numbers = (f"{row[name] / MB:.0f}" for name in ("parameters", "over_baseline", "bound", "baseline"))
         table.add_row(row["dtype"], *numbers, f"{row['seconds']:.1f}", "holds" if row["holds"] else "DOES NOT HOLD")
-    console.print(table)
+    print_table(table, console)
     if options.json:
         settings = {name: getattr(options, name) for name in ("layers", "hidden", "vocab", "shard_mb")}
         checkpoint = {"shards": len(shards), "bytes": sum(shards), "largest_shard": max(shards)}

@@ -36,7 +36,7 @@ from jaxbuf.serving.batch import Batch, Decoding, make_batch
 from jaxbuf.serving.carry import Carry
 from jaxbuf.serving.profiling import LIBRARY_PRODUCTS, OTHER, Operation, operations, trace
 from jaxbuf.target import Target
-from jaxbuf.terminal import parse_whole
+from jaxbuf.terminal import parse_whole, print_table
 
 USUAL = "8x2048,4x8192,1x32768"
 REPEATS = 3
@@ -231,19 +231,17 @@ def show(console: Console, figures: Sequence[Row], record: Row) -> None:
         title=f"{model['name']} in {model['dtype']}, {record['device']}",
         caption="attention: of a layer alone; torch: of its scaled_dot_product_attention, the fastest of its kernels; "
         "memory: what a program needs, in GB",
-        collapse_padding=True,
-        pad_edge=False,
     )
     for row in figures:
         rates = [row.get("layer_flop_per_s"), fastest(record["torch"], row)]
         words = ["" if rate is None else f"{rate / 1e12:.0f}" for rate in rates]
         numbers = [f"{row['ms']:.1f}", f"{row['tokens_per_s']:.0f}", *words, f"{row['program_bytes'] / 1e9:.1f}"]
         table.add_row(named(row), f"{row['chunks']} x {row['chunk_tokens']}", *numbers)
-    console.print(table)
-    table = Table("part", *map(named, figures), caption="ms", collapse_padding=True, pad_edge=False)
+    print_table(table, console)
+    table = Table("part", *map(named, figures), caption="ms")
     for name in ordered(figures):
         table.add_row(name, *(f"{parts(row).get(name, 0.0):.2f}" for row in figures))
-    console.print(table)
+    print_table(table, console)
     for row in record["torch"]:
         if "error" in row:
             console.print(f"torch's attention: {row['error']}", soft_wrap=True)
@@ -291,7 +289,7 @@ def main(arguments: Sequence[str]) -> int:
     record = report.provenance("scripts/bench_prefill", arguments, report.ROOT)
     record |= {"implementation": options.implementation, "torch": []}
     figures: list[Row] = []
-    with Progress(console=notes, redirect_stdout=False) as progress:
+    with Progress(console=notes, redirect_stdout=False, transient=True) as progress:
         task = progress.add_task("making the model", total=2 + len(options.prompts))
         lm = make_model(options)
         record["model"] = {"name": lm.name, "dtype": jnp.dtype(lm.dtype).name, "config": config_json(lm.config)}

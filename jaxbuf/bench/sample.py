@@ -17,6 +17,7 @@ from jaxbuf.progress import progress_bar
 from jaxbuf.serving import SamplingParams
 from jaxbuf.serving.sampling import History, choose, narrow, pack
 from jaxbuf.serving.token_masks import mask_words
+from jaxbuf.terminal import print_table
 
 type Row = dict[str, Any]
 
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
         launches = f"{row['launches']:.0f}" if "launches" in row else ""
         times = f"{row['ms']:.3f}", f"{row['over_greedy_ms']:.3f}", kernels, launches, f"{row['floor_ms']:.3f}"
         table.add_row(str(row["batch"]), row["setting"], f"{row['kept']:,.0f}", *times)
-    console.print(table)
+    print_table(table, console)
     if options.json:
         settings = {name: getattr(options, name) for name in ("vocab", "steps", "seed")}
         source = report.provenance("scripts/bench_sample", arguments, report.ROOT)

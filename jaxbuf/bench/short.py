@@ -22,6 +22,7 @@ from jaxbuf.serving.batch import Batch, Decoding, make_batch
 from jaxbuf.serving.carry import Carry
 from jaxbuf.serving.generation import read_prompts
 from jaxbuf.serving.stats import state_traffic
+from jaxbuf.terminal import print_table
 
 type Row = dict[str, Any]
 
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str]) -> int:
         counted = (f"{row[name]:.2f}" for name in ("checkpoint_reads", "folds", "entries"))
         state = f"{row['state_bytes'] / 1e6:.1f}"
         table.add_row(str(row["length"]), row["form"], row["ran"], f"{row['ms']:.3f}", ratio, *counted, state)
-    console.print(table)
+    print_table(table, console)
     late = [row for row in rows if row["form"] == "auto" and (row["of_buffered"] or 0) > SLOWER]
     for row in late:
         console.print(f"auto takes more than {SLOWER} times what buffered does at {row['length']} tokens")

@@ -195,7 +195,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str], console: Console,
     names = "implementation", "context", "limit", "steps", "drafts", "accepted", "devices"
     record |= {name: getattr(options, name) for name in names}
     figures: list[Row] = []
-    with Progress(console=notes, redirect_stdout=False) as progress:
+    with Progress(console=notes, redirect_stdout=False, transient=True) as progress:
         each = 1 + len(options.batches) * len(options.forms) * len(options.tokens)
         task = progress.add_task("measuring the bandwidth", total=1 + each * len(options.devices))
         record |= bandwidths()

@@ -9,6 +9,7 @@ from rich.table import Table
 from jaxbuf.bench import step_parts
 from jaxbuf.bench.kernel_figures import Row
 from jaxbuf.bench.step_parts import PRODUCTS
+from jaxbuf.terminal import print_table
 
 BETWEEN = "between kernels"
 AGREES = 0.1  # how far a kernel's time may lie from that of jaxbuf bench kernels
@@ -77,8 +78,6 @@ def show(console: Console, figures: Sequence[Row], record: Row) -> None:
         "operations in its scope where there is no kernel); memory: what the program needs, in GB"
         + "; tokens: that a row gets of those that a step reads" * bool(drafts)
         + "; all but ms and tokens/s: of one device" * bool(several),
-        collapse_padding=True,
-        pad_edge=False,
     )
     for row in figures:
         numbers = [f"{row['ms']:.3f}", f"{row['tokens_per_s']:.0f}", f"{row['floor_ms']:.3f}", f"{row['achieved']:.3f}"]
@@ -86,7 +85,7 @@ def show(console: Console, figures: Sequence[Row], record: Row) -> None:
         numbers += [f"{recurrence['us']:.1f}", f"{recurrence['share']:.3f}", f"{row['program_bytes'] / 1e9:.2f}"]
         tokens = [f"{row['accepted']} of {1 + row['drafts']}"] * len(drafts)
         table.add_row(row["form"], str(row["batch"]), *tokens, *(str(row[name]) for name in several), *numbers)
-    console.print(table)
+    print_table(table, console)
     show_parts(console, figures)
     say = _Say(console)
     for ratio in compare_forms(figures):
@@ -139,8 +138,6 @@ def show_parts(console: Console, figures: Sequence[Row]) -> None:
         *(["torch"] if peers else []),
         caption="ms a step; floor: of the bytes that the part moves; matrix products: of all parts, in which they are "
         "not counted" + "; torch: the same products, by torch" * peers,
-        collapse_padding=True,
-        pad_edge=False,
     )
     for row in figures:
         found = parts(row)
@@ -150,7 +147,7 @@ def show_parts(console: Console, figures: Sequence[Row]) -> None:
             torch = [f"{row['torch_ms']:.3f}" if name == PRODUCTS and row["torch_ms"] else ""] if peers else []
             table.add_row("" if place else named(row, figures), name, f"{ms:.3f}", *numbers, *torch)
         table.add_section()
-    console.print(table)
+    print_table(table, console)
 
 
 class _Say:

@@ -3,12 +3,11 @@
 import importlib
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from jaxbuf.bench import PROGRAMS
 from jaxbuf.cli.errors import Command, busy
-from jaxbuf.terminal import print_table
+from jaxbuf.terminal import print_table, text_console
 
 app = typer.Typer(
     help="Run a benchmark; without a name, list them.",
@@ -29,11 +28,10 @@ def bench(context: typer.Context) -> None:
             table.add_row(
                 program.name, program.measures, f"benchmarks/{program.figures}" if program.figures else "none yet"
             )
-        console = Console(highlight=False)
+        console = text_console()
         print_table(table, console)
         console.print(
-            "jaxbuf bench NAME runs one, jaxbuf bench NAME --help explains it. Recorded figures are in the repository.",
-            soft_wrap=True,
+            "jaxbuf bench NAME runs one, jaxbuf bench NAME --help explains it. Recorded figures are in the repository."
         )
 
 

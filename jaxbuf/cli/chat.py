@@ -10,6 +10,7 @@ from rich.console import Console
 from jaxbuf.cli import options
 from jaxbuf.cli.errors import error_console, print_error
 from jaxbuf.cli.session import (
+    behind_compilation,
     check_arguments,
     interrupt,
     load_drafter,
@@ -113,7 +114,7 @@ class Conversation:
         answer = ""
         with interrupt() as interrupted:
             events = self._stream(prompt, min(self.max_new_tokens, room))
-            for event in write_stream(events, interrupted):
+            for event in write_stream(behind_compilation(err, events, interrupted), interrupted):
                 answer += event.text
                 if event.done and event.result.finish_reason == "length":
                     err.print(f"the answer was cut at {event.result.stats.new_tokens} tokens", style="dim")

@@ -10,9 +10,10 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from jaxbuf.terminal import errors_told
+from jaxbuf.terminal import errors_told, text_console
 
 logger = logging.getLogger("jaxbuf")
 
@@ -29,7 +30,7 @@ ALIASES = {
 
 def error_console() -> Console:
     """Standard error, for everything but text."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return text_console(stderr=True)
 
 
 def busy(doing: str) -> contextlib.AbstractContextManager:
@@ -42,8 +43,7 @@ def busy(doing: str) -> contextlib.AbstractContextManager:
 
 def print_error(err: Console, message: str) -> None:
     """One line; the traceback is in the debug log."""
-    err.print("error:", style="bold red", end=" ")
-    err.print(" ".join(message.splitlines()), markup=False)
+    err.print(Text.assemble(("error:", "bold red"), " ", " ".join(message.splitlines())))
 
 
 def option_name(parameter: Any) -> str:
@@ -64,7 +64,8 @@ def as_typed(message: str, parameters: Iterable[Any]) -> str:
     if "prompt" in names:
         message = re.sub(r"\bprompts\[\d+\]", names["prompt"], message)
     first, _, rest = message.partition(" ")
-    message = f"{names.get(first, first)} {rest}" if rest else message
+    name, colon = first.removesuffix(":"), ":" * first.endswith(":")
+    message = f"{names.get(name, name)}{colon} {rest}" if rest else message
     words = "|".join(re.escape(name) for name in names if "_" in name)
     return re.sub(rf"(?<![\w./'\"-])({words})(?![\w/])", lambda found: names[found[1]], message) if words else message
 

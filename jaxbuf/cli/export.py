@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from jaxbuf.cli import options
 from jaxbuf.cli.errors import busy, error_console
 from jaxbuf.cli.session import load_model
+from jaxbuf.terminal import text_console
 
 
 def export(
@@ -83,6 +83,4 @@ def export(
             parameters=not without_parameters,
         )
     size = sum(file.stat().st_size for file in written.iterdir())
-    Console(highlight=False, soft_wrap=True).print(
-        f"wrote {written}: {lm.name} for {chip}, {size / 1e6:.1f} MB", markup=False
-    )
+    text_console().print(f"wrote {written}: {lm.name} for {chip}, {size / 1e6:.1f} MB", markup=False)

@@ -50,7 +50,9 @@ def plot(
     for name, row in zip(names, shares, strict=True):
         table.add_row(name, *(f"{share:.3f}" for share in row), f"{row.mean():.3f}")
     print_table(table)
-    _draw(names, shares, gates.with_suffix(".kept.png") if output is None else output)
+    path = gates.with_suffix(".kept.png") if output is None else output
+    _draw(names, shares, path)
+    err.print(f"wrote {path}", style="dim", markup=False)
 
 
 def _draw(names: list[str], shares, path: Path) -> None:

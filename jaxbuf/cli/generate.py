@@ -13,6 +13,8 @@ from rich.console import Console
 from jaxbuf.cli import options
 from jaxbuf.cli.errors import error_console
 from jaxbuf.cli.session import (
+    COMPILING_AND_GENERATING,
+    behind_compilation,
     check_arguments,
     end_at_interrupt,
     ids_text,
@@ -24,6 +26,7 @@ from jaxbuf.cli.session import (
     parse_ids,
     read_text,
     sampling_params,
+    waiting,
     write_stream,
     write_texts,
 )
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
     from jaxbuf.serving import Beam, Event, GenerationResult, Stats
 
 SEARCHED = ("ignore_eos", "stop_token_ids")  # what of sampling a search takes
-COMPILING = "compiling prefill and decode, once per shape ..."
 
 
 @options.with_settings
@@ -120,6 +122,8 @@ def generate(
         _generate(
             err, interrupted, asked, sampling=sampling, drafting=drafting, settings=settings | {"profile": profile}
         )
+    if profile is not None:
+        err.print(f"wrote {profile}, which jaxbuf profile {profile} tells about", style="dim", markup=False)
     if interrupted.is_set():
         raise typer.Exit(130)
 
@@ -170,17 +174,17 @@ def _generate(
     if params.n > 1 and params.temperature == 0:
         err.print("the samples are all the same, as the temperature is 0: give a --temperature", style="dim")
     events = jaxbuf.generate(lm, [asked.prompt], stream=True, **settings)
-    err.print(COMPILING, style="dim")
     started = time.perf_counter()
     if params.n > 1:
-        results = _collect(events, interrupted, params.n)
+        with waiting(err, COMPILING_AND_GENERATING):
+            results = _collect(events, interrupted, params.n)
         seconds = time.perf_counter() - started
         headings = [f"sample {i} of {params.n}, {result.finish_reason}:" for i, result in enumerate(results, 1)]
         write_texts(err, headings, [asked.output(result) for result in results])
         _print_statistics(err, [(seconds, _sum(result.stats for result in results))], _steps_of(results))
         return
     marks = []
-    for event in write_stream(events, interrupted, token_ids=asked.token_ids):
+    for event in write_stream(behind_compilation(err, events, interrupted), interrupted, token_ids=asked.token_ids):
         marks.append((time.perf_counter() - started, event.result.stats))
     _print_statistics(err, marks)
 
@@ -224,7 +228,8 @@ def _search(err: Console, asked: Asked, settings: dict[str, Any]) -> None:
     import jaxbuf
 
     lm = asked.load(err)
-    err.print(COMPILING, style="dim")
+    if not err.is_terminal:  # where the search has a bar of its own
+        err.print(f"{COMPILING_AND_GENERATING} ...", style="dim")
     started = time.perf_counter()
     (found,) = jaxbuf.beam_search(lm, [asked.prompt], **settings)
     seconds, headings = time.perf_counter() - started, []

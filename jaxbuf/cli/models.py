@@ -12,7 +12,7 @@ from rich.table import Table
 
 from jaxbuf.cli.errors import busy
 from jaxbuf.cli.plan import size
-from jaxbuf.terminal import print_table
+from jaxbuf.terminal import print_table, text_console
 
 if TYPE_CHECKING:
     from jaxbuf.models.checked import Check
@@ -68,7 +68,7 @@ def models(
     if json:
         typer.echo(json_module.dumps(found, indent=2))
     else:
-        show(Console(highlight=False, soft_wrap=True), found)
+        show(text_console(), found)
 
 
 def _family(name: str, checks: "Iterable[Check]") -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _print_families(console: Console, found: list[dict[str, Any]]) -> None:
     from jaxbuf.models.known_models import known_models
 
     kinds = list(found[0]["checked"])
-    table = Table(caption=LEGEND, collapse_padding=True, pad_edge=False)
+    table = Table(caption=LEGEND)
     table.add_column("family", no_wrap=True)
     for kind in kinds:
         table.add_column(kind, justify="right", no_wrap=True)
@@ -149,13 +149,15 @@ def _print_families(console: Console, found: list[dict[str, Any]]) -> None:
         table.add_row(escape(family["family"]), *(_cell(family["checked"][kind]) for kind in kinds))
     print_table(table, console)
     console.print()
+    table = Table()
+    for heading, whole in (("family", True), ("serves", False), ("model_type", False), ("checked", True)):
+        table.add_column(heading, no_wrap=whole)
     for family in found:
         done = [kind for kind in family["checked"].values() if kind]
         dates = [min(kind["oldest"] for kind in done), max(kind["newest"] for kind in done)] if done else []
-        told = f"checked {' to '.join(dict.fromkeys(dates))}" if dates else "not checked"
-        types = ", ".join(family["model_types"])
-        words = f"{escape(family['serves'])} (model_type {types}), {told}"
-        console.print(f"[bold]{escape(family['family'])}[/bold]: {words}")
+        told = " to ".join(dict.fromkeys(dates)) or "not checked"
+        table.add_row(*map(escape, (family["family"], family["serves"], ", ".join(family["model_types"]), told)))
+    print_table(table, console)
     console.print()
     console.print(f"Models known by name: {', '.join(known_models())}.")
     console.print("jaxbuf models NAME tells more of a family or of a model.")

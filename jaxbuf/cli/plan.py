@@ -10,7 +10,7 @@ from rich.table import Table
 
 from jaxbuf.cli import options
 from jaxbuf.cli.errors import busy
-from jaxbuf.terminal import print_table
+from jaxbuf.terminal import print_table, text_console
 
 if TYPE_CHECKING:
     from jaxbuf.planning.memory_plan import FormCost, Plan
@@ -204,7 +204,7 @@ def plan(
     if json:
         typer.echo(json_module.dumps([found.to_dict() for found in plans], indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = text_console()
     _print_model(console, plans[0])
     for found in plans:
         _print_forms(console, found)

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from jaxbuf.cli.errors import busy
-from jaxbuf.terminal import print_table
+from jaxbuf.terminal import print_table, text_console
 
 
 def profile(
@@ -53,7 +52,7 @@ def profile(
                 share = f"{row.seconds / total:.1%}"
                 table.add_row(program, row.scope, f"{1e3 * row.seconds:.3f}", share, str(row.operations))
         table.add_row(program, "all", f"{1e3 * total:.3f}", "100.0%", "", end_section=True)
-    console = Console(highlight=False, soft_wrap=True)
+    console = text_console()
     print_table(table, console)
     for row in rows:
         if row.scope == OTHER:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from jaxbuf.cli.errors import busy
 from jaxbuf.terminal import MOST, check_writable, parse_whole
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
     from jaxbuf.models.language_model import LanguageModel
     from jaxbuf.serving import Event, SamplingParams
+
+
+COMPILING = "compiling prefill and decode, once per shape"
+COMPILING_AND_GENERATING = "compiling, once per shape, and generating"
 
 
 @contextlib.contextmanager
@@ -115,8 +119,42 @@ def sampling_params(lm: "LanguageModel", given: dict[str, Any], **more: Any) -> 
 
 def progress_bar(err: Console) -> Progress:
     """A bar on a terminal that vanishes when it is done; elsewhere nothing."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    told = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), told, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+
+
+@contextlib.contextmanager
+def waiting(err: Console, doing: str) -> Iterator[None]:
+    """On a terminal a line with the time that passes, gone at the end; elsewhere the words alone, once."""
+    if not err.is_terminal:
+        err.print(f"{doing} ...", style="dim")
+        yield
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True) as bar:
+        err.show_cursor(True)  # a Ctrl-C may end the process here, and would leave the terminal without one
+        bar.add_task(doing, total=None)
+        yield
+
+
+def behind_compilation(
+    err: Console, events: "Generator[Event, None, None]", interrupted: threading.Event
+) -> "Generator[Event, None, None]":
+    """The events of a stream, the first of which is held back on a terminal until the second is there, or a Ctrl-C.
+
+    Before either of them a program is compiled, and the line that moves meanwhile would wipe away the text before it.
+    """
+    with contextlib.closing(events):
+        first: list[Event] = []
+        with waiting(err, COMPILING):
+            while err.is_terminal and len(first) < 2 and not interrupted.is_set():
+                event = next(events, None)
+                if event is None:
+                    break
+                first.append(event)
+        yield from first
+        yield from events
 
 
 def load_model(
@@ -157,7 +195,7 @@ def load_model(
     try:
         lm = load_gates(lm, gates)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"--gates: {error}") from error
+        raise FileNotFoundError(f"gates: {error}") from error
     return lm if keep is None else with_room(lm, keep=keep)
 
 

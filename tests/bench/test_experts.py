@@ -137,7 +137,7 @@ def test_the_table_has_every_implementation_beside_the_floor(capsys):
     assert [(each["fastest"], each["hit"]) for each in targets] == [("gpu", True), ("xla", False)]
     expert_figures.show(Console(width=120), figures, targets)
     out = capsys.readouterr().out
-    line = next(line for line in out.splitlines() if "│32" in line)
+    line = next(line for line in out.splitlines() if "│" in line and " 32 │" in line)
     assert line.replace("│", " ").split()[3:] == "32 9 1.0 100.0 900.0 (9.00) 140.0 (1.40)".split()
     assert "8 of 256 experts, 32 tokens: reached: at most 1.5 times the floor, got 1.40 (gpu)" in out
     assert "8 of 256 experts, 1 tokens: MISSED: at most 1.5 times the floor, got 1.60 (xla)" in out
