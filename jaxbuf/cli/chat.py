@@ -111,13 +111,17 @@ class Conversation:
                 f"with this message the conversation ({len(prompt)} tokens) fills the model's context "
                 f"({self.lm.max_length}); the message was not added: send a shorter one, or /reset"
             )
-        answer = ""
+        answer, cut = "", None
         with interrupt() as interrupted:
             events = self._stream(prompt, min(self.max_new_tokens, room))
-            for event in write_stream(behind_compilation(err, events, interrupted), interrupted):
+            if err.is_terminal:
+                events = behind_compilation(err, events, interrupted)
+            for event in write_stream(events, interrupted):
                 answer += event.text
                 if event.done and event.result.finish_reason == "length":
-                    err.print(f"the answer was cut at {event.result.stats.new_tokens} tokens", style="dim")
+                    cut = event.result.stats.new_tokens
+        if cut is not None:  # behind the newline that ends the answer
+            err.print(f"the answer was cut at {cut} tokens", style="dim")
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def _stream(self, prompt: list[int], max_new_tokens: int) -> "Generator[Event, None, None]":
