@@ -1,21 +1,23 @@
 """What scripts/demo runs: a continuation by the embedded model, and the same one by both forms of its memory."""
 
 import sys
+import threading
 import time
 from typing import Literal
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 import jaxbuf
+from jaxbuf.cli.session import behind_compilation
+from jaxbuf.terminal import print_table, text_console
 
 PROMPT = "A transaction is"
 NEW_TOKENS = 128
 SAMPLING = jaxbuf.SamplingParams(temperature=0.8, top_p=0.9, seed=0)
 FORMS: tuple[Literal["recurrent", "buffered"], ...] = ("recurrent", "buffered")
 
-console = Console(highlight=False, soft_wrap=True)
+console = text_console()
 
 
 def main(prompt: str) -> int:
@@ -31,14 +33,16 @@ def main(prompt: str) -> int:
     stream_continuation(lm, prompt)
     results = measure(lm, prompt)
     console.print("The same request by each form of the recurrent state (bytes from the counts beside them):")
-    console.print(table(results))
+    print_table(table(results), console)
     return verdict(results)
 
 
 def stream_continuation(lm, prompt: str) -> None:
-    console.print("compiling prefill and decode, once per shape ...\n", style="dim")
-    console.out(prompt, style="bold", end="")
-    for event in jaxbuf.generate(lm, [prompt], max_new_tokens=NEW_TOKENS, sampling=SAMPLING, stream=True):
+    events = jaxbuf.generate(lm, [prompt], max_new_tokens=NEW_TOKENS, sampling=SAMPLING, stream=True)
+    events = behind_compilation(text_console(stderr=True), events, threading.Event())
+    for number, event in enumerate(events):
+        if number == 0:
+            console.out(prompt, style="bold", end="")
         console.out(event.text, end="")
     console.print("\n")
 
