@@ -1,4 +1,4 @@
-"""The buffered recurrence by hand: prefill, drafts, a rejection, a fold, and the plain recurrence to compare with."""
+"""The buffered recurrence by hand: prefill, drafts, a rejection, a fold, and the plain form."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +24,11 @@ _, memory = buffered.prefill(spec, memory, *(x[:, :PROMPT] for x in inputs), slo
 # All drafts go in at once and give their outputs; accepting the first two moves an integer.
 out, memory = buffered.extend(spec, memory, *(x[:, PROMPT:] for x in inputs), slots=slots)
 memory = buffered.commit(memory, jnp.asarray([ACCEPTED], jnp.int32), slots=slots)
-print(f"ring: {int(memory.cursor.length[1])} entries, checkpoint: {int(memory.cursor.folded[1])} tokens")
+cursor = memory.cursor
+print(f"ring: {int(cursor.length[1])} entries, checkpoint: {int(cursor.folded[1])} tokens")
 memory = buffered.fold(spec, memory, slots=slots)
-print(f"ring: {int(memory.cursor.length[1])} entries, checkpoint: {int(memory.cursor.folded[1])} tokens")
+cursor = memory.cursor
+print(f"ring: {int(cursor.length[1])} entries, checkpoint: {int(cursor.folded[1])} tokens")
 
 # The definition reads every token, and for the state those that were kept.
 expected, _ = recurrent(spec, None, *inputs)

@@ -1,4 +1,4 @@
-"""Policy gradients on the embedded model: generate with a drafter, score what came by the training forward, step."""
+"""Policy gradients on the embedded model: generate, score by the training forward, step."""
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,14 @@ ASKED = {"temperature": 1.0, "n": SAMPLES, "logprobs": 0, "ignore_eos": True}
 
 @jax.jit
 def step(model, moments, tokens, lengths, old, advantage):
-    """A step up the gradient of mean(ratio · advantage), and the ratios: the training forward's to the generation's."""
+    """A step up the gradient of mean(ratio · advantage), and the ratios.
+
+    A ratio is a token's probability by the training forward over that by the generation.
+    """
 
     def loss(model):
-        scores = jax.nn.log_softmax(decoder.logits(model, decoder.forward(model, tokens[:, :-1])), axis=-1)
+        logits = decoder.logits(model, decoder.forward(model, tokens[:, :-1]))
+        scores = jax.nn.log_softmax(logits, axis=-1)
         logprobs = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=2)[:, :, 0]
         places = lengths[:, None] - 1 + jnp.arange(NEW)[None]  # of the generated tokens
         ratio = jnp.exp(jnp.take_along_axis(logprobs, places, axis=1) - old)
@@ -34,14 +38,20 @@ lm = jaxbuf.load("demo", dtype="float32")
 optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 moments = optimiser.init(lm.model)
 for number in range(STEPS):
-    settings = [jaxbuf.SamplingParams(**ASKED, seed=100 * number + 10 * row) for row in range(len(PROMPTS))]
+    seeds = [100 * number + 10 * row for row in range(len(PROMPTS))]
+    settings = [jaxbuf.SamplingParams(**ASKED, seed=seed) for seed in seeds]
     found = jaxbuf.generate(lm, PROMPTS, NEW, settings, drafter="ngram", progress=False)
-    samples = [(lm.encode(p), sample) for p, result in zip(PROMPTS, found, strict=True) for sample in result.samples]
-    rewards = [sample.text.count("e") / max(1, len(sample.text)) for _, sample in samples]  # how much of it is an "e"
+    prompts = [lm.encode(prompt) for prompt in PROMPTS for _ in range(SAMPLES)]
+    samples = [sample for result in found for sample in result.samples]
+    # How much of the text is an "e".
+    rewards = [sample.text.count("e") / max(1, len(sample.text)) for sample in samples]
     rewards = np.array(rewards, np.float32).reshape(-1, SAMPLES)
-    advantage = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-3)
-    texts = np.array([(ids + sample.tokens + [0] * LENGTH)[:LENGTH] for ids, sample in samples], np.int32)
-    lengths, old = np.array([len(ids) for ids, _ in samples], np.int32), np.float32([s.logprobs for _, s in samples])
+    spread = rewards.std(1, keepdims=True) + 1e-3
+    advantage = (rewards - rewards.mean(1, keepdims=True)) / spread
+    texts = [ids + sample.tokens for ids, sample in zip(prompts, samples, strict=True)]
+    texts = np.array([(text + [0] * LENGTH)[:LENGTH] for text in texts], np.int32)
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    old = np.float32([sample.logprobs for sample in samples])
     model, moments, ratio = step(lm.model, moments, texts, lengths, old, advantage.reshape(-1))
     lm = lm.replace(model=model)  # what was compiled serves it, too
     programs = generate_tokens._cache_size() + step._cache_size()
