@@ -6,7 +6,6 @@ import numpy as np
 import optax
 
 import jaxbuf
-from jaxbuf.models import decoder
 from jaxbuf.serving import generate_tokens
 
 PROMPTS = ["The number of", "If the file", "This function returns", "A list of"]
@@ -22,9 +21,7 @@ def step(model, moments, tokens, lengths, old, advantage):
     """
 
     def loss(model):
-        logits = decoder.logits(model, decoder.forward(model, tokens[:, :-1]))
-        scores = jax.nn.log_softmax(logits, axis=-1)
-        logprobs = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=2)[:, :, 0]
+        logprobs = jaxbuf.sequence_logprobs(model, tokens)[:, 1:]  # each token's, given those before it
         places = lengths[:, None] - 1 + jnp.arange(NEW)[None]  # of the generated tokens
         ratio = jnp.exp(jnp.take_along_axis(logprobs, places, axis=1) - old)
         return -jnp.mean(ratio * advantage[:, None]), ratio

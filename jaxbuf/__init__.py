@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxbuf.exported import ExportedModel, load_exported
     from jaxbuf.models.language_model import LanguageModel, load
     from jaxbuf.models.loading.checkpoint import CheckpointError
+    from jaxbuf.models.scoring import sequence_logprobs
     from jaxbuf.planning.memory_plan import plan
     from jaxbuf.serving import Beam, Event, GenerationResult, SamplingParams, beam_search, generate
     from jaxbuf.serving.export import export
@@ -35,6 +36,7 @@ __all__ = [
     "load",
     "load_exported",
     "plan",
+    "sequence_logprobs",
 ]
 
 # JAX takes a second to import, which `jaxbuf --help` need not wait for.
@@ -47,6 +49,7 @@ _HOME = {
     "load_exported": "jaxbuf.exported",
     "load": "jaxbuf.models.language_model",
     "plan": "jaxbuf.planning.memory_plan",
+    "sequence_logprobs": "jaxbuf.models.scoring",
 }
 
 

@@ -270,8 +270,8 @@ def _print_forms(console: Console, found: "Plan") -> None:
     print_table(table, console)
     if found.draft_tokens and found.recurrent_layers:
         console.print(
-            f"A state for each draft takes {found.recurrent_ratio:.2f} times the recurrent memory of the buffered form\n"
-            f"(ring of {found['buffered'].ring} entries), and {found.request_ratio:.2f} times all of it at "
+            f"A state for each draft takes {found.recurrent_ratio:.2f} times the recurrent memory of the buffered form"
+            f"\n(ring of {found['buffered'].ring} entries), and {found.request_ratio:.2f} times all of it at "
             f"{found.context} tokens."
         )
 

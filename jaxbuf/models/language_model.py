@@ -217,6 +217,9 @@ class LanguageModel:
     def logits(self, tokens: Tokens) -> Float32[Array, "... time vocab"]:
         """Scores of the token after each position: for parity and small inputs, the whole result is kept.
 
+        A training loop calls `jaxbuf.sequence_logprobs`, or `jaxbuf.models.decoder.forward` and `logits`, which take
+        tokens that jit traces.
+
         Args:
           tokens: int32 [batch, time], or one row [time].
 

@@ -237,6 +237,63 @@ def token_logprobs(
     return Logprobs(chosen[..., 0], ids, best)
 
 
+def sequence_logprobs(
+    model: decoder.Decoder,
+    tokens: Int[Array, "batch time"],
+    lengths: Int[Array, "batch"] | None = None,
+    *,
+    temperature: float = 1.0,
+    target: Target | str | None = None,
+) -> Float32[Array, "batch time"]:
+    """Log-probability of each token given those before it in its row, for a training loop: differentiable in the
+    model's parameters, and with tokens that jit traces.
+
+    The rows are read at once, without a cache, and each block of logits is computed again for the gradient. Without a
+    gradient `LanguageModel.score` takes longer rows. What generation noted as `logprobs` of a token is the same number,
+    where it sampled at this temperature, with logprobs_mode="processed", and top_k, top_p, min_p and penalties as they
+    are by default.
+
+    Args:
+      model: The parameters, as `LanguageModel.model` is.
+      tokens: Right-padded.
+      lengths: Real tokens of each row; None: all.
+      temperature: Logits are divided by it; above 0.
+      target: As in `jaxbuf.models.decoder.forward`.
+
+    Returns:
+      Natural logarithms. The first column is 0, for nothing comes before it; so is what lies past a row's length.
+
+    Raises:
+      ValueError: tokens have no rows, lengths are not one a row, or temperature is not above 0.
+    """
+    if tokens.ndim != 2 or not tokens.size:
+        raise ValueError(f"tokens must be [batch, time] with at least one token, got shape {tokens.shape}")
+    rows, time = tokens.shape
+    if lengths is not None and lengths.shape != (rows,):
+        raise ValueError(f"lengths must have shape {(rows,)}, one for each row of tokens, got {lengths.shape}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    tokens = jnp.asarray(tokens)
+    lengths = None if lengths is None else jnp.asarray(lengths)
+    hidden = decoder.forward(model, tokens, lengths=lengths, target=target)
+    block = fitting_block(rows, power_of_two_from(time), model.config.vocab_size)
+    more = -time % block
+    hidden = jnp.pad(hidden, ((0, 0), (0, more), (0, 0)))
+    targets = jnp.pad(jnp.roll(tokens, -1, axis=1), ((0, 0), (0, more)))
+
+    @jax.checkpoint
+    def one_block(hidden, targets):
+        return token_logprobs(decoder.logits(model, hidden) / temperature, targets).chosen
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(rows, -1, block, *x.shape[2:]), 1, 0)
+
+    found = jax.lax.map(lambda given: one_block(*given), (split(hidden), split(targets)))
+    found = jnp.roll(jnp.moveaxis(found, 0, 1).reshape(rows, -1)[:, :time], 1, axis=1)
+    at = jnp.arange(time)[None]
+    return jnp.where((at > 0) & (at < (time if lengths is None else lengths[:, None])), found, 0.0)
+
+
 def hidden_logprobs(
     model: decoder.Decoder,
     hidden: Float[Array, "rows time hidden"],

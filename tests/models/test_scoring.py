@@ -214,3 +214,44 @@ def test_what_is_no_length_of_a_row_is_named(lm):
             lm.score([[1, 2, 3], [4, 5, 6]], lengths=lengths)
     with pytest.raises(ValueError, match="tokens must have rows of one length"):
         lm.logits([[1, 2, 3], [4]])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_training_loop_gets_log_probabilities_and_their_gradient(lm, rng, temperature, monkeypatch):
+    """Under jit, with blocks of logits that do not divide the time: those of all logits at once, and their gradient."""
+    monkeypatch.setattr(scoring, "LOGITS", 3 * 8 * lm.vocab_size)  # blocks of 8
+    tokens, lengths = jnp.asarray(draw(lm, rng, 3, 29)), jnp.asarray([29, 1, 17])
+    weights = jnp.asarray(rng.standard_normal(tokens.shape), jnp.float32)
+    real = (np.arange(29) > 0) & (np.arange(29) < np.asarray(lengths)[:, None])
+
+    def found(model, tokens, lengths):
+        scores = scoring.sequence_logprobs(model, tokens, lengths, temperature=temperature)
+        return jnp.sum(scores * weights), scores
+
+    def defined(model, tokens, lengths):
+        logits = decoder.logits(model, decoder.forward(model, tokens, lengths=lengths)) / temperature
+        scores = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+        scores = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
+        scores = jnp.where(real, jnp.pad(scores, ((0, 0), (1, 0))), 0.0)
+        return jnp.sum(scores * weights), scores
+
+    ours, theirs = (jax.jit(jax.grad(f, has_aux=True))(lm.model, tokens, lengths) for f in (found, defined))
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(ours[1])[~real], 0)
+    for one, other in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(theirs[0]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * float(jnp.abs(other).max()) + 1e-9)
+
+
+def test_log_probabilities_for_training_say_what_is_wrong(lm):
+    tokens = jnp.zeros((2, 3), jnp.int32)
+    for match, given, named in (
+        (r"tokens must be \[batch, time\] with at least one token, got shape \(3,\)", (tokens[0],), {}),
+        (
+            r"lengths must have shape \(2,\), one for each row of tokens, got \(3,\)",
+            (tokens, jnp.ones(3, jnp.int32)),
+            {},
+        ),
+        ("temperature must be above 0, got 0.0", (tokens,), {"temperature": 0.0}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            scoring.sequence_logprobs(lm.model, *given, **named)
