@@ -45,7 +45,8 @@ def score(
 ) -> None:
     """Tell how probable a model finds files: perplexity per token and bits per byte.
 
-    The first token of a file follows the model's end-of-text token, and every token and byte of the file is counted.
+    The first token of a file follows what the tokenizer puts before a text (Llama's begin-of-text token), or else the
+    model's end-of-text token, and every token and byte of the file is counted, but not that one.
     A file longer than the context is read in windows that overlap by half, so that each token has at least half a
     context before it. The log-likelihood is in nats. Bits per byte compare models with different tokenizers.
     The table goes to standard output, the progress to standard error.

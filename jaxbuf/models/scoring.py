@@ -63,17 +63,22 @@ class Window:
     first: int
 
 
-def windows(tokens: np.ndarray, context: int) -> list[Window]:
-    """Cuts [start token, document...] into windows of at most `context` tokens that score every token once.
+def windows(tokens: np.ndarray, context: int, first: int = 1) -> list[Window]:
+    """Cuts [start tokens, document...] into windows of at most `context` tokens that score every token once.
 
     Windows overlap by half, so that in all but the first each scored token has at least context // 2 tokens before it.
 
+    Args:
+      tokens: The document, behind what stands before it and is not scored.
+      context: As said.
+      first: How many tokens stand before the document.
+
     Raises:
-      ValueError: context is below 2.
+      ValueError: context is below 2, or leaves no place for a token of the document.
     """
-    if context < 2:
-        raise ValueError(f"context must be at least 2, got {context}")
-    found = [Window(tokens[:context], 1)]
+    if context < 2 or context <= first:
+        raise ValueError(f"context must be at least {max(2, first + 1)}, got {context}")
+    found = [Window(tokens[:context], first)]
     done = min(context, tokens.size)
     stride = context - context // 2
     while done < tokens.size:
@@ -91,8 +96,11 @@ def score_text(
     context: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TextScore:
-    """Scores a text of any length, or token ids. The first token follows the end-of-text token of config.json, as it
-    does between documents.
+    """Scores a text of any length, or token ids.
+
+    The first token follows what the model's tokenizer puts before a text, as Llama's does with its begin-of-text token;
+    with other tokenizers, and with token ids, the end-of-text token of config.json, as between documents. What stands
+    before a text so is read, but not counted.
 
     Args:
       lm: With a tokenizer, unless `text` is token ids.
@@ -102,22 +110,27 @@ def score_text(
       progress: Called before the first and after each piece with how many tokens were read, and how many will be.
 
     Raises:
-      ValueError: An empty text, a context that does not fit, no tokenizer, no end-of-text token, or an id outside the
-        vocabulary.
+      ValueError: An empty text, a context that does not fit, no tokenizer, nothing that a text could follow, or an id
+        outside the vocabulary.
     """
     context = lm.max_length if context is None else context
     if not 2 <= context <= lm.max_length:
         raise ValueError(f"context must be in [2, {lm.max_length}], up to the model's max_length, got {context}")
-    if not lm.config.eos_token_ids:
+    before = list(lm.config.eos_token_ids[:1])
+    if isinstance(text, str):
+        before = _put_before(lm) or before
+        ids, size = lm.encode(text, add_special_tokens=False), len(text.encode())
+    else:
+        ids, size = text, 0
+    if not before:
         raise ValueError(f"the model {lm.name!r} has no eos_token_id in its config.json, which a text would follow")
-    ids, size = (lm.encode(text), len(text.encode())) if isinstance(text, str) else (text, 0)
     if not ids:
         raise ValueError(f"text must hold at least one token, got {text!r}")
     outside = [token for token in ids if not 0 <= token < lm.vocab_size]
     if outside:
         raise ValueError(f"token ids must be in [0, {lm.vocab_size}), got {outside[0]}")
-    tokens = np.asarray([lm.config.eos_token_ids[0], *ids], np.int32)
-    found = windows(tokens, context)
+    tokens = np.asarray([*before, *ids], np.int32)
+    found = windows(tokens, context, len(before))
     total, done = sum(window.tokens.size for window in found), 0
     report = progress or (lambda done, total: None)
     report(0, total)
@@ -132,6 +145,13 @@ def score_text(
         scores = score_tokens(lm.model, window.tokens[None], target=lm.target, progress=advance)
         likelihood += float(np.sum(scores[0, window.first :], dtype=np.float64))
     return TextScore(len(ids), size, likelihood)
+
+
+def _put_before(lm: "LanguageModel") -> list[int]:
+    """The special tokens that the model's tokenizer puts before a text."""
+    bare, whole = (lm.encode("a", add_special_tokens=added) for added in (False, True))
+    places = (place for place in range(len(whole) - len(bare) + 1) if whole[place : place + len(bare)] == bare)
+    return whole[: next(places, 0)]
 
 
 def score_tokens(

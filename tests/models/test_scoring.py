@@ -1,5 +1,6 @@
 """Log-probabilities in pieces are those of the whole logits, and the scores of texts are their sums."""
 
+import dataclasses
 import math
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from jaxbuf.models import decoder, scoring
 from jaxbuf.models.language_model import load
@@ -137,6 +140,26 @@ def test_a_text_follows_the_end_of_text_token(lm):
     np.testing.assert_allclose(found.log_likelihood, expected, rtol=1e-5)
     np.testing.assert_allclose(found.perplexity, math.exp(-expected / found.tokens), rtol=1e-4)
     np.testing.assert_allclose(found.bits_per_byte, -expected / math.log(2) / found.bytes, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_text_follows_what_the_tokenizer_puts_before_it(lm):
+    """Two tokens before it and one behind, which are read or left out, but not counted: every token of the text is."""
+    tokenizer = Tokenizer.from_str(lm.tokenizer.to_str())
+    names = [tokenizer.id_to_token(id) for id in (7, 9, 11)]
+    special = list(zip(names, (7, 9, 11), strict=True))
+    tokenizer.post_processor = TemplateProcessing(single=f"{names[0]} {names[1]} $A {names[2]}", special_tokens=special)
+    around = dataclasses.replace(lm, tokenizer=tokenizer)
+    text = "some text, which is not long"
+    bare = lm.encode(text)
+    assert around.encode(text) == [7, 9, *bare, 11]
+    tokens = np.asarray([[7, 9, *bare]], np.int32)
+    found = scoring.score_text(around, text)
+    assert found.tokens == len(bare)
+    np.testing.assert_allclose(found.log_likelihood, whole(lm, tokens)[:, 1:].sum(dtype=np.float64), rtol=1e-5)
+    np.testing.assert_allclose(found.log_likelihood, lm.score(tokens)[:, 2:].sum(dtype=np.float64), rtol=1e-5)
+    with pytest.raises(ValueError, match="context must be at least 3, got 2"):
+        scoring.score_text(around, text, context=2)
 
 
 def test_a_long_text_is_scored_in_windows_that_overlap_by_half(lm):
