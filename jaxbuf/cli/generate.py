@@ -251,11 +251,13 @@ def _print_statistics(err: Console, marks: "list[tuple[float, Stats]]", steps: s
         compiled, before = marks[1]
         line += f"; {(stats.new_tokens - before.new_tokens) / (seconds - compiled):.1f} tokens/s without it"
     err.print(line, style="dim")
-    err.print(
-        f"recurrent state: {steps or f'{stats.steps} steps'}, {stats.folds} folds, "
-        f"{stats.live_entries} live entries read, {stats.bytes / 1e6:.2f} MB moved",
-        style="dim",
-    )
+    counted = steps or f"{stats.steps} steps"
+    if stats.bytes:
+        counted = (
+            f"recurrent state: {counted}, {stats.folds} folds, {stats.live_entries} live entries read, "
+            f"{stats.bytes / 1e6:.2f} MB moved"
+        )
+    err.print(counted, style="dim")  # steps alone where no layer has a recurrent state
     if stats.kept_keys and not stats.passed_tokens:
         err.print("gates: no token has left the window yet", style="dim")
     elif stats.kept_keys:
@@ -267,8 +269,8 @@ def _print_statistics(err: Console, marks: "list[tuple[float, Stats]]", steps: s
             style="dim",
         )
     if stats.drafted:
-        err.print(
-            f"drafts: {stats.drafted} checked, {stats.accepted} accepted, {stats.mean_accepted_length:.2f} tokens a "
-            f"step; a state kept for each would have moved {stats.snapshot_bytes / 1e6:.2f} MB",
-            style="dim",
-        )
+        told = f"drafts: {stats.drafted} checked, {stats.accepted} accepted, "
+        told += f"{stats.mean_accepted_length:.2f} tokens a step"
+        if stats.snapshot_bytes:
+            told += f"; a state kept for each would have moved {stats.snapshot_bytes / 1e6:.2f} MB"
+        err.print(told, style="dim")

@@ -84,6 +84,14 @@ def plan(
             **options.whole(1),
         ),
     ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            help="Also tell how much memory so many requests take, parameters and workspace included.",
+            show_default=False,
+            **options.whole(1),
+        ),
+    ] = None,
     limit: Annotated[
         int, typer.Option(help="Entries that the buffered form holds before a fold.", **options.whole(1, 2**20))
     ] = 16,
@@ -137,7 +145,9 @@ def plan(
             **options.whole(1),
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON: a list with a plan for each context.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: a list with a plan for each context; --requests is not in it.")
+    ] = False,
 ) -> None:
     """Tell what a request costs in memory, and how many fit; no weights are loaded.
 
@@ -207,7 +217,7 @@ def plan(
     console = text_console()
     _print_model(console, plans[0])
     for found in plans:
-        _print_forms(console, found)
+        _print_forms(console, found, requests)
 
 
 def _print_model(console: Console, found: "Plan") -> None:
@@ -244,24 +254,28 @@ def _print_model(console: Console, found: "Plan") -> None:
     )
 
 
-def _print_forms(console: Console, found: "Plan") -> None:
-    table = Table()
+def _print_forms(console: Console, found: "Plan", requests: int | None) -> None:
+    table, recurrent = Table(), found.recurrent_layers > 0
     table.add_column("a request", no_wrap=True)
     for cost in found.forms:
-        table.add_column(cost.form, justify="right", no_wrap=True)
+        table.add_column(cost.form if recurrent else "any form", justify="right", no_wrap=True)
 
     def add(name: str, cell, **settings) -> None:
         table.add_row(name, *(cell(cost) for cost in found.forms), **settings)
 
-    add("tokens", lambda cost: str(cost.context))
-    add("limit, ring", _ring, end_section=True)
-    add("states", lambda cost: size(cost.checkpoint_bytes))
-    add("entries", lambda cost: size(cost.entry_bytes))
-    add("convolution", lambda cost: size(cost.convolution_bytes))
+    add("tokens", lambda cost: str(cost.context), end_section=not recurrent)
+    if recurrent:
+        add("limit, ring", _ring, end_section=True)
+        add("states", lambda cost: size(cost.checkpoint_bytes))
+        add("entries", lambda cost: size(cost.entry_bytes))
+        add("convolution", lambda cost: size(cost.convolution_bytes))
     add("keys and values", lambda cost: size(cost.kv_bytes))
     add("all", lambda cost: size(cost.request_bytes), end_section=True)
-    add("requests that fit", lambda cost: str(cost.requests), end_section=True)
-    add("state moved a step", lambda cost: size(cost.state_step_bytes))
+    add("requests that fit", lambda cost: str(cost.requests), end_section=requests is None)
+    if requests is not None:
+        add(f"memory for {requests}", lambda cost: size(found.memory_for(cost.form, requests)), end_section=True)
+    if recurrent:
+        add("state moved a step", lambda cost: size(cost.state_step_bytes))
     add("moved a step", lambda cost: size(cost.step_bytes))
     add("moved a token", lambda cost: size(cost.token_bytes), end_section=found.device is not None)
     if found.device is not None:

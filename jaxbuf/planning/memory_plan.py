@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.arguments import check_sizes
 from jaxbuf.attention.gated_memory import GatedMemory
 from jaxbuf.memory.kind import Sizes
 from jaxbuf.memory.sequences import init_sequences
@@ -145,6 +146,17 @@ class Plan:
     def request_memory_bytes(self) -> int:
         """What is left for requests; negative if the parameters alone do not fit."""
         return self.memory_bytes - self.parameter_bytes - self.workspace_bytes
+
+    def memory_for(self, form: FormName, requests: int) -> int:
+        """Bytes of memory, of which so many requests of this form leave the workspace: a tenth of them, if that is what
+        this plan has, or else as many bytes as it has."""
+        check_sizes(requests=requests)
+        cost = self[form]
+        needed = self.parameter_bytes + cost.fixed_bytes + requests * cost.request_bytes
+        if self.workspace_bytes != self.memory_bytes // WORKSPACE:
+            return needed + self.workspace_bytes
+        least = needed * WORKSPACE // (WORKSPACE - 1) - 1  # the tenth is rounded down
+        return next(total for total in range(least, least + 4) if total - total // WORKSPACE >= needed)
 
     @property
     def recurrent_ratio(self) -> float | None:

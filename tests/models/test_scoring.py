@@ -156,8 +156,12 @@ def test_a_text_follows_what_the_tokenizer_puts_before_it(lm):
     tokens = np.asarray([[7, 9, *bare]], np.int32)
     found = scoring.score_text(around, text)
     assert found.tokens == len(bare)
-    np.testing.assert_allclose(found.log_likelihood, whole(lm, tokens)[:, 1:].sum(dtype=np.float64), rtol=1e-5)
-    np.testing.assert_allclose(found.log_likelihood, lm.score(tokens)[:, 2:].sum(dtype=np.float64), rtol=1e-5)
+    np.testing.assert_allclose(
+        found.log_likelihood, np.asarray(whole(lm, tokens))[:, 1:].sum(dtype=np.float64), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        found.log_likelihood, np.asarray(lm.score(tokens))[:, 2:].sum(dtype=np.float64), rtol=1e-5
+    )
     with pytest.raises(ValueError, match="context must be at least 3, got 2"):
         scoring.score_text(around, text, context=2)
 

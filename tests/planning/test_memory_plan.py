@@ -105,6 +105,21 @@ def test_as_many_requests_fit_as_the_memory_has_room_for():
     assert plan("demo", 10**9, parameter_bytes=5).parameter_bytes == 5
 
 
+@pytest.mark.parametrize("workspace", [None, 2 * 10**9])
+def test_the_memory_for_some_requests_is_the_least_in_which_they_fit(workspace):
+    found = jaxbuf.plan("Qwen3.5-4B", 80 * 10**9, 2, 4096, workspace_bytes=workspace)
+    for form in ("recurrent", "buffered", "kv-only", "snapshots"):
+        for requests in (1, 7, 333):
+            memory = found.memory_for(form, requests)
+            enough, less = (
+                jaxbuf.plan("Qwen3.5-4B", bytes, 2, 4096, workspace_bytes=workspace)[form].requests
+                for bytes in (memory, memory - 1)
+            )
+            assert (enough, less) == (requests, requests - 1)
+    with pytest.raises(ValueError, match="requests must be at least 1, got 0"):
+        found.memory_for("buffered", 0)
+
+
 @pytest.mark.parametrize("block_size", [8, 16])
 def test_qwen3_next_with_4_drafts_takes_4_2_times_less_than_a_state_a_draft(block_size):
     found = [plan(QWEN_NEXT, 10**12, 4, context, block_size=block_size) for context in (1024, 8192)]
