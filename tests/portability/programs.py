@@ -8,9 +8,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxbuf.models.abstract import abstract_model
+from jaxbuf.pallas.tpu_memory import vmem_bytes
 from jaxbuf.serving import admit, generate_tokens
 from jaxbuf.serving.batch import Batch
-from tests.portability.models import abstract_batch, carry_on_mesh, model_config
+from tests.portability.artefact import (
+    collectives,
+    host_transfers,
+    pool_copies,
+    unaliased,
+    vmem_bytes_used,
+    written_back,
+)
+from tests.portability.models import abstract_batch, carry_on_mesh, model_config, pools_of
 from tests.portability.topologies import compile_for, tpu_mesh
 
 ROWS, PROMPT, NEW_TOKENS = 64, 100, 400
@@ -37,6 +46,14 @@ class Served:
     form: str = "buffered"
     state_dtype: str | None = None
     gates: bool = False
+
+    def __str__(self) -> str:
+        shown = [f"drafts by {DRAFTERS[self.drafter]}"] if self.drafter else []
+        shown += [f"{self.form} form"] if self.form != "buffered" else []
+        shown += [f"{self.state_dtype} states"] if self.state_dtype else []
+        shown += ["write gates"] if self.gates else []
+        layers = "all layers" if self.layers is None else f"{self.layers} layer{'s' * (self.layers > 1)}"
+        return ", ".join([f"{self.model}, {layers}", *shown])
 
     @property
     def mesh(self) -> Mesh:
@@ -68,6 +85,7 @@ class Served:
 
 
 PROGRAMS = {"admit": admit, "generate_tokens": generate_tokens}
+DRAFTERS = {"ngram": "n-grams", "mtp": "the MTP layer", "lm": "a small model"}
 DRAFTING = {"Nemotron-3-Nano-4B": 3, "Llama-3.1-8B": 1}  # layers of a draft model
 # One generation a model. Drafters, four and eight devices, forms, ways to keep states, and gates all occur.
 ONE_PERIOD = {
@@ -77,3 +95,31 @@ ONE_PERIOD = {
     "Llama-3.1-8B": Served("Llama-3.1-8B", 1, "v4", 8, drafter="lm"),
     "Llama-3.1-8B with gates": Served("Llama-3.1-8B", 1, "v5p", form="recurrent", gates=True),
 }
+
+
+def check(served: Served, program: str) -> jax.stages.Compiled:
+    """Compiles one of PROGRAMS, and asserts that its memory stays in place, that nothing goes to the host, and that
+    devices exchange what their layers add up and no more."""
+    batch = served.batch()
+    compiled, carry = served.compiled(program, batch)
+    assert unaliased(compiled) == []
+    assert host_transfers(compiled) == []
+    assert vmem_bytes_used(compiled) <= vmem_bytes(served.generation)
+    assert pool_copies(compiled, pools_of(carry), ends=False) == []
+    assert written_back(compiled, pools_of(carry), ends=False) == []
+    exchanged = collectives(compiled)
+    if served.devices == 1:
+        assert exchanged == []
+        return compiled
+    tokens = batch.arrivals[0].tokens.size if program == "admit" else carry.last.size * most_tokens(batch)
+    activation = tokens * batch.lm.config.hidden_size * 2
+    within = [each for each in exchanged if each.of_layers]
+    assert within and all(each.kind == "all-reduce" and each.bytes <= activation for each in within)
+    logits = 4 * batch.lm.vocab_size * carry.last.size * most_tokens(batch)
+    assert all(each.bytes <= max(activation, logits) for each in exchanged)
+    return compiled
+
+
+def most_tokens(batch: Batch) -> int:
+    """New tokens of a row that a step reads."""
+    return 1 if batch.drafter is None else 1 + batch.drafter.draft_tokens

@@ -14,6 +14,8 @@ from jaxbuf.pallas.dispatch import KERNELS
 from jaxbuf.pallas.tpu_memory import vmem_bytes
 from tests.portability.artefact import relaid
 from tests.portability.operations import CASES, check_compiled, each_case, reason_against
+from tests.portability.programs import ONE_PERIOD, PROGRAMS
+from tests.portability.programs import check as check_served
 from tests.portability.topologies import GENERATIONS, HAS_COMPILER
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,6 +27,12 @@ WHOLE_MODEL = "a_random_qwen3_5_4b_generates_as_without_kernels"
 RUN_BY = {"extend": "a_step_is_xlas", "fold": "a_step_is_xlas", "experts": "experts_are_those_of_float64"}
 RECORDS = {"gpu": "gpu_checks*.json", "tpu": "tpu_checks*.json"}
 XLA_ON = "v5e"  # where XLA's path is compiled; it knows no generation from another
+PROGRAMS_HEAD = """
+``admit`` (reads prompts) and ``generate_tokens`` (decodes) for 64 requests, at the width of published models and one
+period of their layers, as the TPU compiler made them {when}: pools are changed where they lie, and XLA moves none
+through VMEM or another memory; nothing goes to the host; devices exchange what their layers add up and no more.
+*Held*: parameters and memory of a device. *Of a call*: what it takes on top for the time of a call.
+"""
 NO_KERNEL = "there is no kernel of it"
 
 
@@ -93,10 +101,44 @@ def lines(
     return found
 
 
-def read() -> list[dict[str, Any]]:
-    """The lines that are kept, each with the date on which it was found."""
+def read() -> dict[str, list[dict[str, Any]]]:
+    """The lines of operations and of programs that are kept, each with the date on which it was found."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    return [{"date": record["date"]} | line for line in record["lines"]]
+    return {kind: [{"date": record["date"]} | line for line in record.get(kind, [])] for kind in ("lines", "programs")}
+
+
+def check_program(name: str, program: str) -> dict[str, Any]:
+    """A line of the table of programs: what was found of one of ONE_PERIOD."""
+    began, served = time.perf_counter(), ONE_PERIOD[name]
+    line: dict[str, Any] = {"name": name, "program": program, "served": str(served), "generation": served.generation}
+    line |= {"devices": served.devices, "held": None, "temporary": None, "failed": None}
+    try:
+        memory = check_served(served, program).memory_analysis()
+    except (AssertionError, jax.errors.JaxRuntimeError) as error:
+        line["failed"] = f"{type(error).__name__}: {error}"[:500]
+    else:
+        line |= {"held": memory.argument_size_in_bytes, "temporary": memory.temp_size_in_bytes}
+    return line | {"seconds": round(time.perf_counter() - began, 2), "date": datetime.date.today().isoformat()}
+
+
+def programs_page(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """The page's part on whole programs."""
+    out = ["Whole programs", "--------------", ""]
+    out += [
+        PROGRAMS_HEAD.strip().format(when=_when(lines)),
+        "",
+        ".. list-table::",
+        "   :header-rows: 1",
+        "   :widths: 40 18 16 13 13",
+        "",
+    ]
+    out += ["   * - model", "     - program", "     - devices", "     - held", "     - of a call"]
+    for line in lines:
+        sizes = [f"{line[each] / 1e9:.2f} GB" for each in ("held", "temporary")] if not line["failed"] else ["-", "-"]
+        program = f"``{line['program']}``" + (f", does not hold: {line['failed'][:200]}" if line["failed"] else "")
+        cells = [line["served"], program, f"{line['devices']} of {line['generation']}", *sizes]
+        out += [f"   {'*' if not place else ' '} - {cell}" for place, cell in enumerate(cells)]
+    return [*out, ""]
 
 
 def replaced(kept: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -128,8 +170,7 @@ def words(line: dict[str, Any]) -> str:
 def page(record: dict[str, Any]) -> str:
     """The page of the documentation."""
     jax_version = record["versions"]["jax"]
-    dates = sorted({line["date"] for line in record["lines"]})
-    when = f"on {dates[0]}" if len(dates) == 1 else f"from {dates[0]} to {dates[-1]}"
+    when = _when(record["lines"])
     head = f"""Which chips, checked how
 ========================
 
@@ -153,7 +194,14 @@ no kernel at all.
             on_tpus = _merged({name: cell for name, cell in cells.items() if name in GENERATIONS})
             out += [f"   * - {family}", f"     - {cells.get('Hopper', '-')}", f"     - {on_tpus}"]
         out.append("")
+    if record.get("programs"):
+        out += programs_page(record["programs"])
     return "\n".join(out).rstrip() + "\n"
+
+
+def _when(lines: Iterable[dict[str, Any]]) -> str:
+    dates = sorted({line["date"] for line in lines})
+    return f"on {dates[0]}" if len(dates) == 1 else f"from {dates[0]} to {dates[-1]}"
 
 
 def _merged(cells: dict[str, str]) -> str:
@@ -169,9 +217,14 @@ def _merged(cells: dict[str, str]) -> str:
 
 
 def incomplete(record: dict[str, Any]) -> Iterable[str]:
-    """What a record lacks, of all cases on all chips."""
+    """What a record lacks: of all cases on all chips, and of all programs as they are compiled now."""
     there = {(line["operation"], line["family"], line["generation"]) for line in record["lines"]}
     for operation, family in each_case():
         for _, generation in CHIPS:
             if (operation, family, generation) not in there:
                 yield f"{operation} of {family} on {generation}"
+    kept = {(line["name"], line["program"], line["served"]) for line in record.get("programs", ())}
+    for name, served in ONE_PERIOD.items():
+        for program in PROGRAMS:
+            if (name, program, str(served)) not in kept:
+                yield f"{program} of {served}"

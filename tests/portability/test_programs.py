@@ -4,49 +4,13 @@ memory stays in place, nothing goes to the host, and devices exchange what their
 import dataclasses
 import itertools
 
-import jax
 import pytest
 
-from jaxbuf.pallas.tpu_memory import vmem_bytes
 from jaxbuf.planning.tpu_slices import CHIPS_OF_TPUS
-from tests.portability.artefact import (
-    collectives,
-    device_bytes,
-    host_transfers,
-    pool_copies,
-    unaliased,
-    vmem_bytes_used,
-    written_back,
-)
-from tests.portability.models import carry_on_mesh, pools_of
-from tests.portability.programs import ONE_PERIOD, PROGRAMS, Served
+from tests.portability.artefact import device_bytes
+from tests.portability.models import carry_on_mesh
+from tests.portability.programs import ONE_PERIOD, PROGRAMS, check
 from tests.portability.topologies import GENERATIONS
-
-
-def check(served: Served, program: str) -> jax.stages.Compiled:
-    """Asserts what holds of every program, and gives it."""
-    batch = served.batch()
-    compiled, carry = served.compiled(program, batch)
-    assert unaliased(compiled) == []
-    assert host_transfers(compiled) == []
-    assert vmem_bytes_used(compiled) <= vmem_bytes(served.generation)
-    assert pool_copies(compiled, pools_of(carry), ends=False) == []
-    assert written_back(compiled, pools_of(carry), ends=False) == []
-    exchanged = collectives(compiled)
-    if served.devices == 1:
-        assert exchanged == []
-        return compiled
-    tokens = batch.arrivals[0].tokens.size if program == "admit" else carry.last.size * most_tokens(batch)
-    activation = tokens * batch.lm.config.hidden_size * 2
-    within = [each for each in exchanged if each.of_layers]
-    assert within and all(each.kind == "all-reduce" and each.bytes <= activation for each in within)
-    logits = 4 * batch.lm.vocab_size * carry.last.size * most_tokens(batch)
-    assert all(each.bytes <= max(activation, logits) for each in exchanged)
-    return compiled
-
-
-def most_tokens(batch) -> int:
-    return 1 if batch.drafter is None else 1 + batch.drafter.draft_tokens
 
 
 @pytest.mark.tpu_compiler

@@ -39,6 +39,17 @@ def test_a_kernel_that_the_dispatcher_has_is_in_the_record_or_says_why_not(recor
         assert line["failed"] is None, line
 
 
+def test_the_programs_of_the_record_hold(record):
+    assert [line for line in record["programs"] if line["failed"] or not line["held"]] == []
+    assert {line["generation"] for line in record["programs"]} == {name for kind, name in CHIPS if kind == "tpu"}
+
+
+def test_a_program_that_is_compiled_otherwise_is_not_in_the_record(record):
+    first, *others = record["programs"]
+    changed = dict(first, served=first["served"] + ", write gates")
+    assert list(incomplete(record | {"programs": [changed, *others]})) == [f"{first['program']} of {first['served']}"]
+
+
 def test_the_page_is_what_the_record_says(record):
     assert PAGE.read_text(encoding="utf-8") == page(record)
 
