@@ -180,7 +180,10 @@ def plot(figures: Sequence[Row], path: Path) -> None:
     several = any(row["devices"] != 1 for row in figures)
     labels = [f"{row['form']}\nbatch {row['batch']}" for row in figures]
     if any(row["drafts"] for row in figures):
-        labels = [f"{label}\n{1 + row['drafts']} token{'s' * (row['drafts'] > 0)}" for label, row in zip(labels, figures, strict=True)]
+        labels = [
+            f"{label}\n{1 + row['drafts']} token{'s' * (row['drafts'] > 0)}"
+            for label, row in zip(labels, figures, strict=True)
+        ]
     if several:
         labels = [
             f"{label}\n{row['devices']} device{'s' * (row['devices'] > 1)}"

@@ -4,7 +4,9 @@ As in `checks.py`, which has the checks of the recurrence's kernels.
 """
 
 import dataclasses
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +69,21 @@ def check_tokens(lm: LanguageModel, tokens: int = 64) -> Figures:
     return {"tokens": 2.0 * tokens * len(prompts)}
 
 
+def check_export(lm: LanguageModel, tokens: int = 32) -> Figures:
+    """Programs that were exported for this GPU and loaded again give the greedy tokens of jaxbuf.generate."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5)]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    expected = [result.tokens for result in jaxbuf.generate(lm, prompts, tokens, sampling, form="buffered")]
+    with tempfile.TemporaryDirectory() as folder:
+        path = jaxbuf.export(
+            lm, lm.target, Path(folder) / "model", rows=len(prompts), prompt_tokens=40, max_new_tokens=tokens
+        )
+        found = jaxbuf.load_exported(path).generate(prompts, tokens, stop_ids=[])
+    assert found == expected, "the tokens differ"
+    return {"tokens": float(tokens * len(prompts))}
+
+
 def greedy(lm: LanguageModel, tokens: int, form: str = "auto") -> list[tuple[np.ndarray, np.ndarray]]:
     """Of some random prompts the greedy tokens and their log-probabilities."""
     rng = np.random.default_rng(3)
@@ -125,6 +142,8 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "no_pool_sized_write_in_the_program_of_the_demo_model": lambda rng: check_program(demo()),
     "greedy_tokens_of_two_layers_are_those_without_kernels": lambda rng: check_tokens(two_layers()),
     "greedy_tokens_of_the_demo_model_are_those_without_kernels": lambda rng: check_tokens(demo()),
+    "exported_programs_of_two_layers_give_the_tokens_of_generate": lambda rng: check_export(two_layers()),
+    "exported_programs_of_the_demo_model_give_the_tokens_of_generate": lambda rng: check_export(demo()),
     "a_random_qwen3_5_4b_generates_as_without_kernels": lambda rng: check_logprobs(
         random_model(configuration(), jnp.dtype("bfloat16"))
     ),
