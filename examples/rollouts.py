@@ -21,7 +21,8 @@ def step(model, moments, tokens, lengths, old, advantage):
     """
 
     def loss(model):
-        logprobs = jaxbuf.sequence_logprobs(model, tokens)[:, 1:]  # each token's, given those before it
+        # Of each token but the first, given those before it.
+        logprobs = jaxbuf.sequence_logprobs(model, tokens)[:, 1:]
         places = lengths[:, None] - 1 + jnp.arange(NEW)[None]  # of the generated tokens
         ratio = jnp.exp(jnp.take_along_axis(logprobs, places, axis=1) - old)
         return -jnp.mean(ratio * advantage[:, None]), ratio
