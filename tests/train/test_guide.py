@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from jaxbuf.cli import app
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "write_gated.rst").read_text()
-COMMANDS = [shlex.split(line)[1:] for line in re.findall(r"^   \$ (jaxbuf .*)$", GUIDE, re.MULTILINE)]
+CONTINUED = GUIDE.replace("\\\n", "")  # a command of several lines is one
+COMMANDS = [shlex.split(line)[1:] for line in re.findall(r"^   \$ (jaxbuf .*)$", CONTINUED, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
