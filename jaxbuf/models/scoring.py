@@ -300,16 +300,8 @@ def sequence_logprobs(
     more = -time % block
     hidden = jnp.pad(hidden, ((0, 0), (0, more), (0, 0)))
     targets = jnp.pad(jnp.roll(tokens, -1, axis=1), ((0, 0), (0, more)))
-
-    @jax.checkpoint
-    def one_block(hidden, targets):
-        return token_logprobs(decoder.logits(model, hidden) / temperature, targets).chosen
-
-    def split(x):
-        return jnp.moveaxis(x.reshape(rows, -1, block, *x.shape[2:]), 1, 0)
-
-    found = jax.lax.map(lambda given: one_block(*given), (split(hidden), split(targets)))
-    found = jnp.roll(jnp.moveaxis(found, 0, 1).reshape(rows, -1)[:, :time], 1, axis=1)
+    found = hidden_logprobs(model, hidden, targets, block=block, temperature=temperature, remat=True).chosen
+    found = jnp.roll(found[:, :time], 1, axis=1)
     at = jnp.arange(time)[None]
     return jnp.where((at > 0) & (at < (time if lengths is None else lengths[:, None])), found, 0.0)
 
@@ -322,15 +314,20 @@ def hidden_logprobs(
     block: int,
     top: int = 0,
     wanted: Bool[Array, ""] | None = None,
+    temperature: float = 1.0,
+    remat: bool = False,
 ) -> Logprobs:
-    """`token_logprobs` of targets under the logits of hidden states.
+    """`token_logprobs` of targets under the logits of hidden states, divided by a temperature.
 
-    Logits exist for `block` places of each row at a time, which must divide time.
+    Logits exist for `block` places of each row at a time, which must divide time; with `remat` for a gradient, too,
+    which computes them again.
     """
 
     def one_block(_, inputs):
         hidden, targets = inputs
-        return None, token_logprobs(decoder.logits(model, hidden), targets, top, wanted=wanted)
+        logits = decoder.logits(model, hidden)
+        logits = logits if temperature == 1.0 else logits / temperature
+        return None, token_logprobs(logits, targets, top, wanted=wanted)
 
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
@@ -338,7 +335,8 @@ def hidden_logprobs(
     def join(x):
         return jnp.moveaxis(x, 0, 1).reshape(*targets.shape, *x.shape[3:])
 
-    _, found = jax.lax.scan(one_block, None, (split(hidden), split(targets)))
+    step = jax.checkpoint(one_block) if remat else one_block
+    _, found = jax.lax.scan(step, None, (split(hidden), split(targets)))
     return jax.tree.map(join, found)
 
 
