@@ -18,7 +18,7 @@ from jaxbuf.bench.admission_ways import Way
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import Cache
 from jaxbuf.models.config import ATTENTION, GATED
-from jaxbuf.models.scoring import fitting_block, token_logprobs
+from jaxbuf.models.scoring import fitting_block, hidden_logprobs
 from jaxbuf.models.shapes import power_of_two_from
 
 
@@ -95,18 +95,8 @@ def _next(model: decoder.Decoder, hidden: Array, tokens: Array) -> tuple[Array, 
     length = power_of_two_from(time)
     block = fitting_block(rows, length, model.config.vocab_size)
     more = (0, 0), (0, length - time)
-    hidden, targets = jnp.pad(hidden, (*more, (0, 0))), jnp.pad(targets, more)
-
-    def one(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits = decoder.logits(model, part[0])
-        return token_logprobs(logits, part[1]).chosen, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def split(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(rows, -1, block, *x.shape[2:]), 1, 0)
-
-    found = jax.lax.map(one, (split(hidden), split(targets)))
-    logprobs, best = (jnp.moveaxis(x, 0, 1).reshape(rows, length)[:, :time] for x in found)
-    return logprobs, best
+    found = hidden_logprobs(model, jnp.pad(hidden, (*more, (0, 0))), jnp.pad(targets, more), block=block, top=1)
+    return found.chosen[:, :time], found.top_ids[:, :time, 0]
 
 
 @partial(jax.jit, static_argnames="tail")
