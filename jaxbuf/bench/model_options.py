@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxbuf.bench.parser import whole
-from jaxbuf.bench.random_model import FIRST, SIZES, configuration, random_model
+from jaxbuf.bench.random_model import FIRST, configuration, random_model
 from jaxbuf.models.known_models import find_known, known_models
 from jaxbuf.models.language_model import LanguageModel, load
+from jaxbuf.models.resizing import SIZES
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOO_LARGE = "a random model of full size needs a GPU, this is a cpu: try --model demo, or"

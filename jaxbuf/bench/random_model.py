@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,44 +11,23 @@ from jax.sharding import Mesh
 
 from jaxbuf.models.config import LayerConfig, ModelConfig
 from jaxbuf.models.decoder import Decoder, DecoderLayer
-from jaxbuf.models.families import config_from_dict, config_json
 from jaxbuf.models.known_models import find_known, known_models
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters, normal, replace_parameters
 from jaxbuf.models.loading.sharding import check_mesh, placed
+from jaxbuf.models.resizing import resized
 from jaxbuf.models.tensor_parallel import automatic
 
 FIRST = "Qwen3.5-4B"
-# The fields of families behind each size that can be asked for. `head_dim` is that of softmax heads where a model has
-# some, else the recurrence's.
-SIZES: dict[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "layer_types", "layers_block_type", "mlp_layer_types"),
-    "hidden": ("hidden_size",),
-    "ffn": ("intermediate_size", "shared_intermediate_size"),
-    "vocabulary": ("vocab_size",),
-    "heads": ("linear_num_value_heads", "linear_num_heads", "num_heads", "mamba_num_heads", "mamba_n_heads"),
-    "key_heads": ("linear_num_key_heads", "n_groups", "mamba_n_groups"),
-    "dim": (
-        *("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "head_dim", "state_size"),
-        *("mamba_head_dim", "ssm_state_size", "mamba_d_head", "mamba_d_state"),
-    ),
-    "attention_heads": ("num_attention_heads",),
-    "kv_heads": ("num_key_value_heads",),
-    "attention_dim": ("head_dim",),
-    "experts": ("num_experts", "num_local_experts"),
-    "chosen": ("num_experts_per_tok",),
-    "expert_ffn": ("moe_intermediate_size", "shared_expert_intermediate_size"),
-}
-OF_RECURRENCE = ("heads", "key_heads", "dim")
 TABLE_SCALE = 256.0  # of an embedding that is to outweigh whatever the layers add to it
 
 
 def configuration(shape: str = FIRST, **sizes: int) -> ModelConfig:
-    """The configuration of a known model, with other sizes if they are given, those of SIZES.
+    """The configuration of a known model without an MTP layer, with other sizes if they are given.
 
-    It is without an MTP layer. `heads`, `key_heads` and `dim` are the recurrence's, `attention_heads`, `kv_heads` and
-    `attention_dim` those of softmax layers; of experts, `chosen` is how many a token has, and `expert_ffn` their inner
-    numbers. Of fewer layers it has the first ones; kinds of layers that are not among them take the last places.
+    Args:
+      shape: Its name.
+      **sizes: As `jaxbuf.models.resizing.resized` takes them.
 
     Raises:
       ValueError: The model is not known, it has no such size, or the sizes do not fit each other.
@@ -57,30 +35,7 @@ def configuration(shape: str = FIRST, **sizes: int) -> ModelConfig:
     known = find_known(shape)
     if known is None:
         raise ValueError(f"shape must be the name of a known model ({', '.join(known_models())}), got {shape!r}")
-    source = known.config.source
-    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
-    changed: dict[str, Any] = {"mtp_num_hidden_layers": 0} if "mtp_num_hidden_layers" in fields else {}
-    for name, size in sizes.items():
-        own = [field for field in SIZES[name] if field in fields]
-        if "head_dim" in own and (name == "dim") == ("num_attention_heads" in fields):
-            own.remove("head_dim")
-        if not own or (name in OF_RECURRENCE and known.config.spec is None):
-            raise ValueError(f"{name} must not be given for {shape}, which has none, got {size}")
-        changed |= {field: _first(fields[field], size) if name == "layers" else size for field in own}
-    if "expand" in fields:
-        sized = fields | changed
-        changed["expand"] = sized["num_heads"] * sized["head_dim"] / sized["hidden_size"]
-    # Back and forth, so that the sizes are checked as those of a file are.
-    return config_from_dict(config_json(dataclasses.replace(source, **changed).model()))
-
-
-def _first(layers: int | tuple[str, ...], number: int) -> int | tuple[str, ...]:
-    """A number of layers, or so many of their kinds, over and over where there are not as many."""
-    if isinstance(layers, int):
-        return number
-    found = [layers[place % len(layers)] for place in range(number)]
-    missing = [kind for kind in dict.fromkeys(layers) if kind not in found][:number]
-    return (*found[: number - len(missing)], *missing)
+    return resized(known.config, shape, sizes)
 
 
 def random_model(

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from jaxbuf.cli import bench, gates
 from jaxbuf.cli.chat import chat
+from jaxbuf.cli.compile import compile_model
 from jaxbuf.cli.errors import Command, Commands
 from jaxbuf.cli.export import export
 from jaxbuf.cli.generate import generate
@@ -105,6 +106,7 @@ def main(
 
 for command in (generate, chat, score, plan, export, models, profile):
     app.command(cls=Command)(command)
+app.command("compile", cls=Command)(compile_model)
 app.command("train-gate", cls=Command)(train_gate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(gates.app, name="gates")

@@ -42,16 +42,6 @@ def device_shapes(arrays: Any) -> set[tuple[str, int]]:
     return found
 
 
-def device_bytes(arrays: Any) -> int:
-    """The bytes that a device has of arrays, or of shapes that say where they lie."""
-    total = 0
-    for array in jax.tree.leaves(arrays):
-        sharding = getattr(array, "sharding", None)
-        shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
-        total += math.prod(shape) * np.dtype(array.dtype).itemsize
-    return total
-
-
 def executed(hlo: str) -> Iterator[tuple[str, str]]:
     """The computation and the line of every instruction that runs by itself: not those within a fusion."""
     lines = computations(hlo)
@@ -70,7 +60,7 @@ def pool_copies(compiled: jax.stages.Compiled, pools: Any, *, loops_only: bool =
     fusion, and kernels whose output is aliased to an operand. Nor what `written_back` finds.
 
     Args:
-      compiled: From `topologies.compile_for`.
+      compiled: From `jaxbuf.tpu_compiler.compile_for`.
       pools: The memory that is donated to it, arrays or `ShapeDtypeStruct`s with their shardings.
       loops_only: Leave out what stands outside of all loops, and so runs once a call.
       ends: Count what lays arrays out anew at the program's ends, too, see `relaid`.
@@ -187,15 +177,6 @@ def _updated_parameter(lines: dict[str, list[str]], fusion: str, place: int) -> 
 def _operands(line: str) -> list[str]:
     does = operation(line)[1]
     return re.findall(r"%[\w.\-]+", line.split(f" {does}(", 1)[1].split(")")[0])
-
-
-def unaliased(compiled: jax.stages.Compiled) -> list[str]:
-    """The type of every output that is not in the place of a donated argument."""
-    header = compiled.as_text().splitlines()[0]
-    found = re.findall(r"\{(\d*)\}: \(\d+, \{\}, (?:may|must)-alias\)", header)
-    aliased = {int(number or 0) for number in found}  # no number: of the only output
-    outputs = jax.tree.leaves(compiled.out_info)
-    return [f"{x.dtype}{list(x.shape)}" for number, x in enumerate(outputs) if number not in aliased]
 
 
 def host_transfers(compiled: jax.stages.Compiled) -> list[str]:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.portability.topologies import HAS_COMPILER, WITHOUT_COMPILER
+from jaxbuf.tpu_compiler import HAS_COMPILER
+
+WITHOUT_COMPILER = "needs the TPU compiler (libtpu): scripts/test --portability installs it and runs these"
 
 
 def pytest_runtest_setup(item):

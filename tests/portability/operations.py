@@ -30,8 +30,8 @@ from jaxbuf.recurrence.gated_norm import gated_norm
 from jaxbuf.recurrence.prepare import Weights, prepare
 from jaxbuf.recurrence.put import put_rows
 from jaxbuf.target import Target, as_target, lowering_for
-from tests.portability.artefact import host_transfers, pool_copies, unaliased, vmem_bytes_used, written_back
-from tests.portability.topologies import compile_for
+from jaxbuf.tpu_compiler import compile_for, unaliased
+from tests.portability.artefact import host_transfers, pool_copies, vmem_bytes_used, written_back
 
 ROWS = 64
 SLOTS = np.arange(1, ROWS + 1, dtype=np.int32)

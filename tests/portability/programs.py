@@ -4,23 +4,21 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxbuf.models.abstract import abstract_model
 from jaxbuf.pallas.tpu_memory import vmem_bytes
-from jaxbuf.serving import admit, generate_tokens
 from jaxbuf.serving.batch import Batch
+from jaxbuf.serving.tpu_programs import abstract_batch, compile_program
+from jaxbuf.tpu_compiler import tpu_mesh, unaliased
 from tests.portability.artefact import (
     collectives,
     host_transfers,
     pool_copies,
-    unaliased,
     vmem_bytes_used,
     written_back,
 )
-from tests.portability.models import abstract_batch, carry_on_mesh, model_config, pools_of
-from tests.portability.topologies import compile_for, tpu_mesh
+from tests.portability.models import model_config, pools_of
 
 ROWS, PROMPT, NEW_TOKENS = 64, 100, 400
 
@@ -76,15 +74,9 @@ class Served:
 
     def compiled(self, program: str, batch: Batch | None = None) -> tuple[jax.stages.Compiled, Any]:
         """One of PROGRAMS as the TPU compiler makes it, and the shapes of the carry that it is given."""
-        batch = self.batch() if batch is None else batch
-        carry = carry_on_mesh(batch, self.mesh)
-        third = {"admit": batch.arrivals[0], "generate_tokens": jax.ShapeDtypeStruct((), np.int32)}[program]
-        given = () if batch.drafter is None else (batch.drafter,)
-        arguments = batch.lm.model, carry, third, *given
-        return compile_for(self.generation, PROGRAMS[program], *arguments, devices=self.devices), carry
+        return compile_program(program, self.batch() if batch is None else batch)
 
 
-PROGRAMS = {"admit": admit, "generate_tokens": generate_tokens}
 DRAFTERS = {"ngram": "n-grams", "mtp": "the MTP layer", "lm": "a small model"}
 DRAFTING = {"Nemotron-3-Nano-4B": 3, "Llama-3.1-8B": 1}  # layers of a draft model
 # One generation a model. Drafters, four and eight devices, forms, ways to keep states, and gates all occur.

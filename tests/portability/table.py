@@ -12,11 +12,12 @@ import jax
 
 from jaxbuf.pallas.dispatch import KERNELS
 from jaxbuf.pallas.tpu_memory import vmem_bytes
+from jaxbuf.serving.tpu_programs import PROGRAMS
+from jaxbuf.tpu_compiler import GENERATIONS, HAS_COMPILER
 from tests.portability.artefact import relaid
 from tests.portability.operations import CASES, check_compiled, each_case, reason_against
-from tests.portability.programs import ONE_PERIOD, PROGRAMS
+from tests.portability.programs import ONE_PERIOD
 from tests.portability.programs import check as check_served
-from tests.portability.topologies import GENERATIONS, HAS_COMPILER
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORD, PAGE = ROOT / "benchmarks" / "portability.json", ROOT / "docs" / "portability.rst"

@@ -9,16 +9,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxbuf.tpu_compiler import GENERATIONS, SLICES, compile_for, tpu_mesh, unaliased
 from tests.portability.artefact import (
     collectives,
     host_transfers,
     pool_copies,
     relaid,
-    unaliased,
     vmem_bytes_used,
     written_back,
 )
-from tests.portability.topologies import GENERATIONS, SLICES, compile_for, tpu_mesh
 
 pytestmark = pytest.mark.tpu_compiler
 

@@ -10,9 +10,9 @@ from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.memory.sequences import make_launch
 from jaxbuf.pallas.tpu_memory import vmem_bytes
 from jaxbuf.target import as_target
+from jaxbuf.tpu_compiler import GENERATIONS, compile_for, unaliased
 from tests.pallas.test_attend import shapes, step
-from tests.portability.artefact import pool_copies, unaliased, vmem_bytes_used
-from tests.portability.topologies import GENERATIONS, compile_for
+from tests.portability.artefact import pool_copies, vmem_bytes_used
 
 # JAX writes programs for other machines to its cache, and can't read them.
 UNREADABLE = "ignore:Error reading persistent compilation cache entry"

@@ -11,9 +11,9 @@ from jax.experimental.layout import Format, Layout
 
 from jaxbuf.pallas.tpu_memory import vmem_bytes
 from jaxbuf.recurrence import RecurrenceSpec, buffered
+from jaxbuf.tpu_compiler import GENERATIONS, compile_for, on_mesh, tpu_mesh, unaliased
 from tests.gpu.checks import new_inputs
-from tests.portability.artefact import pool_copies, unaliased, vmem_bytes_used, written_back
-from tests.portability.topologies import GENERATIONS, compile_for, on_mesh, tpu_mesh
+from tests.portability.artefact import pool_copies, vmem_bytes_used, written_back
 
 pytestmark = pytest.mark.tpu_compiler
 ROWS = 64

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxbuf.recurrence.gated_norm import gated_norm
+from jaxbuf.tpu_compiler import GENERATIONS, compile_for
 from tests.pallas.test_gated_norm import new_arrays
-from tests.portability.topologies import GENERATIONS, compile_for
 
 pytestmark = [
     pytest.mark.tpu_compiler,

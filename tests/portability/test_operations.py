@@ -5,8 +5,8 @@ import pytest
 
 from jaxbuf.pallas.dispatch import KERNELS
 from jaxbuf.pallas.tpu_memory import vmem_bytes
+from jaxbuf.tpu_compiler import GENERATIONS
 from tests.portability.operations import CASES, WITHIN, check_compiled, each_case, reason_against
-from tests.portability.topologies import GENERATIONS
 
 TARGETS = {"gpu": "H100", "tpu": "v6e"}
 # What the kernel of a platform leaves to XLA, and the beginning of its reason. Nothing else may be refused.

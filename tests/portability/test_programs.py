@@ -7,10 +7,9 @@ import itertools
 import pytest
 
 from jaxbuf.planning.tpu_slices import CHIPS_OF_TPUS
-from tests.portability.artefact import device_bytes
-from tests.portability.models import carry_on_mesh
-from tests.portability.programs import ONE_PERIOD, PROGRAMS, check
-from tests.portability.topologies import GENERATIONS
+from jaxbuf.serving.tpu_programs import PROGRAMS, held_bytes
+from jaxbuf.tpu_compiler import GENERATIONS
+from tests.portability.programs import ONE_PERIOD, check
 
 
 @pytest.mark.tpu_compiler
@@ -25,7 +24,7 @@ def test_a_whole_model_and_its_memory_fit_on_its_chips(name):
     """At full depth, by shapes alone: parameters and memory, with a tenth of the chip left for the time of a call."""
     served = dataclasses.replace(ONE_PERIOD[name], layers=None)
     batch, chip = served.batch(), CHIPS_OF_TPUS[served.generation]
-    held = device_bytes((batch.lm.model, batch.drafter, carry_on_mesh(batch, served.mesh)))
+    held = held_bytes(batch)
     assert 0 < held <= 0.9 * chip.memory_bytes / chip.devices
 
 
@@ -38,7 +37,7 @@ def test_a_whole_model_compiles_for_every_generation(name, generation):
     for devices in (ONE_PERIOD[name].devices, 4, 8):
         served = dataclasses.replace(ONE_PERIOD[name], layers=None, generation=generation, devices=devices)
         batch, chip = served.batch(), CHIPS_OF_TPUS[generation]
-        held = device_bytes((batch.lm.model, batch.drafter, carry_on_mesh(batch, served.mesh)))
+        held = held_bytes(batch)
         if held <= 0.9 * chip.memory_bytes / chip.devices:
             memory = check(served, "generate_tokens").memory_analysis()
             assert memory.argument_size_in_bytes + memory.temp_size_in_bytes <= chip.memory_bytes / chip.devices

@@ -8,9 +8,9 @@ import pytest
 
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.recurrence.put import put_rows
+from jaxbuf.tpu_compiler import compile_for
 from tests.portability.artefact import pool_copies, written_back
 from tests.portability.dma import count_dma_bytes
-from tests.portability.topologies import compile_for
 
 RING = jax.ShapeDtypeStruct((65, 8, 64, 128), jnp.bfloat16)  # of one layer of Qwen3.5-4B: 8 MiB
 INPUTS = jax.ShapeDtypeStruct((64 * 8, 64, 128), jnp.bfloat16)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,12 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbuf.target import CHIPS
 
-# The compiler asks no cloud what chips this machine has, and two processes may load it.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
-WITHOUT_COMPILER = "needs the TPU compiler (libtpu): scripts/test --portability installs it and runs these"
 GENERATIONS = tuple(target.generation for target in CHIPS.values() if target.platform == "tpu")
 # The smallest slices of so many devices that the compiler knows. JAX has two devices a chip on v4 and tpu7x.
 SLICES = {
@@ -42,15 +38,28 @@ def tpu_mesh(generation: str, devices: int = 1, axis: str = "tensor") -> Mesh:
       axis: The name of its one axis.
 
     Raises:
-      ValueError: No such generation, or no slice has so many devices.
+      ValueError: libtpu is not installed, there is no such generation, or no slice has so many devices.
     """
+    if not HAS_COMPILER:
+        raise ValueError("libtpu, the TPU compiler, must be installed: pip install 'jaxbuf[tpu]'")
     if generation not in SLICES:
         raise ValueError(f"generation must be one of {', '.join(SLICES)}, got {generation!r}")
     fitting = [name for size, name in SLICES[generation].items() if size >= devices >= 1]
     if not fitting:
         raise ValueError(f"devices must be 1 to {max(SLICES[generation])}, got {devices}")
+    _prepare_library()
     found = topologies.get_topology_desc(platform="tpu", topology_name=fitting[0])
     return Mesh(np.array(found.devices[:devices]), (axis,))
+
+
+def _prepare_library() -> None:
+    """For the compiler that is loaded next. It asks no cloud what chips this machine has, and two processes may load
+    it. Where there is no TPU it would say so in alarming words, unless it is told what chip and host these are."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if jax.config.jax_platforms == "cpu":  # pyright: ignore[reportAttributeAccessIssue]
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def on_mesh(mesh: Mesh, tree: Any, partition: PartitionSpec | None = None) -> Any:
@@ -60,8 +69,9 @@ def on_mesh(mesh: Mesh, tree: Any, partition: PartitionSpec | None = None) -> An
 
     def placed(x):
         own = getattr(x, "sharding", None)
-        here = isinstance(own, NamedSharding) and own.mesh.devices.size > 0 and not own.mesh.empty
-        where = own if here and set(own.mesh.devices.flat) <= set(mesh.devices.flat) else everywhere
+        devices = own.mesh.devices if isinstance(own, NamedSharding) and not own.mesh.empty else None
+        here = devices is not None and devices.size > 0 and set(devices.flat) <= set(mesh.devices.flat)
+        where = own if here else everywhere
         return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=where)
 
     return jax.tree.map(placed, tree)
@@ -97,3 +107,22 @@ def _without_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_compilation_cache_dir", directory)
         compilation_cache.reset_cache()
+
+
+def unaliased(compiled: jax.stages.Compiled) -> list[str]:
+    """Dtype and shape of every output that is not in the place of a donated argument."""
+    header = (compiled.as_text() or "").splitlines()[0]
+    found = re.findall(r"\{(\d*)\}: \(\d+, \{\}, (?:may|must)-alias\)", header)
+    aliased = {int(number or 0) for number in found}  # no number: of the only output
+    outputs = jax.tree.leaves(compiled.out_info)
+    return [f"{x.dtype}{list(x.shape)}" for number, x in enumerate(outputs) if number not in aliased]
+
+
+def device_bytes(arrays: Any) -> int:
+    """The bytes that a device has of arrays, or of shapes that say where they lie."""
+    total = 0
+    for array in jax.tree.leaves(arrays):
+        sharding = getattr(array, "sharding", None)
+        shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
+        total += int(np.prod(shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
+    return total

@@ -1,0 +1,170 @@
+"""`jaxbuf compile`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jaxbuf.cli import options
+from jaxbuf.cli.errors import busy, error_console
+from jaxbuf.cli.plan import size
+from jaxbuf.cli.session import waiting
+from jaxbuf.terminal import print_table, text_console
+
+if TYPE_CHECKING:
+    from jaxbuf.models.language_model import LanguageModel
+    from jaxbuf.planning.tpu_slices import Slice
+    from jaxbuf.serving.tpu_programs import CompiledProgram
+
+MOST_DEVICES = 8
+
+
+def compile_model(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="[bold]demo[/bold], a checkpoint's directory or Hugging Face id (config.json is all it takes), or a "
+            "known model such as Qwen3.5-4B ([bold]jaxbuf models[/bold] lists them).",
+        ),
+    ] = "demo",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="CHIPS",
+            help="TPUs: v4, v5e, v5p, v6e or tpu7x, and how many chips, as in v6e-4; a tpu7x has two devices. Over "
+            f"several devices, {MOST_DEVICES} at most, the model is spread by its heads.",
+        ),
+    ] = "v6e",
+    rows: Annotated[int, typer.Option(help="Requests that are continued at once.", **options.whole(1))] = 64,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.", **options.whole(1))] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens of the longest text.", **options.whole(1))] = 256,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Only so many of its layers, the first ones, which compile faster; by default all.",
+            show_default=False,
+            **options.whole(1),
+        ),
+    ] = None,
+    drafter: Annotated[
+        Literal["none", "ngram", "mtp"], typer.Option(help="Who drafts tokens that a step verifies.")
+    ] = "none",
+    draft_tokens: Annotated[int, typer.Option(help="Draft tokens of a step.", **options.whole(1))] = 4,
+    limit: options.Limit = 16,
+    form: Annotated[
+        Literal["recurrent", "buffered", "kv"], typer.Option(help="How recurrent layers hold a request.")
+    ] = "buffered",
+    state_dtype: options.StateDtype = None,
+    dtype: options.Dtype = None,
+) -> None:
+    """Compile the programs that serve a model for TPUs that are not there, and tell what they take.
+
+    There are two, one that reads prompts and one that decodes.
+    The TPU's own compiler makes them from shapes: no TPU, no weights and no memory for them are needed, but the
+    compiler is, pip install 'jaxbuf\\[tpu]'.
+    A whole model takes minutes, a few --layers of it one.
+
+    Of each program it tells what one device holds all the time (parameters, and the memory of all requests) and for
+    the time of a call; whether that memory stays where it is; how often devices exchange something; and which parts
+    have kernels of jaxbuf's. All else is XLA's. Whether results are right only a chip can tell.
+
+    [bold]Examples[/bold]
+
+      jaxbuf compile --device v5e
+
+      jaxbuf compile Qwen3.5-4B --layers 4
+
+      jaxbuf compile Qwen3.5-27B --device v6e-4 --drafter mtp --draft-tokens 3
+    """
+    with busy("starting JAX"):
+        import jax
+
+        if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.update("jax_platforms", "cpu")  # else JAX looks for TPUs, as the compiler is there
+        from jaxbuf.planning.tpu_slices import find_slice
+        from jaxbuf.serving.tpu_programs import PROGRAMS, abstract_batch, compiled_program, held_bytes
+
+    where = find_slice(device)
+    if where.devices > MOST_DEVICES:
+        raise ValueError(f"device must have at most {MOST_DEVICES} devices to compile for, got {device!r}")
+    drafts = None if drafter == "none" else drafter
+    with busy("counting bytes"):
+        lm = _abstract(model, where, layers, dtype, mtp=drafts == "mtp")
+        batch = abstract_batch(
+            lm,
+            rows,
+            prompt_tokens,
+            max_new_tokens,
+            limit=limit,
+            form=form,
+            state_dtype=state_dtype,
+            drafter=drafts,
+            draft_tokens=draft_tokens,
+        )
+        held = held_bytes(batch)
+    if held > where.memory_bytes:
+        raise ValueError(
+            f"device must have room for parameters and requests of {lm.name}, which take {size(held)} a device, got "
+            f"{device!r} with {size(where.memory_bytes)}; --layers, --rows and the tokens make them fewer"
+        )
+    console, count = text_console(), len(lm.config.layers)
+    console.print(
+        f"{lm.name}, {count} {'layer' if count == 1 else 'layers'}, for {where.devices} "
+        f"{'device' if where.devices == 1 else 'devices'} of a TPU {where.generation}, {size(where.memory_bytes)} "
+        f"each; {rows} {'request' if rows == 1 else 'requests'} of {prompt_tokens} and {max_new_tokens} tokens",
+        markup=False,
+    )
+    made = []
+    for name in PROGRAMS:
+        with waiting(error_console(), f"compiling {name}"):
+            made.append(compiled_program(name, batch))
+    _print(made, where, console)
+
+
+def _abstract(model: str, where: "Slice", layers: int | None, dtype: str | None, *, mtp: bool) -> "LanguageModel":
+    """The model as shapes, spread over the devices."""
+    from jaxbuf.models.abstract import abstract_model
+    from jaxbuf.models.loading.checkpoint import compute_dtype
+    from jaxbuf.models.resizing import resized
+    from jaxbuf.models.tensor_parallel import automatic
+    from jaxbuf.planning.model_sizes import find_sizes
+    from jaxbuf.tpu_compiler import tpu_mesh
+
+    sizes = find_sizes(model)
+    if layers is not None and layers > len(sizes.config.layers):
+        raise ValueError(f"layers must be at most {len(sizes.config.layers)}, got {layers}")
+    config = resized(sizes.config, sizes.name, {} if layers is None else {"layers": layers}, mtp=mtp)
+    mesh = tpu_mesh(where.generation, where.devices)
+    config = dataclasses.replace(config, mesh=automatic(mesh) if where.devices > 1 else None)
+    try:
+        _ = config.on_device
+    except ValueError as error:
+        raise ValueError(f"device {where.name} can not serve {sizes.name}: {error}") from None
+    return abstract_model(config, sizes.name, where.target, compute_dtype(dtype) or sizes.dtype)
+
+
+def _print(made: "list[CompiledProgram]", where: "Slice", console: Console) -> None:
+    table = Table()
+    table.add_column("of one device", no_wrap=True)
+    for program in made:
+        table.add_column(program.name, no_wrap=True, justify="right")
+
+    def add(name: str, cell: "Callable[[CompiledProgram], str]", *, end_section: bool = False) -> None:
+        table.add_row(name, *map(cell, made), end_section=end_section)
+
+    add("compiled in", lambda program: f"{program.seconds:.0f} s", end_section=True)
+    add("parameters, requests", lambda program: size(program.held_bytes))
+    add("for the time of a call", lambda program: size(program.temporary_bytes))
+    add("of its memory", lambda program: f"{program.used_bytes / where.memory_bytes:.0%}", end_section=True)
+    add("arrays not in place", lambda program: str(len(program.moved)))
+    add("exchanges", lambda program: str(program.exchanges))
+    for kernel in dict.fromkeys(kernel for program in made for kernel in program.kernels):
+        add(f"kernels: {kernel}", lambda program, kernel=kernel: str(program.kernels.get(kernel, 0)))
+    print_table(table, console)
+    for program in made:
+        if program.used_bytes > where.memory_bytes:
+            console.print(f"{program.name} does not fit.", markup=False)
