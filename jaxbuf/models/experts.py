@@ -230,13 +230,23 @@ def _mixture(gated: bool, asked: Asked | None, x, first, second, chosen, weights
         Call(rows, inner, outputs, experts, x.dtype),
     )
     dtypes = "it needs weights in the dtype of x" if {first.dtype, second.dtype} != {x.dtype} else None
-    if not asked.takes(next(filter(None, (dtypes, *map(supports, calls))), None)):
+    reasons = (dtypes, *(supports(call, platform=asked.platform) for call in calls))
+    if not asked.takes(next(filter(None, reasons), None)):
         return defined(x, first, second, weights, chosen, begin)
-    run = partial(_by_kernel, calls, asked.interpret)
+    by_kernel = {"gpu": _on_gpu, "tpu": _on_tpu}[asked.platform]
+    run = partial(by_kernel, calls, asked.interpret)
     return differentiable(run, defined)(x, first, second, weights, chosen, begin)
 
 
-def _by_kernel(calls, interpret: bool, x, first, second, weights, chosen, begin) -> Array:
+def _on_tpu(calls, interpret: bool, x, first, second, weights, chosen, begin) -> Array:
+    from jaxbuf.pallas.experts import tpu  # as in _mixture
+
+    multiply = partial(tpu.multiply_groups, interpret=interpret)
+    products = partial(multiply, calls[0]), partial(multiply, calls[1])
+    return _defined(calls[0].gated, x, first, second, weights, chosen, begin, products)
+
+
+def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) -> Array:
     from jaxbuf.pallas.experts import gpu  # as in _mixture
 
     by_expert = chosen.reshape(-1) if begin is None else chosen.reshape(-1) - begin
@@ -252,15 +262,18 @@ def _by_kernel(calls, interpret: bool, x, first, second, weights, chosen, begin)
     return _weighted(each.at[places].get(mode="fill", fill_value=0), weights, x.dtype)
 
 
-def _defined(gated: bool, x, first, second, weights, chosen, begin) -> Array:
+def _defined(gated: bool, x, first, second, weights, chosen, begin, products=None) -> Array:
+    """The mixture of tokens that are sorted by expert; `products`: what multiplies them, XLA unless it is given."""
+    multiply_first, multiply_second = products or (_ragged, _ragged)
     sources, places, groups = _sort(chosen, begin, first.shape[0])
-    inner = _kept(_ragged(_kept(x[sources], groups, begin), first, groups), groups, begin)
+    inner = _kept(multiply_first(_kept(x[sources], groups, begin), first, groups), groups, begin)
     if gated:
         gate, up = jnp.split(inner, 2, axis=-1)
         inner = jax.nn.silu(gate) * up
     else:
         inner = jnp.square(jax.nn.relu(inner))
-    return _weighted(_kept(_ragged(inner, second, groups), groups, begin)[places], weights, x.dtype)
+    each = _kept(multiply_second(inner, second, groups), groups, begin)
+    return _weighted(each[places], weights, x.dtype)
 
 
 def _sort(chosen: Array, begin: Array | None, here: int):

@@ -85,7 +85,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "project": _hopper("project"),
     "gated_project": _hopper("project"),
     "add_and_norm": _hopper("add_and_norm"),
-    "experts": _hopper("experts"),
+    "experts": _hopper("experts") | _tpu("experts"),  # on TPUs a library's, which is interpreted like ours
     "prefill": _tpu("chunked"),  # which returns the state before the tokens that stay entries, and their updates
     "chunked": _tpu("chunked"),
     "attend": {},

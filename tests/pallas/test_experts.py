@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.models.experts import mixture
-from jaxbuf.pallas.experts import Call, gpu
+from jaxbuf.pallas.experts import STEP, Call, gpu, tpu
 
 SIZES = {"experts": 6, "inputs": 64, "inner": 72, "outputs": 64}
 
@@ -148,6 +148,7 @@ def test_rows_lie_in_the_groups_of_their_experts(begin, most_compared, rng, monk
 
 
 def test_a_schedule_fits_a_multiprocessor():
+    assert STEP == gpu.STEP
     for rows in (8, 80, 256, 1024, 1280, 32_768, 40_960):
         for gated, inputs, outputs in ((True, 2048, 512), (False, 512, 2048)):
             call = Call(rows, inputs, outputs, 256, np.dtype(jnp.bfloat16), gated)
@@ -155,6 +156,56 @@ def test_a_schedule_fits_a_multiprocessor():
             assert schedule.rows * schedule.tiles == outputs and schedule.ring >= 4
             if rows == 8:  # a token's experts keep nearly all multiprocessors busy
                 assert 112 <= schedule.visits * schedule.tiles <= 264
+
+
+TPU_SIZES = {"experts": 6, "inputs": 128, "inner": 128, "outputs": 256}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "gated"),
+    [(9, 3, True), (1, 2, False), pytest.param(300, 3, True, marks=pytest.mark.slow)],
+)
+def test_the_tpu_kernel_is_the_mixture(tokens, chosen, gated, rng, monkeypatch):
+    """Also where a weight comes in parts, and some groups are empty or end within what is multiplied at once."""
+    monkeypatch.setattr(tpu, "WEIGHT", 2 * 128 * 128)
+    arrays = new_arrays(rng, tokens, chosen, gated=gated, **TPU_SIZES)
+    arrays = *arrays[:3], jnp.where(arrays[3] == 4, 5, arrays[3]), arrays[4]
+    found = mixture(*arrays, gated=gated, implementation="tpu", interpret=True)
+    assert found.dtype == jnp.bfloat16 and error(found, defined(*arrays, gated=gated)) < 1e-2
+
+
+def test_of_experts_elsewhere_the_tpu_kernel_reads_nothing(rng):
+    """Three devices have two experts each; what lies in no group is whatever memory held."""
+    x, first, second, chosen, weights = new_arrays(rng, 5, 3, **TPU_SIZES)
+    for begin in (0, 2, 4):
+        here = slice(begin, begin + 2)
+        how = {"begin": begin, "implementation": "tpu", "interpret": True}
+        found = mixture(x, first[here], second[here], chosen, weights, **how)
+        known = defined(x, first[here], second[here], chosen, weights, here=[begin, begin + 1])
+        np.testing.assert_allclose(np.asarray(found, np.float64), known, atol=1e-2 * np.abs(known).max())
+
+
+@pytest.mark.slow
+def test_the_tpu_kernel_has_the_gradient_of_the_definition(rng):
+    x, first, second, chosen, weights = new_arrays(rng, 3, 2, **TPU_SIZES)
+
+    def summed(x, first, second, weights, **how):
+        return jnp.sum(jnp.sin(mixture(x, first, second, chosen, weights, **how).astype(jnp.float32)))
+
+    grad = jax.grad(summed, (0, 1, 2, 3))
+    found = grad(x, first, second, weights, implementation="tpu", interpret=True)
+    for mine, theirs in zip(found, grad(x, first, second, weights), strict=True):
+        assert error(mine, np.asarray(theirs, np.float64)) < 2e-2
+
+
+def test_what_a_tpu_multiplies_at_once_fits_its_memory():
+    """Of the smallest generation, whose kernels have 16 MiB: two of each part that comes or goes, and the sums."""
+    for rows in (8, 256, 1024, 40_960, 262_144):
+        for gated, inputs, outputs in ((True, 2048, 512), (False, 512, 2048), (True, 2304, 1024), (False, 7168, 2048)):
+            most, inner, outer = tpu.tiles(Call(rows, inputs, outputs, 256, np.dtype(jnp.bfloat16), gated))
+            assert most % tpu.PACKED == inner % tpu.LANES == outer % tpu.LANES == 0
+            assert 2 * 2 * (most * inner + inner * outer + most * outer) + 4 * most * outer < 14 * 2**20
+            assert inner * -(-inputs // inner) < inputs + inner
 
 
 @pytest.mark.parametrize(
@@ -169,3 +220,17 @@ def test_what_the_kernel_cannot_serve_is_an_error_that_says_why(changes, dtype, 
     arrays = new_arrays(rng, 2, 2, dtype, **SIZES | {"inner": 64} | changes)
     with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this experts: it needs {reason}'):
         mixture(*arrays, implementation="gpu", target="H100")
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "reason"),
+    [
+        ({"inputs": 192}, "bfloat16", "in, the numbers of a row, in 128s, got 192"),
+        ({"inner": 64}, "bfloat16", "out, the rows of an expert's weight, in 128s, got 64"),
+        ({}, "float16", "x and weights in bfloat16, got float16"),
+    ],
+)
+def test_what_the_tpu_kernel_cannot_serve_is_an_error_that_says_why(changes, dtype, reason, rng):
+    arrays = new_arrays(rng, 2, 2, dtype, **TPU_SIZES | changes)
+    with pytest.raises(ValueError, match=f'implementation="tpu" can not serve this experts: it needs {reason}'):
+        mixture(*arrays, implementation="tpu", target="v6e")

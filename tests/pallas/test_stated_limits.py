@@ -36,6 +36,7 @@ PREPARED = PrepareCall(
     **{"heads": 32, "key_heads": 16, "key_dim": 128, "value_dim": 128, "eps": 1e-6, "ordered": False},
 )
 PUT = PutCall(pool=(9, 2, 128), rows=4, stored=BF16, dtype=BF16)
+EXPERTS = ExpertCall(8, 128, 128, 4, BF16)
 CHUNK = FlashCall(rows=4, time=64, keys=64, heads=8, kv_heads=4, head_dim=128, dtype=BF16, generation="Hopper")
 AMPERE = dataclasses.replace(CHUNK, generation="Ampere")
 
@@ -70,6 +71,10 @@ def convolved(call):
 
 def chunk(call):
     return flash.supports(call, k=call.dtype, v=call.dtype)
+
+
+def experts_on_tpu(call):
+    return experts.supports(call, platform="tpu")
 
 
 # A row of the page's table, words in it; a call, one of its fields, values of it that are served, and that are not.
@@ -118,6 +123,9 @@ LIMITS = [
      "hidden", [256, 16384], [128, 16640]),
     ("experts", "inputs in multiples of 64", experts.supports, ExpertCall(8, 64, 8, 4, BF16), "inputs", [64], [32]),
     ("experts", "outputs of 8", experts.supports, ExpertCall(8, 64, 8, 4, BF16), "outputs", [8], [4]),
+    ("experts", "Megablox: bfloat16", experts_on_tpu, EXPERTS, "dtype", [BF16], [F16, F32]),
+    ("experts", "outputs in multiples of 128", experts_on_tpu, EXPERTS, "inputs", [128, 384], [64]),
+    ("experts", "outputs in multiples of 128", experts_on_tpu, EXPERTS, "outputs", [128, 384], [64]),
 ]  # fmt: skip
 
 

@@ -17,6 +17,17 @@ def test_steps_are_compared_with_xlas(rng, implementation):
     assert 0 <= figures["worst error"] <= tpu_checks.BOUND
 
 
+def test_experts_are_compared_with_xlas(rng, monkeypatch):
+    how = {"implementation": "tpu", "interpret": True}
+    assert 0 <= tpu_checks.experts_are_xlas(rng, (1, 32), **how)["worst error"] <= tpu_checks.BOUND
+    plain = tpu_checks.mixture
+    monkeypatch.setattr(
+        tpu_checks, "mixture", lambda *arrays, **how: plain(*arrays, **how) * (1 + (how["implementation"] == "tpu") / 9)
+    )
+    with pytest.raises(AssertionError, match="mixtures differ by"):
+        tpu_checks.experts_are_xlas(rng, (1,), **how)
+
+
 def test_a_step_that_differs_is_seen(rng, monkeypatch):
     extend = buffered.extend
 

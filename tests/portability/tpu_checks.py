@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.models.experts import mixture
 from jaxbuf.pallas.dispatch import ask
 from jaxbuf.planning.tpu_slices import CHIPS_OF_TPUS
 from jaxbuf.recurrence import RecurrenceSpec, buffered
@@ -87,6 +88,26 @@ def step_is_timed(rng: np.random.Generator, spec: RecurrenceSpec, rows: int = TI
     return figures
 
 
+def experts_are_xlas(
+    rng: np.random.Generator, tokens: tuple[int, ...] = (1, 32, 300), *, implementation: str = "auto", interpret=False
+) -> Figures:
+    """Mixtures of some of 16 experts, of few tokens and of many, are those of XLA's path."""
+    first, second = (
+        jnp.asarray(rng.standard_normal((16, *shape)) * shape[-1] ** -0.5, jnp.bfloat16)
+        for shape in ((512, 512), (512, 256))
+    )
+    worst = 0.0
+    for number in tokens:
+        x = jnp.asarray(rng.standard_normal((number, 512)), jnp.bfloat16)
+        chosen = jnp.asarray(np.argsort(rng.random((number, 16)), axis=1)[:, :4], jnp.int32)
+        arrays = x, first, second, chosen, jnp.asarray(rng.dirichlet(np.ones(4), number), jnp.float32)
+        out = np.asarray(mixture(*arrays, implementation=implementation, interpret=interpret), np.float64)
+        wanted = np.asarray(mixture(*arrays, implementation="xla"), np.float64)
+        worst = max(worst, float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted)))
+    assert worst <= BOUND, f"mixtures differ by {worst}, of {BOUND} that they may"
+    return {"worst error": worst}
+
+
 def has_kernel(operation: str) -> Figures:
     """The dispatcher takes this chip for one that the operation's kernel is written for."""
     assert ask(operation, "auto") is not None, f"{operation} has no kernel for {resolve_target(None)}"
@@ -107,6 +128,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_step_is_xlas_with_a_split_checkpoint": lambda rng: steps_are_xlas(
         rng, FAMILIES["Gated DeltaNet (Qwen3.5-4B)"], state_dtype="split"
     ),
+    "experts_are_xlas": experts_are_xlas,
     **{name: check for name, check in model_checks.CHECKS.items() if "pool_sized" not in name},
     **{
         f"time_of_a_step_of_{named(family)}": lambda rng, spec=spec: step_is_timed(rng, spec)
