@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 from rich.console import Console
@@ -475,3 +476,18 @@ def test_help_of_score_and_chat_teaches_with_examples():
     assert all(option in score for option in ("--model", "--context", "--dtype", "jaxbuf score README.md"))
     shared = ("--model", "--system", "--max-new-tokens", "--limit", *SHARED_OPTIONS)
     assert all(option in chat for option in (*shared, "--form", "--dtype", "/reset", "/exit", "jaxbuf chat --model"))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"top_p": 0.9, "seed": 3}, "without a --temperature nothing is drawn, and --top-p, --seed of no effect"),
+        ({"top_p": 0.9, "temperature": 0.7}, ""),
+        ({"repetition_penalty": 1.2}, ""),
+        ({"n": 3}, "the samples are all the same, as the temperature is 0: give a --temperature"),
+    ],
+)
+def test_settings_that_change_nothing_are_told(given, told):
+    err = Console(file=io.StringIO(), width=200)
+    session.sampling_params(err, types.SimpleNamespace(sampling_defaults={"temperature": 0.0}), given)
+    assert err.file.getvalue().strip() == told

@@ -70,7 +70,7 @@ def chat(
             "continues token ids"
         )
     stops = (*sampling.pop("stop_token_ids", ()), *_end_of_turn(lm))
-    params = sampling_params(lm, sampling, stop_token_ids=stops)
+    params = sampling_params(err, lm, sampling, stop_token_ids=stops)
     settings = shared | {"sampling": params} | load_drafter(err, drafting, dtype)
     conversation = Conversation(lm, system, max_new_tokens, settings)
     conversation.check()

@@ -167,12 +167,10 @@ def _generate(
     import jaxbuf
 
     lm = asked.load(err)
-    settings = settings | load_drafter(err, drafting, asked.dtype) | {"sampling": sampling_params(lm, sampling)}
+    settings = settings | load_drafter(err, drafting, asked.dtype) | {"sampling": sampling_params(err, lm, sampling)}
     if interrupted.is_set():
         return
     params = settings["sampling"]
-    if params.n > 1 and params.temperature == 0:
-        err.print("the samples are all the same, as the temperature is 0: give a --temperature", style="dim")
     events = jaxbuf.generate(lm, [asked.prompt], stream=True, **settings)
     started = time.perf_counter()
     if params.n > 1:

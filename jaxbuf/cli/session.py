@@ -105,16 +105,26 @@ def _check_drafter(name: str) -> None:
         raise ValueError(f'--drafter must be "ngram", "mtp" or a model (a directory or an id), got {name!r}')
 
 
+OF_DRAWING = ("top_k", "top_p", "min_p", "seed")  # settings of how a token is drawn
+
+
 def option_names(names: Iterable[str]) -> str:
     """As they are typed."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
-def sampling_params(lm: "LanguageModel", given: dict[str, Any], **more: Any) -> "SamplingParams":
-    """What the user gave, and the checkpoint's own defaults for the rest."""
+def sampling_params(err: Console, lm: "LanguageModel", given: dict[str, Any], **more: Any) -> "SamplingParams":
+    """What the user gave, and the checkpoint's own defaults for the rest. Says so where what was given changes nothing,
+    as nothing is drawn."""
     import jaxbuf
 
-    return jaxbuf.SamplingParams(**lm.sampling_defaults | given | more)
+    params = jaxbuf.SamplingParams(**lm.sampling_defaults | given | more)
+    if params.temperature == 0:
+        if idle := [name for name in OF_DRAWING if name in given]:
+            err.print(f"without a --temperature nothing is drawn, and {option_names(idle)} of no effect", style="dim")
+        if params.n > 1:
+            err.print("the samples are all the same, as the temperature is 0: give a --temperature", style="dim")
+    return params
 
 
 def progress_bar(err: Console) -> Progress:
