@@ -23,10 +23,20 @@ def test_a_known_model_is_exported_for_a_chip_that_is_not_there(tmp_path):
     assert manifest["settings"]["rows"] == 1 and manifest["settings"]["prompt_tokens"] == 64
 
 
+@pytest.mark.parametrize(("target", "dtype"), [("v6e", "bfloat16"), ("cpu", "float32")])
+def test_parameters_are_as_the_target_has_them_not_this_machine(tmp_path, target, dtype):
+    done = invoke(tmp_path / "demo", "--target", target, *SMALL)
+    assert done.exit_code == 0, done.stderr
+    manifest = json.loads((tmp_path / "demo" / "exported.json").read_text())
+    assert {each["dtype"] for each in manifest["parameters"] if len(each["shape"]) == 2} == {dtype}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--target", "v3"), "--target must be a Target or one of"),
+        (("--target", "v3"), "--target must be one of CPU, A100, "),
+        (("--target", "v6e-4"), "got 'v6e-4'"),
+        (("--model", "Qwen3.5-4B"), "'Qwen3.5-4B' is known by its shape, of which --without-parameters writes the "),
         (("--rows", "0"), "--rows must be a whole number of at least 1, got '0'"),
         (("--without-parameters", "--model", "no-such-model"), "no model 'no-such-model'"),
     ],

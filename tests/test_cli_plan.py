@@ -84,7 +84,9 @@ def test_the_model_may_be_an_option_as_elsewhere():
 def test_a_model_that_does_not_fit_is_said_to():
     done = invoke(NEXT, "--memory", "80GB", "--context", "1024")
     assert done.exit_code == 0, done.stderr
-    assert "The parameters and the workspace do not fit." in done.stdout
+    assert "The parameters and the workspace do not fit." in done.stdout and "They do on" not in done.stdout
+    done = invoke(NEXT, "--device", "v6e", "--context", "1024")
+    assert "do not fit.\nThey do on v6e-8.\n" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -130,10 +132,17 @@ def test_help_teaches_with_examples():
 def test_a_slice_of_tpus_stands_in_place_of_a_memory():
     done = invoke("Qwen3.5-4B", "--device", "tpu7x-2", "--context", "1024", env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.stderr
-    assert "2 chips of a TPU tpu7x, 4 devices; what follows is of one device, with 3.69 TB a second" in done.stdout
+    assert "2 chips of a TPU tpu7x, 4 devices; what follows is of one device, with 3.69 TB a second" in " ".join(
+        done.stdout.split()
+    )
+    assert "a second: the heads are spread over all" in " ".join(done.stdout.split())
     assert "103.1 GB of memory" in done.stdout
     (row,) = (line for line in done.stdout.splitlines() if "a step of all, estimate" in line)
     assert row.count(" ms") == 4
+    done = invoke("Qwen3.5-4B", "--device", "v6e", "--context", "1024", "--requests", "64")
+    (row,) = (line for line in done.stdout.splitlines() if "a step of 64, estimate" in line)
+    seconds = jaxbuf.plan("Qwen3.5-4B", device="v6e", context=1024).step_seconds_for("buffered", 64)
+    assert f"{1e3 * seconds:.3g} ms" in row
     (found,) = json.loads(invoke("Qwen3.5-4B", "--device", "v6e", "--context", "1024", "--json").stdout)
     assert found["device"]["generation"] == "v6e" and found["forms"][0]["step_seconds"] > 0
     both = invoke("Qwen3.5-4B", "--device", "v6e", "--memory", "80GB")

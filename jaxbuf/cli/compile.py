@@ -1,6 +1,7 @@
 """`jaxbuf compile`."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from jaxbuf.cli import options
 from jaxbuf.cli.errors import busy, error_console
 from jaxbuf.cli.plan import size
-from jaxbuf.cli.session import waiting
+from jaxbuf.cli.session import stay_on_cpu, waiting
 from jaxbuf.terminal import print_table, text_console
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ def compile_model(
         str,
         typer.Option(
             metavar="CHIPS",
-            help="TPUs: v4, v5e, v5p, v6e or tpu7x, and how many chips, as in v6e-4; a tpu7x has two devices. Over "
-            f"several devices, {MOST_DEVICES} at most, the model is spread by its heads.",
+            help="TPUs: v4, v5e, v5p, v6e or tpu7x, and how many chips (not cores), as in v6e-4; a tpu7x has two "
+            f"devices. Over several devices, {MOST_DEVICES} at most, the model is spread by its heads.",
         ),
     ] = "v6e",
     rows: Annotated[int, typer.Option(help="Requests that are continued at once.", **options.whole(1))] = 64,
@@ -65,12 +66,16 @@ def compile_model(
 
     There are two, one that reads prompts and one that decodes.
     The TPU's own compiler makes them from shapes: no TPU, no weights and no memory for them are needed, but the
-    compiler is, pip install 'jaxbuf\\[tpu]'.
-    A whole model takes minutes, a few --layers of it one.
+    compiler is: the extra "tpu" of this package, on any machine.
+    A model of 32 layers takes five minutes or so on two cores, its first 4 --layers two. Nothing is kept: what is
+    compiled for a chip that is not there can't be taken from a --compilation-cache.
 
-    Of each program it tells what one device holds all the time (parameters, and the memory of all requests) and for
-    the time of a call; whether that memory stays where it is; how often devices exchange something; and which parts
-    have kernels of jaxbuf's. All else is XLA's. Whether results are right only a chip can tell.
+    Of each program it tells what one device holds all the time (parameters, and the memory of all requests), and what
+    on top for the time of a call: reading all prompts at once takes most.
+    Arrays not in place: of that memory, what is written to another place than it was in.
+    Exchanges between devices stand in every layer, and in what makes logits and samples from them, there mostly in
+    branches of which few are taken; a step of generate_tokens has each once.
+    Kernels are counted by what they compute; everything else is XLA's. Whether results are right only a chip can tell.
 
     [bold]Examples[/bold]
 
@@ -83,8 +88,8 @@ def compile_model(
     with busy("starting JAX"):
         import jax
 
-        if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
-            jax.config.update("jax_platforms", "cpu")  # else JAX looks for TPUs, as the compiler is there
+        stay_on_cpu()
+        from jaxbuf.pallas.dispatch import told
         from jaxbuf.planning.tpu_slices import find_slice
         from jaxbuf.serving.tpu_programs import PROGRAMS, abstract_batch, compiled_program, held_bytes
 
@@ -109,20 +114,37 @@ def compile_model(
     if held > where.memory_bytes:
         raise ValueError(
             f"device must have room for parameters and requests of {lm.name}, which take {size(held)} a device, got "
-            f"{device!r} with {size(where.memory_bytes)}; --layers, --rows and the tokens make them fewer"
+            f"{device!r} with {size(where.memory_bytes)}: more chips have less each, fewer rows and tokens take less"
         )
-    console, count = text_console(), len(lm.config.layers)
+    console, count, reading = text_console(), len(lm.config.layers), batch.arrivals[0].tokens.shape[1]
     console.print(
         f"{lm.name}, {count} {'layer' if count == 1 else 'layers'}, for {where.devices} "
         f"{'device' if where.devices == 1 else 'devices'} of a TPU {where.generation}, {size(where.memory_bytes)} "
-        f"each; {rows} {'request' if rows == 1 else 'requests'} of {prompt_tokens} and {max_new_tokens} tokens",
+        f"each: {batch.sizes.rows} {'request' if rows == 1 else 'requests'} of at most {batch.sizes.capacity} tokens, "
+        f"{reading} tokens of each prompt at once",
         markup=False,
     )
     made = []
     for name in PROGRAMS:
-        with waiting(error_console(), f"compiling {name}"):
-            made.append(compiled_program(name, batch))
+        try:
+            with waiting(error_console(), f"compiling {name}"):
+                made.append(compiled_program(name, batch))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise MemoryError(
+                f"{name} does not fit on {device}, the TPU's compiler says ({_taken(str(error))}): more chips have "
+                "less each, fewer --rows and shorter --prompt-tokens take less"
+            ) from error
     _print(made, where, console)
+    if message := told(where.target):
+        console.print(message, markup=False)
+
+
+def _taken(message: str) -> str:
+    """The sizes in the compiler's words, or their beginning."""
+    found = re.search(r"the total memory required.*?exceeds available HBM \([\d.]+\w*\)", message)
+    return found[0] if found else message.splitlines()[0][:200]
 
 
 def _abstract(model: str, where: "Slice", layers: int | None, dtype: str | None, *, mtp: bool) -> "LanguageModel":
@@ -161,7 +183,8 @@ def _print(made: "list[CompiledProgram]", where: "Slice", console: Console) -> N
     add("for the time of a call", lambda program: size(program.temporary_bytes))
     add("of its memory", lambda program: f"{program.used_bytes / where.memory_bytes:.0%}", end_section=True)
     add("arrays not in place", lambda program: str(len(program.moved)))
-    add("exchanges", lambda program: str(program.exchanges))
+    add("exchanges of layers", lambda program: str(program.layer_exchanges))
+    add("other exchanges", lambda program: str(program.other_exchanges))
     for kernel in dict.fromkeys(kernel for program in made for kernel in program.kernels):
         add(f"kernels: {kernel}", lambda program, kernel=kernel: str(program.kernels.get(kernel, 0)))
     print_table(table, console)

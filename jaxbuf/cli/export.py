@@ -7,7 +7,7 @@ import typer
 
 from jaxbuf.cli import options
 from jaxbuf.cli.errors import busy, error_console
-from jaxbuf.cli.session import load_model
+from jaxbuf.cli.session import load_model, stay_on_cpu
 from jaxbuf.terminal import text_console
 
 
@@ -18,8 +18,8 @@ def export(
         str,
         typer.Option(
             metavar="CHIP",
-            help="What the programs are for: cpu, H100, H200, v4, v5e, v5p, v6e, tpu7x or another chip of NVIDIA's. "
-            "This machine needs none of it.",
+            help="What the programs are for: cpu, H100, H200, v4, v5e, v5p, v6e, tpu7x or another chip of NVIDIA's, of "
+            "which they use one device. This machine needs none.",
         ),
     ] = "cpu",
     rows: Annotated[int, typer.Option(help="Prompts that are continued at once.", **options.whole(1))] = 8,
@@ -33,7 +33,13 @@ def export(
     form: Annotated[
         Literal["recurrent", "buffered", "kv"], typer.Option(help="How recurrent layers hold a request.")
     ] = "buffered",
-    dtype: options.Dtype = None,
+    state_dtype: options.StateDtype = None,
+    dtype: Annotated[
+        options.DtypeName | None,
+        typer.Option(
+            help="Of the parameters: float32, bfloat16 or float16; by default the checkpoint's, for a CPU float32."
+        ),
+    ] = None,
     without_parameters: Annotated[
         bool,
         typer.Option(
@@ -43,11 +49,12 @@ def export(
         ),
     ] = False,
 ) -> None:
-    """Write a model's compiled loop for a chip as files, which run without the model's Python.
+    """Write the programs that serve a model on a chip as files, which run without the model's Python.
 
-    DIRECTORY gets the programs that read prompts and that decode, as jax.export writes them, what they were made for,
-    and the parameters. jaxbuf.load_exported(DIRECTORY) runs them in Python, on the chip that they are for, with prompts
-    up to the sizes that are given here.
+    DIRECTORY gets the programs that read prompts and that decode, as jax.export writes them: lowered for the chip, and
+    compiled where they run. Beside them it gets what they were made for, and the parameters.
+    jaxbuf.load_exported(DIRECTORY) runs them in Python, on the chip that they are for, with prompts up to the sizes
+    that are given here. To see what they will take on TPUs: jaxbuf compile.
 
     [bold]Examples[/bold]
 
@@ -56,18 +63,28 @@ def export(
       jaxbuf export qwen-v6e --model Qwen3.5-4B --target v6e --without-parameters
     """
     with busy("starting JAX"):
+        stay_on_cpu()
         from jaxbuf.models.abstract import abstract_model
-        from jaxbuf.models.loading.checkpoint import compute_dtype
+        from jaxbuf.models.known_models import find_known
+        from jaxbuf.models.loading.hub import find_directory
         from jaxbuf.planning.model_sizes import find_sizes
         from jaxbuf.serving.export import export as write
-        from jaxbuf.target import as_target
+        from jaxbuf.target import CHIPS, as_target
 
-    chip = as_target(target)
+    try:
+        chip = as_target(target)
+    except ValueError:
+        raise ValueError(f"target must be one of {', '.join(CHIPS)}, got {target!r}") from None
+    sizes = find_sizes(model)
+    kept = dtype or ("float32" if chip.platform == "cpu" else sizes.dtype)
     if without_parameters:
-        sizes = find_sizes(model)
-        lm = abstract_model(sizes.config, sizes.name, chip, compute_dtype(dtype) or sizes.dtype)
+        lm = abstract_model(sizes.config, sizes.name, chip, kept)
+    elif find_directory(model) is None and find_known(model) is not None:
+        raise ValueError(
+            f"model {model!r} is known by its shape, of which --without-parameters writes the programs alone"
+        )
     else:
-        lm = load_model(error_console(), model, dtype)
+        lm = load_model(error_console(), model, kept)
     with busy(f"writing the programs for {chip}"):
         written = write(
             lm,
@@ -80,6 +97,7 @@ def export(
             draft_tokens=draft_tokens,
             limit=limit,
             form=form,
+            state_dtype=state_dtype,
             parameters=not without_parameters,
         )
     size = sum(file.stat().st_size for file in written.iterdir())

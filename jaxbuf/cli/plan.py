@@ -1,7 +1,9 @@
 """`jaxbuf plan`."""
 
+import contextlib
 import json as json_module
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -67,8 +69,9 @@ def plan(
         typer.Option(
             metavar="CHIPS",
             show_default=False,
-            help="TPUs in place of --memory: v4, v5e, v5p, v6e or tpu7x, and how many chips, as in v6e-4. Counts what "
-            "one of their devices holds, and estimates a step from its bandwidth.",
+            help="TPUs in place of --memory: v4, v5e, v5p, v6e or tpu7x, and how many chips "
+            "(not cores), as in v6e-4, over whose devices the heads are spread. Counts what one of them holds, and "
+            "estimates a step from its bandwidth.",
         ),
     ] = None,
     draft_tokens: Annotated[int, typer.Option(help="Draft tokens that a step verifies.", **options.whole(0))] = 0,
@@ -87,7 +90,8 @@ def plan(
     requests: Annotated[
         int | None,
         typer.Option(
-            help="Also tell how much memory so many requests take, parameters and workspace included.",
+            help="Also tell how much memory so many requests take, parameters and workspace included, and with "
+            "--device how long a step of theirs.",
             show_default=False,
             **options.whole(1),
         ),
@@ -161,7 +165,8 @@ def plan(
     A model without such layers has one form, keys and values, which is called buffered.
 
     States, entries, the convolutions' inputs, keys and values are counted to the byte, as a cache has them.
-    The workspace is an allowance, and a drafter's own memory is not counted.
+    The workspace is an allowance, and a drafter's own memory is not counted. Reading many long prompts at once takes
+    more than that: of TPUs jaxbuf compile tells how much.
     "moved" is what a request reads and writes in a step, or for a token that is kept, on average.
     Parameters are not in it: they are read at most once a step, for all requests together.
 
@@ -216,8 +221,25 @@ def plan(
         return
     console = text_console()
     _print_model(console, plans[0])
+    if plans[0].request_memory_bytes < 0:
+        console.print("The parameters and the workspace do not fit.")
+        if device is not None:
+            more = _enough(
+                lambda name: make_plan(source or "", device=name, dtype=dtype, parameter_bytes=parameters), device
+            )
+            console.print(f"They do on {more}." if more else "Nor do they on more chips.")
     for found in plans:
         _print_forms(console, found, requests)
+
+
+def _enough(planned: "Callable[[str], Plan]", device: str | None) -> str | None:
+    """The fewest chips, a power of two, of which the parameters leave room for requests; None: too many."""
+    generation, _, chips = (device or "").partition("-")
+    for count in (2**power for power in range(1, 9)):
+        with contextlib.suppress(ValueError):  # the heads can't be spread over so many
+            if count > int(chips or 1) and planned(f"{generation}-{count}").request_memory_bytes > 0:
+                return f"{generation}-{count}"
+    return None
 
 
 def _print_model(console: Console, found: "Plan") -> None:
@@ -230,15 +252,13 @@ def _print_model(console: Console, found: "Plan") -> None:
         devices = "" if where.devices == where.chips else f", {where.devices} devices"
         console.print(
             f"{chips} of a TPU {where.generation}{devices}; what follows is of one device, with "
-            f"{size(where.bandwidth)} a second",
+            f"{size(where.bandwidth)} a second{'' if where.devices == 1 else ': the heads are spread over all'}",
             markup=False,
         )
     console.print(
         f"{size(found.memory_bytes)} of memory: {size(found.parameter_bytes)} parameters ({found.dtype}), "
         f"{size(found.workspace_bytes)} workspace, {size(room)} for requests"
     )
-    if found.request_memory_bytes < 0:
-        console.print("The parameters and the workspace do not fit.")
     if found.keep is not None:
         console.print(f"write gates: the latest {found.window} keys, and {found.keep:.0%} of those before")
     drafts = f", {found.draft_tokens} drafts, {found.accepted:g} tokens kept a step" if found.draft_tokens else ""
@@ -280,6 +300,11 @@ def _print_forms(console: Console, found: "Plan", requests: int | None) -> None:
     add("moved a token", lambda cost: size(cost.token_bytes), end_section=found.device is not None)
     if found.device is not None:
         add("a step of all, estimate", lambda cost: f"{1e3 * (cost.step_seconds or 0.0):.3g} ms")
+    if found.device is not None and requests is not None:
+        add(
+            f"a step of {requests}, estimate",
+            lambda cost: f"{1e3 * found.step_seconds_for(cost.form, requests):.3g} ms",
+        )
     console.print()
     print_table(table, console)
     if found.draft_tokens and found.recurrent_layers:

@@ -105,6 +105,17 @@ def _check_drafter(name: str) -> None:
         raise ValueError(f'--drafter must be "ngram", "mtp" or a model (a directory or an id), got {name!r}')
 
 
+def stay_on_cpu() -> None:
+    """For programs that are made for chips elsewhere: where JAX_PLATFORMS does not say otherwise, JAX uses the CPU.
+
+    It would look for TPUs as soon as their compiler is installed, and tell at length that there are none.
+    """
+    import jax
+
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_platforms", "cpu")
+
+
 OF_DRAWING = ("top_k", "top_p", "min_p", "seed")  # settings of how a token is drawn
 
 

@@ -158,6 +158,17 @@ class Plan:
         least = needed * WORKSPACE // (WORKSPACE - 1) - 1  # the tenth is rounded down
         return next(total for total in range(least, least + 4) if total - total // WORKSPACE >= needed)
 
+    def step_seconds_for(self, form: FormName, requests: int) -> float:
+        """`FormCost.step_seconds` of so many requests of this form, whether they fit or not.
+
+        Raises:
+          ValueError: The plan is for no device, whose bandwidth would be known.
+        """
+        check_sizes(requests=requests)
+        if self.device is None:
+            raise ValueError("device must be given to a plan that estimates a step, got None")
+        return _step_seconds(self.parameter_bytes, requests * self[form].step_bytes, self.device)
+
     @property
     def recurrent_ratio(self) -> float | None:
         """Recurrent memory (states and rings) of the design with snapshots over that of the buffered form."""
@@ -505,8 +516,12 @@ def _gated(shape: ModelSizes, keep: float, window: int) -> ModelSizes:
 
 def _fit(cost: FormCost, room: int, parameters: int, where: Slice | None) -> FormCost:
     requests = max(0, (room - cost.fixed_bytes) // cost.request_bytes)
-    seconds = None if where is None else (parameters + requests * cost.step_bytes) / where.bandwidth
+    seconds = None if where is None else _step_seconds(parameters, requests * cost.step_bytes, where)
     return dataclasses.replace(cost, requests=requests, step_seconds=seconds)
+
+
+def _step_seconds(parameters: int, moved: float, where: Slice) -> float:
+    return (parameters + moved) / where.bandwidth
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:

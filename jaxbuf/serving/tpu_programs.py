@@ -25,6 +25,8 @@ PROGRAMS = {"admit": admit, "generate_tokens": generate_tokens}  # of a batch: w
 # What kernels compute is named after the scope of the model that they stand in, but for these.
 OPERATIONS = {"output": "gated_norm", "attention": "attend"}
 EXCHANGES = r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
+# The scopes of what layers compute. In a loop XLA may give the kernel's alone, without what is around it.
+OF_LAYERS = r'op_name="[^"]*(?:shard_map|\blayer_\d+/)'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,9 @@ class CompiledProgram:
       held_bytes: Of its arguments, on one device: parameters, and the memory of all requests.
       temporary_bytes: On one device, for the time of a call.
       moved: Dtype and shape of each array of its carry that it writes to another place than it was in.
-      exchanges: Between devices, as they stand in the program; a step of a loop has each once.
+      layer_exchanges, other_exchanges: How often devices exchange something in the layers, and in the embedding, the
+        logits and sampling. They are counted as they stand in the program: a step of `generate_tokens` and a call of
+        `admit` have each once, but of a branch only where it is taken.
       kernels: How many Pallas kernels it has, by what they compute.
     """
 
@@ -46,7 +50,8 @@ class CompiledProgram:
     held_bytes: int
     temporary_bytes: int
     moved: tuple[str, ...]
-    exchanges: int
+    layer_exchanges: int
+    other_exchanges: int
     kernels: dict[str, int]
 
     @property
@@ -95,13 +100,15 @@ def compiled_program(name: str, batch: Batch) -> CompiledProgram:
     compiled, _ = compile_program(name, batch)
     memory: Any = compiled.memory_analysis()
     text = compiled.as_text() or ""
+    exchanged = [bool(re.search(OF_LAYERS, line)) for line in text.splitlines() if re.search(EXCHANGES, line)]
     return CompiledProgram(
         name,
         time.perf_counter() - began,
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         tuple(unaliased(compiled)),
-        len(re.findall(EXCHANGES, text)),
+        sum(exchanged),
+        len(exchanged) - sum(exchanged),
         dict(Counter(_kernels(text))),
     )
 

@@ -264,7 +264,14 @@ def test_a_step_on_a_slice_is_estimated_from_its_bandwidth():
     for cost in found.forms:
         moved = found.parameter_bytes + cost.requests * cost.step_bytes
         assert cost.step_seconds == pytest.approx(moved / 819e9)
-    assert all(cost.step_seconds is None for cost in plan("Qwen3.5-4B", 16 * 10**9).forms)
+    cost = found["buffered"]
+    assert found.step_seconds_for("buffered", cost.requests) == cost.step_seconds
+    less = (found.parameter_bytes + 3 * cost.step_bytes) / 819e9
+    assert found.step_seconds_for("buffered", 3) == pytest.approx(less)
+    without = plan("Qwen3.5-4B", 16 * 10**9)
+    assert all(cost.step_seconds is None for cost in without.forms)
+    with pytest.raises(ValueError, match="device must be given to a plan that estimates a step"):
+        without.step_seconds_for("buffered", 3)
     one, two = (plan("Llama-3.1-8B", device=name) for name in ("tpu7x", "v6e"))
     assert one.device.devices == 2 and one.memory_bytes == 96 * 2**30 and two.memory_bytes == 32 * 2**30
 
