@@ -113,7 +113,7 @@ def random_nemotron_h_moe(seed: int, **changes) -> LanguageModel:
 def random_granitemoehybrid_moe(seed: int, **changes) -> LanguageModel:
     """The same of a Granite 4 model with experts: as Granite 4's, and experts in both layers."""
     experts = {"num_local_experts": 6, "num_experts_per_tok": 2}
-    return random_granitemoehybrid(seed, **experts, **changes)
+    return random_granitemoehybrid(seed, **{**experts, **changes})
 
 
 def random_olmo_hybrid(seed: int, **changes) -> LanguageModel:
