@@ -22,7 +22,6 @@ from jaxbuf.serving.sampling import SamplingParams, most_biases, pack, whole
 from jaxbuf.serving.speculation import Drafter, drafts_trees
 from jaxbuf.serving.token_masks import pack_mask
 from jaxbuf.shown import shown
-from jaxbuf.target import Target
 
 log = logging.getLogger("jaxbuf")
 
@@ -39,9 +38,6 @@ STOP_IDS = 4
 # Prompts are read in chunks: of so many tokens in all rows together at most, but of each row at least so many.
 CHUNK_TOKENS = 2**16
 LEAST_CHUNK = 512
-# On TPUs, which have less memory: a token of a model of 4 billion parameters takes some 200 kB while it is read.
-TPU_CHUNK_TOKENS = 2**14
-TPU_LEAST_CHUNK = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +91,7 @@ class Batch:
         tops = [s.prompt_logprobs for s in self.settings if s.prompt_logprobs is not None]
         report = {"report_prompt": bool(tops), "prompt_top": np.int32(max(tops, default=0))}
         rows = reading_rows([setting.n for setting in self.settings])
-        chunks = split_prompts(self.prompts, rows, self.sizes.kv_limit, target=self.lm.target)
+        chunks = split_prompts(self.prompts, rows, self.sizes.kv_limit)
         chunks = (dataclasses.replace(chunk, **report) for chunk in chunks)
         return [dataclasses.replace(chunk, begins=_ending(self.begins, chunk)) for chunk in chunks]
 
@@ -106,19 +102,16 @@ def reading_rows(numbers: Sequence[int]) -> list[int]:
 
 
 def split_prompts(
-    prompts: Sequence[Sequence[int]], rows: Sequence[int], kv_limit: int | None = None, *, target: Target
+    prompts: Sequence[Sequence[int]], rows: Sequence[int], kv_limit: int | None = None
 ) -> Iterator[Arrivals]:
-    """Prompts in chunks of one size for a target, each read into a row; none of them begins to run. Those of at most
-    kv_limit tokens get no checkpoint."""
+    """Prompts in chunks of one size, each read into a row; none of them begins to run. Those of at most kv_limit tokens
+    get no checkpoint."""
     tokens, lengths = pack_prompts(prompts)
     batch, bucket = tokens.shape
     limits = None if kv_limit is None else np.where(lengths <= kv_limit, kv_limit, 0).astype(np.int32)
     row = np.full(batch, -1, np.int32)
     row[: len(rows)] = rows
-    most, least = CHUNK_TOKENS, LEAST_CHUNK
-    if target.platform == "tpu":
-        most, least = TPU_CHUNK_TOKENS, TPU_LEAST_CHUNK
-    time = min(bucket, max(least, power_of_two_from(most // batch)))
+    time = min(bucket, max(LEAST_CHUNK, power_of_two_from(CHUNK_TOKENS // batch)))
     for start in range(0, int(lengths.max()), time):
         left = lengths - start
         yield Arrivals(

@@ -213,7 +213,7 @@ def beam_search(
     with progress_bar(max_new_tokens, progress) as report:
         report("compiling, reading prompts", 0)
         readers = range(0, beams * len(encoded), beams)
-        carry = read_prompts(lm, sizes, list(split_prompts(encoded, readers, target=lm.target)))
+        carry = read_prompts(lm, sizes, list(split_prompts(encoded, readers)))
         search = start_beams(lm.model, carry.cache, carry.hidden, settings, beams=beams, room=room)
 
         def look(search: Search) -> bool:

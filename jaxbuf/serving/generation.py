@@ -93,8 +93,7 @@ def generate(
     rings hold one entry.
 
     A prompt with several samples (`SamplingParams.n`) is read once; its samples share the memory of it. Long prompts
-    are read in chunks, of 65,536 tokens in all rows together (at least 512 a row; on TPUs 16,384 and 64), so that no
-    activation is longer.
+    are read in chunks, of 65,536 tokens in all rows together (at least 512 a row), so that no activation is longer.
 
     Args:
       lm: From `jaxbuf.load`.

@@ -8,8 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxbuf.models.abstract import abstract_model
-from jaxbuf.planning.model_sizes import find_sizes
 from jaxbuf.serving import Arrivals, SamplingParams, admit, generate, generate_tokens, init_carry, release
 from jaxbuf.serving import batch as batches
 from jaxbuf.serving.adaptive import Adaptive
@@ -80,13 +78,6 @@ def test_prompts_in_chunks_are_as_prompts_read_at_once(architecture, name, rng, 
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
         assert ours.prompt_logprobs[0] is theirs.prompt_logprobs[0] is None
         np.testing.assert_allclose(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(("target", "shape", "number"), [("v6e", (256, 64), 8), ("H100", (256, 512), 1)])
-def test_a_tpu_reads_fewer_tokens_at_once(target, shape, number):
-    lm = abstract_model(find_sizes("demo").config, "demo", target)
-    chunks = make_batch(lm, [[1] * 512] * 256, GREEDY, Decoding(4)).arrivals
-    assert [chunk.tokens.shape for chunk in chunks] == [shape] * number
 
 
 @pytest.mark.exhaustive
