@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxbuf.planning.tpu_slices import Slice
 from jaxbuf.target import CHIPS
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
@@ -107,6 +108,14 @@ def _without_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_compilation_cache_dir", directory)
         compilation_cache.reset_cache()
+
+
+def device_memory(where: Slice) -> int:
+    """Bytes of memory of each of the devices that a slice has to the compiler.
+
+    A v4 chip is one device with all its memory where it is there, and two with half of it each where it is not.
+    """
+    return where.memory_bytes // 2 if where.generation == "v4" else where.memory_bytes
 
 
 def unaliased(compiled: jax.stages.Compiled) -> list[str]:

@@ -69,6 +69,7 @@ def compile_model(
     compiler is: the extra "tpu" of this package, on any machine.
     A model of 32 layers takes five minutes or so on two cores, its first 4 --layers two. Nothing is kept: what is
     compiled for a chip that is not there can't be taken from a --compilation-cache.
+    Of a v4 that is not there the compiler takes each core for a device with half the memory, and so does this command.
 
     Of each program it tells what one device holds all the time (parameters, and the memory of all requests), and what
     on top for the time of a call: reading all prompts at once takes most.
@@ -92,8 +93,10 @@ def compile_model(
         from jaxbuf.pallas.dispatch import told
         from jaxbuf.planning.tpu_slices import find_slice
         from jaxbuf.serving.tpu_programs import PROGRAMS, abstract_batch, compiled_program, held_bytes
+        from jaxbuf.tpu_compiler import device_memory
 
     where = find_slice(device)
+    room = device_memory(where)
     if where.devices > MOST_DEVICES:
         raise ValueError(f"device must have at most {MOST_DEVICES} devices to compile for, got {device!r}")
     drafts = None if drafter == "none" else drafter
@@ -111,15 +114,15 @@ def compile_model(
             draft_tokens=draft_tokens,
         )
         held = held_bytes(batch)
-    if held > where.memory_bytes:
+    if held > room:
         raise ValueError(
             f"device must have room for parameters and requests of {lm.name}, which take {size(held)} a device, got "
-            f"{device!r} with {size(where.memory_bytes)}: more chips have less each, fewer rows and tokens take less"
+            f"{device!r} with {size(room)}: more chips have less each, fewer rows and tokens take less"
         )
     console, count, reading = text_console(), len(lm.config.layers), batch.arrivals[0].tokens.shape[1]
     console.print(
         f"{lm.name}, {count} {'layer' if count == 1 else 'layers'}, for {where.devices} "
-        f"{'device' if where.devices == 1 else 'devices'} of a TPU {where.generation}, {size(where.memory_bytes)} "
+        f"{'device' if where.devices == 1 else 'devices'} of a TPU {where.generation}, {size(room)} "
         f"each: {batch.sizes.rows} {'request' if rows == 1 else 'requests'} of at most {batch.sizes.capacity} tokens, "
         f"{reading} tokens of each prompt at once",
         markup=False,
@@ -136,7 +139,7 @@ def compile_model(
                 f"{name} does not fit on {device}, the TPU's compiler says ({_taken(str(error))}): more chips have "
                 "less each, fewer --rows and shorter --prompt-tokens take less"
             ) from error
-    _print(made, where, console)
+    _print(made, room, console)
     if message := told(where.target):
         console.print(message, markup=False)
 
@@ -169,7 +172,7 @@ def _abstract(model: str, where: "Slice", layers: int | None, dtype: str | None,
     return abstract_model(config, sizes.name, where.target, compute_dtype(dtype) or sizes.dtype)
 
 
-def _print(made: "list[CompiledProgram]", where: "Slice", console: Console) -> None:
+def _print(made: "list[CompiledProgram]", room: int, console: Console) -> None:
     table = Table()
     table.add_column("of one device", no_wrap=True)
     for program in made:
@@ -181,7 +184,7 @@ def _print(made: "list[CompiledProgram]", where: "Slice", console: Console) -> N
     add("compiled in", lambda program: f"{program.seconds:.0f} s", end_section=True)
     add("parameters, requests", lambda program: size(program.held_bytes))
     add("for the time of a call", lambda program: size(program.temporary_bytes))
-    add("of its memory", lambda program: f"{program.used_bytes / where.memory_bytes:.0%}", end_section=True)
+    add("of its memory", lambda program: f"{program.used_bytes / room:.0%}", end_section=True)
     add("arrays not in place", lambda program: str(len(program.moved)))
     add("exchanges of layers", lambda program: str(program.layer_exchanges))
     add("other exchanges", lambda program: str(program.other_exchanges))
@@ -189,5 +192,5 @@ def _print(made: "list[CompiledProgram]", where: "Slice", console: Console) -> N
         add(f"kernels: {kernel}", lambda program, kernel=kernel: str(program.kernels.get(kernel, 0)))
     print_table(table, console)
     for program in made:
-        if program.used_bytes > where.memory_bytes:
+        if program.used_bytes > room:
             console.print(f"{program.name} does not fit.", markup=False)

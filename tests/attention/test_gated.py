@@ -166,7 +166,8 @@ class Schedule:
         chosen = self.rng.uniform(size=SLOTS) < 0.6
         target = np.where(chosen, target, 0)
         self.cache = gated.fork(self.cache, source, target)
-        if not np.asarray(self.cache.missing)[target].any():  # other slots' are of their last launch
+        copied = target[(target > 0) & (target != source)]
+        if not np.asarray(self.cache.missing)[copied].any():  # other slots' are of their last launch
             texts, threshold = dict(self.text), self.threshold.copy()
             for row, slot in enumerate(target):
                 if slot and slot != source[row]:

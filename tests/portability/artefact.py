@@ -18,7 +18,7 @@ NAMES |= {"uint8": "u8", "bool": "pred"}
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 CALLS = r"(?:body|to_apply|branch_computations|\w+_computation)"  # what an instruction runs, but for fusions
 HOST = ("infeed", "outfeed", "send", "send-done", "recv", "recv-done")
-LEAST_POOL = 2**20  # bytes; smaller arrays are integers, scores of keys and rings of a few tokens
+LEAST_POOL = 2**21  # bytes; smaller arrays are integers, scores of keys and rings of a few tokens
 
 
 def shapes_in(text: str, *, memory: bool = False) -> list[tuple[str, int]]:

@@ -10,6 +10,7 @@ from jaxbuf.models.abstract import abstract_model
 from jaxbuf.pallas.tpu_memory import vmem_bytes
 from jaxbuf.serving.batch import Batch
 from jaxbuf.serving.tpu_programs import abstract_batch, compile_program
+from jaxbuf.serving.truncation import FEW
 from jaxbuf.tpu_compiler import tpu_mesh, unaliased
 from tests.portability.artefact import (
     collectives,
@@ -107,7 +108,8 @@ def check(served: Served, program: str) -> jax.stages.Compiled:
     activation = tokens * batch.lm.config.hidden_size * 2
     within = [each for each in exchanged if each.of_layers]
     assert within and all(each.kind == "all-reduce" and each.bytes <= activation for each in within)
-    logits = 4 * batch.lm.vocab_size * carry.last.size * most_tokens(batch)
+    vocabulary = -(-batch.lm.vocab_size // FEW) * FEW  # as the groups of tokens in `truncation` are filled up
+    logits = 4 * vocabulary * carry.last.size * most_tokens(batch)
     assert all(each.bytes <= max(activation, logits) for each in exchanged)
     return compiled
 

@@ -4,11 +4,12 @@ memory stays in place, nothing goes to the host, and devices exchange what their
 import dataclasses
 import itertools
 
+import jax
 import pytest
 
-from jaxbuf.planning.tpu_slices import CHIPS_OF_TPUS
+from jaxbuf.planning.tpu_slices import CHIPS_OF_TPUS, find_slice
 from jaxbuf.serving.tpu_programs import PROGRAMS, held_bytes
-from jaxbuf.tpu_compiler import GENERATIONS
+from jaxbuf.tpu_compiler import GENERATIONS, device_memory
 from tests.portability.programs import ONE_PERIOD, check
 
 
@@ -33,16 +34,21 @@ def test_a_whole_model_and_its_memory_fit_on_its_chips(name):
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("name", ONE_PERIOD)
 def test_a_whole_model_compiles_for_every_generation(name, generation):
-    """At full depth, on eight devices if one or four do not hold it."""
-    for devices in (ONE_PERIOD[name].devices, 4, 8):
+    """At full depth, on four or eight devices if fewer do not hold it; write gates lie on one."""
+    for devices in sorted({ONE_PERIOD[name].devices} | ({1} if ONE_PERIOD[name].gates else {4, 8})):
         served = dataclasses.replace(ONE_PERIOD[name], layers=None, generation=generation, devices=devices)
-        batch, chip = served.batch(), CHIPS_OF_TPUS[generation]
-        held = held_bytes(batch)
-        if held <= 0.9 * chip.memory_bytes / chip.devices:
+        room, held = device_memory(find_slice(generation)), held_bytes(served.batch())
+        if held > 0.9 * room:
+            continue
+        try:
             memory = check(served, "generate_tokens").memory_analysis()
-            assert memory.argument_size_in_bytes + memory.temp_size_in_bytes <= chip.memory_bytes / chip.devices
-            return
-    pytest.skip(f"{held / 1e9:.0f} GB a device do not fit on eight devices of {generation}")
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            continue  # what it takes for the time of a call does not fit
+        assert memory.argument_size_in_bytes + memory.temp_size_in_bytes <= room
+        return
+    pytest.skip(f"{held / 1e9:.0f} GB a device and what a call takes do not fit on so many devices of {generation}")
 
 
 def test_the_programs_cover_what_can_be_asked_for():

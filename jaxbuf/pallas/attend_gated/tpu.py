@@ -70,6 +70,9 @@ def attend_gated(
     """
     pages, lists = pages_of(plan.local, interpret), HeadTiles(plan.listed)
     given = *(pages.inputs(x) for x in new), *(pages.stored(x) for x in local), *(x[:, None] for x in admitted)
+    if not interpret:
+        # XLA scatters keys into them before, and would bring a whole pool into a large VMEM for it, and take it back.
+        given = *given[:2], *(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in given[2:])
     out = _kernel(plan, pages, lists, interpret)(*integers, *gated, by_groups(plan.local, q), *given)
     return by_tokens(plan.local, out)
 
