@@ -160,9 +160,13 @@ def test_samples_and_beams_of_token_ids_are_token_ids(monkeypatch):
 def test_sampling_starts_from_the_checkpoint(lm):
     file = {"do_sample": True, "temperature": 0.6, "top_k": 20}
     lm = dataclasses.replace(lm, generation_config=file)
-    assert session.sampling_params(lm, {}) == jaxbuf.SamplingParams(temperature=0.6, top_k=20)
+    assert session.sampling_params(Console(file=io.StringIO()), lm, {}) == jaxbuf.SamplingParams(
+        temperature=0.6, top_k=20
+    )
     given = {"temperature": 0.0, "top_p": 0.5}
-    assert session.sampling_params(lm, given) == jaxbuf.SamplingParams(temperature=0.0, top_k=20, top_p=0.5)
+    assert session.sampling_params(Console(file=io.StringIO()), lm, given) == jaxbuf.SamplingParams(
+        temperature=0.0, top_k=20, top_p=0.5
+    )
 
 
 def test_loading_shows_its_progress_on_a_terminal_only():
