@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -40,9 +40,9 @@ def compile_model(
             f"devices. Over several devices, {MOST_DEVICES} at most, the model is spread by its heads.",
         ),
     ] = "v6e",
-    rows: Annotated[int, typer.Option(help="Requests that are continued at once.", **options.whole(1))] = 64,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.", **options.whole(1))] = 128,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens of the longest text.", **options.whole(1))] = 256,
+    rows: options.Rows = 64,
+    prompt_tokens: options.PromptTokens = 128,
+    max_new_tokens: options.MaxNewTokens = 256,
     layers: Annotated[
         int | None,
         typer.Option(
@@ -51,14 +51,10 @@ def compile_model(
             **options.whole(1),
         ),
     ] = None,
-    drafter: Annotated[
-        Literal["none", "ngram", "mtp"], typer.Option(help="Who drafts tokens that a step verifies.")
-    ] = "none",
-    draft_tokens: Annotated[int, typer.Option(help="Draft tokens of a step.", **options.whole(1))] = 4,
+    drafter: options.OwnDrafter = "none",
+    draft_tokens: options.OwnDraftTokens = 4,
     limit: options.Limit = 16,
-    form: Annotated[
-        Literal["recurrent", "buffered", "kv"], typer.Option(help="How recurrent layers hold a request.")
-    ] = "buffered",
+    form: options.FixedForm = "buffered",
     state_dtype: options.StateDtype = None,
     dtype: options.Dtype = None,
 ) -> None:
@@ -191,6 +187,3 @@ def _print(made: "list[CompiledProgram]", room: int, console: Console) -> None:
     for kernel in dict.fromkeys(kernel for program in made for kernel in program.kernels):
         add(f"kernels: {kernel}", lambda program, kernel=kernel: str(program.kernels.get(kernel, 0)))
     print_table(table, console)
-    for program in made:
-        if program.used_bytes > room:
-            console.print(f"{program.name} does not fit.", markup=False)

@@ -1,7 +1,7 @@
 """`jaxbuf export`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -22,17 +22,13 @@ def export(
             "which they use one device. This machine needs none.",
         ),
     ] = "cpu",
-    rows: Annotated[int, typer.Option(help="Prompts that are continued at once.", **options.whole(1))] = 8,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.", **options.whole(1))] = 128,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens of the longest text.", **options.whole(1))] = 256,
-    drafter: Annotated[
-        Literal["none", "ngram", "mtp"], typer.Option(help="Who drafts tokens that a step verifies.")
-    ] = "none",
-    draft_tokens: Annotated[int, typer.Option(help="Draft tokens of a step.", **options.whole(1))] = 4,
-    limit: Annotated[int, typer.Option(help="Entries that a ring holds before a fold.", **options.whole(1))] = 16,
-    form: Annotated[
-        Literal["recurrent", "buffered", "kv"], typer.Option(help="How recurrent layers hold a request.")
-    ] = "buffered",
+    rows: options.Rows = 8,
+    prompt_tokens: options.PromptTokens = 128,
+    max_new_tokens: options.MaxNewTokens = 256,
+    drafter: options.OwnDrafter = "none",
+    draft_tokens: options.OwnDraftTokens = 4,
+    limit: options.Limit = 16,
+    form: options.FixedForm = "buffered",
     state_dtype: options.StateDtype = None,
     dtype: Annotated[
         options.DtypeName | None,

@@ -92,6 +92,11 @@ MaxNewTokens = Annotated[int, typer.Option(help="How many tokens to generate at 
 Limit = Annotated[
     int, typer.Option(help="How many entries the recurrent state's buffer holds before a fold.", **whole(1))
 ]
+Rows = Annotated[int, typer.Option(help="Requests that are continued at once.", **whole(1))]
+PromptTokens = Annotated[int, typer.Option(help="Tokens of the longest prompt.", **whole(1))]
+OwnDrafter = Annotated[Literal["none", "ngram", "mtp"], typer.Option(help="Who drafts tokens that a step verifies.")]
+OwnDraftTokens = Annotated[int, typer.Option(help="Draft tokens of a step.", **whole(1))]
+FixedForm = Annotated[Literal["recurrent", "buffered", "kv"], typer.Option(help="How recurrent layers hold a request.")]
 TokenIds = Annotated[
     bool,
     typer.Option(

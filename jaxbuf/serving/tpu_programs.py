@@ -26,7 +26,7 @@ PROGRAMS = {"admit": admit, "generate_tokens": generate_tokens}  # of a batch: w
 OPERATIONS = {"output": "gated_norm", "attention": "attend"}
 EXCHANGES = r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
 # The scopes of what layers compute. In a loop XLA may give the kernel's alone, without what is around it.
-OF_LAYERS = r'op_name="[^"]*(?:shard_map|\blayer_\d+/)'
+OF_LAYERS = re.compile(r"shard_map|\blayer_\d+/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def compiled_program(name: str, batch: Batch) -> CompiledProgram:
     compiled, _ = compile_program(name, batch)
     memory: Any = compiled.memory_analysis()
     text = compiled.as_text() or ""
-    exchanged = [bool(re.search(OF_LAYERS, line)) for line in text.splitlines() if re.search(EXCHANGES, line)]
+    exchanged = [bool(OF_LAYERS.search(_scope(line))) for line in text.splitlines() if re.search(EXCHANGES, line)]
     return CompiledProgram(
         name,
         time.perf_counter() - began,
@@ -122,9 +122,15 @@ def _kernels(text: str) -> Iterator[str]:
     """The operation that each kernel in a compiled program is of: "extend", "attend"."""
     for line in text.splitlines():
         if 'custom_call_target="tpu_custom_call"' in line:
-            scope = re.search(r'op_name="([^"]*)/pallas_call', line)
-            parts = [part for part in (scope[1] if scope else "").split("/") if not part.startswith("jit(")]
+            parts = _scope(line).split("/pallas_call")[0].split("/")
+            parts = [part for part in parts if not part.startswith("jit(")]
             yield OPERATIONS.get(parts[-1], parts[-1]) if parts and parts[-1] else "other"
+
+
+def _scope(line: str) -> str:
+    """Where an instruction stands in the model, as JAX names it; "" where XLA made it of several."""
+    found = re.search(r'op_name="([^"]*)"', line)
+    return found[1] if found else ""
 
 
 def carry_on_mesh(batch: Batch) -> Any:

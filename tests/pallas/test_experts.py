@@ -87,27 +87,33 @@ def test_the_gpu_kernel_is_the_mixture(tokens, chosen, gated, rng, few_processor
 
 @pytest.mark.slow
 def test_of_experts_elsewhere_the_kernel_computes_nothing(rng, few_processors):
-    """Three devices have two experts each."""
-    arrays = new_arrays(rng, 5, 3, **SIZES | {"inner": 64})
-    x, first, second, chosen, weights = arrays
+    check_experts_elsewhere(rng, "gpu", SIZES | {"inner": 64})
+
+
+def check_experts_elsewhere(rng, implementation, sizes):
+    """Three devices have two experts each; what lies in no group is whatever memory held."""
+    x, first, second, chosen, weights = new_arrays(rng, 5, 3, **sizes)
     for begin in (0, 2, 4):
         here = slice(begin, begin + 2)
-        found = mixture(
-            x, first[here], second[here], chosen, weights, begin=begin, implementation="gpu", interpret=True
-        )
+        how = {"begin": begin, "implementation": implementation, "interpret": True}
+        found = mixture(x, first[here], second[here], chosen, weights, **how)
         known = defined(x, first[here], second[here], chosen, weights, here=[begin, begin + 1])
         np.testing.assert_allclose(np.asarray(found, np.float64), known, atol=1e-2 * np.abs(known).max())
 
 
 @pytest.mark.exhaustive
 def test_it_has_the_gradient_of_the_definition(rng, few_processors):
-    x, first, second, chosen, weights = new_arrays(rng, 3, 2, **SIZES | {"inner": 64})
+    check_gradient(rng, "gpu", SIZES | {"inner": 64})
+
+
+def check_gradient(rng, implementation, sizes):
+    x, first, second, chosen, weights = new_arrays(rng, 3, 2, **sizes)
 
     def summed(x, first, second, weights, **how):
         return jnp.sum(jnp.sin(mixture(x, first, second, chosen, weights, **how).astype(jnp.float32)))
 
     grad = jax.grad(summed, (0, 1, 2, 3))
-    found = grad(x, first, second, weights, implementation="gpu", interpret=True)
+    found = grad(x, first, second, weights, implementation=implementation, interpret=True)
     for mine, theirs in zip(found, grad(x, first, second, weights), strict=True):
         assert error(mine, np.asarray(theirs, np.float64)) < 2e-2
 
@@ -175,27 +181,12 @@ def test_the_tpu_kernel_is_the_mixture(tokens, chosen, gated, rng, monkeypatch):
 
 
 def test_of_experts_elsewhere_the_tpu_kernel_reads_nothing(rng):
-    """Three devices have two experts each; what lies in no group is whatever memory held."""
-    x, first, second, chosen, weights = new_arrays(rng, 5, 3, **TPU_SIZES)
-    for begin in (0, 2, 4):
-        here = slice(begin, begin + 2)
-        how = {"begin": begin, "implementation": "tpu", "interpret": True}
-        found = mixture(x, first[here], second[here], chosen, weights, **how)
-        known = defined(x, first[here], second[here], chosen, weights, here=[begin, begin + 1])
-        np.testing.assert_allclose(np.asarray(found, np.float64), known, atol=1e-2 * np.abs(known).max())
+    check_experts_elsewhere(rng, "tpu", TPU_SIZES)
 
 
 @pytest.mark.slow
 def test_the_tpu_kernel_has_the_gradient_of_the_definition(rng):
-    x, first, second, chosen, weights = new_arrays(rng, 3, 2, **TPU_SIZES)
-
-    def summed(x, first, second, weights, **how):
-        return jnp.sum(jnp.sin(mixture(x, first, second, chosen, weights, **how).astype(jnp.float32)))
-
-    grad = jax.grad(summed, (0, 1, 2, 3))
-    found = grad(x, first, second, weights, implementation="tpu", interpret=True)
-    for mine, theirs in zip(found, grad(x, first, second, weights), strict=True):
-        assert error(mine, np.asarray(theirs, np.float64)) < 2e-2
+    check_gradient(rng, "tpu", TPU_SIZES)
 
 
 def test_what_a_tpu_multiplies_at_once_fits_its_memory():

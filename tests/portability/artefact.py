@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxbuf.serving.tpu_programs import OF_LAYERS
 from tests.serving.program import FREE, computations, loop_bodies, operation
 
 # What passes arrays on, or waits for one, and moves nothing itself.
@@ -208,8 +209,7 @@ class Collective(NamedTuple):
     @property
     def of_layers(self) -> bool:
         """Whether it is one of the decoder's layers, not of the embedding, the head or sampling."""
-        # In a loop XLA may give the kernel's scope and the layer's, without what is around both.
-        return "shard_map" in self.scope or re.search(r"\blayer_\d+/", self.scope) is not None
+        return OF_LAYERS.search(self.scope) is not None
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
