@@ -50,13 +50,13 @@ def supports(
 
 
 def _gpu_needs(call: Call) -> tuple[tuple[bool, str], ...]:
-    from jaxbuf.pallas.attend import gpu
+    from jaxbuf.pallas.attend import gpu, gpu_parts
 
-    most, group, dtypes = gpu.MOST_TOKENS, call.group, (jnp.bfloat16, jnp.float16)
+    most, group, dtypes = gpu_parts.MOST_TOKENS, call.group, (jnp.bfloat16, jnp.float16)
     return (
         (call.dtype in dtypes, f"pages in bfloat16 or float16, got {call.dtype.name}"),
         (call.head_dim in gpu.HEAD_DIMS, f"head_dim 64, 128 or 256, got {call.head_dim}"),
-        (call.page_size in gpu.PAGE_SIZES, f"pages of 8, 16, 32 or 64, got {call.page_size}"),
+        (call.page_size in gpu_parts.PAGE_SIZES, f"pages of 8, 16, 32 or 64, got {call.page_size}"),
         (1 <= call.time <= most, f"1 to {most} tokens at once, got {call.time}"),
         (call.tiles <= MOST_TILES, f"tokens · heads / kv_heads at most {MOST_TILES * TILE}, got {call.time} · {group}"),
     )
