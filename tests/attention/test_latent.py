@@ -1,7 +1,6 @@
 """Latent attention against its definition in float64, which makes every key and value: in launches on pages, with NaN
 wherever nothing live lies, and over whole sequences."""
 
-import dataclasses
 from unittest import mock
 
 import jax
@@ -12,69 +11,16 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 
 from jaxbuf.attention import latent, paged
 from jaxbuf.attention.latent import LatentPages, append_and_attend_latent, causal_latent_attention, init_latent
-from tests.attention.launches import Sizes, make_launch, worst_error
+from tests.attention.latent_launches import COMMITTED, Dims, definition, random_launch
+from tests.attention.launches import worst_error
 from tests.pallas.attending import EARLY, LATE
-
-
-@dataclasses.dataclass(frozen=True)
-class Dims:
-    """As `LatentAttention` has them."""
-
-    heads: int
-    key_dim: int
-    shared: int
-    value_dim: int
-    rank: int
-
-    @property
-    def query(self) -> int:
-        return self.key_dim + self.shared
-
-    @property
-    def latent(self) -> int:
-        return self.rank + self.shared
-
-    def up(self, rng, dtype="float32"):
-        shape = self.heads, self.key_dim + self.value_dim, self.rank
-        return jnp.asarray(rng.standard_normal(shape) / np.sqrt(self.rank), dtype)
-
 
 SMALL, WIDE = Dims(4, 12, 4, 8, 24), Dims(4, 12, 4, 20, 24)
 # In bfloat16 a head of few numbers has errors that vary much: keys and values, or queries and outputs, are rounded once
 # more than in attention over pages of keys and values.
 LARGE = Dims(2, 64, 32, 64, 128)
 CASES = {"float32": (SMALL, 1e-5), "bfloat16": (LARGE, 8e-3)}
-COMMITTED = (9, 0, 130, 40, 79)  # tokens of each row; the first row has the null slot
 TIME = 21  # tokens of a chunk, and of a piece of what is committed
-
-
-def definition(q, latents, up):
-    """Each query's output [..., value_dim] over all tokens.
-
-    q [..., heads, key_dim + shared], latents [n, rank + shared], up [heads, key_dim + value_dim, rank].
-    """
-    q, latents, up = (np.asarray(x, np.float64) for x in (q, latents, up))
-    rank = up.shape[2]
-    key_dim = q.shape[-1] - (latents.shape[1] - rank)
-    made = np.einsum("hcr,nr->nhc", up, latents[:, :rank])
-    scores = np.einsum("...hc,nhc->...hn", q[..., :key_dim], made[..., :key_dim])
-    scores = (scores + np.einsum("...hc,nc->...hn", q[..., key_dim:], latents[:, rank:])) / np.sqrt(q.shape[-1])
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights = weights / weights.sum(axis=-1, keepdims=True)
-    return np.einsum("...hn,nhc->...hc", weights, made[..., key_dim:])
-
-
-def random_launch(rng, dims, time, dtype="float32", **kind):
-    """A launch on pages of latents, and the arguments of `append_and_attend_latent` for it."""
-    up = dims.up(rng, dtype)
-
-    def attend(q, keys, values):
-        return definition(q[:, : dims.query], keys[:, 0], up)
-
-    sizes = Sizes(COMMITTED, time, dims.heads, 1, dims.latent, dtype=dtype, **kind)
-    launch = make_launch(rng, sizes, attend, dims.value_dim)
-    q, k, _, kv, table = launch.arrays
-    return launch, (q[..., : dims.query], k[:, :, 0], LatentPages(kv.keys, dims.rank), up, table)
 
 
 @jax.jit

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
+from jaxbuf.attention.kernel_integers import divide_blocks
 from jaxbuf.attention.paged import PagedKV
-from jaxbuf.attention.paged_launch import _divide, append_and_attend
+from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.pallas.attend import tpu, tpu_call
 from tests.attention.launches import Sizes, make_launch, worst_error
 from tests.pallas.attending import BOUNDS, CASES, EARLY, LATE
@@ -81,7 +82,7 @@ def test_xlas_path_is_attention_in_float64(rng, trees):
 @pytest.mark.parametrize("workers", [1, 5, 264])
 def test_workers_share_all_blocks_equally(rng, workers):
     blocks, heads = rng.integers(1, 30, 7), 3
-    shares, joins = map(np.asarray, _divide(jnp.asarray(blocks, jnp.int32), heads, workers))
+    shares, joins = map(np.asarray, divide_blocks(jnp.asarray(blocks, jnp.int32), heads, workers))
     units = [(row, head, block) for row in range(7) for head in range(heads) for block in range(blocks[row])]
     read, at = [[] for _ in range(workers)], 0
     for worker, (row, head, block, count, segments) in enumerate(shares):
