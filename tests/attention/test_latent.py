@@ -1,6 +1,10 @@
 """Latent attention against its definition in float64, which makes every key and value: in launches on pages, with NaN
 wherever nothing live lies, and over whole sequences."""
 
+import dataclasses
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import jax
@@ -14,6 +18,7 @@ from jaxbuf.attention.latent import LatentPages, append_and_attend_latent, causa
 from tests.attention.latent_launches import COMMITTED, Dims, definition, random_launch
 from tests.attention.launches import worst_error
 from tests.pallas.attending import EARLY, LATE
+from tests.pallas.attending_latent import CASES as LATENT_CASES
 
 SMALL, WIDE = Dims(4, 12, 4, 8, 24), Dims(4, 12, 4, 20, 24)
 # In bfloat16 a head of few numbers has errors that vary much: keys and values, or queries and outputs, are rounded once
@@ -174,26 +179,84 @@ def shapes(rows, time, dims=KIMI, *, pages=65, tree=False, dtype="bfloat16"):
     return (q, latents, pool, up, make(rows + 1, 32)), where
 
 
+def lowered(given, **how):
+    """The program for a GPU, as text."""
+    given, where = given
+    run = jax.jit(lambda *x: append_and_attend_latent(*x[:-1], **x[-1], **how), donate_argnums=2)
+    return run.trace(*given, where).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def calls(given, **how):
     """The masks of the flash kernel's calls in the program for a GPU."""
-    given, where = given
-    traced = jax.jit(lambda *x: append_and_attend_latent(*x[:-1], **x[-1], **how)).trace(*given, where)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return [line.split("mask_type")[1].split(",")[0].strip('\\": 2') for line in text.splitlines() if "cudnn$" in line]
+    lines = lowered(given, **how).splitlines()
+    return [line.split("mask_type")[1].split(",")[0].strip('\\": 2') for line in lines if "cudnn$" in line]
 
 
-def test_chunks_have_the_targets_flash_kernel_and_fewer_tokens_have_none():
+def test_chunks_have_the_targets_flash_kernel():
     assert calls(shapes(2, 64), target="H100") == ["CAUSAL", "PADDING"]
     assert calls(shapes(2, 64), target="H100", implementation="gpu") == ["CAUSAL", "PADDING"]
-    for given in (shapes(2, 64, tree=True), shapes(2, 4), shapes(2, 64, dtype="float32")):
+    for given in (shapes(2, 64, tree=True), shapes(2, 64, dtype="float32")):
         assert calls(given, target="H100") == []
     assert calls(shapes(2, 64), target="A100") == [], "192 numbers are too many there"
-    with pytest.raises(ValueError, match=r'"gpu" has no kernel for append_and_attend_latent yet, expected "auto"'):
-        calls(shapes(2, 4), target="H100", implementation="gpu")
     with pytest.raises(ValueError, match="serve this attend_chunk: it needs tokens in a row, got a tree"):
         calls(shapes(2, 64, tree=True), target="H100", implementation="gpu")
     with pytest.raises(ValueError, match=r"serve this attend_chunk: it needs head_dim .* at most 128 .*, got 192"):
         calls(shapes(2, 64), target="A100", implementation="gpu")
+
+
+@pytest.mark.parametrize(
+    "rows, time, heads, trees",
+    [
+        (128, 1, 32, False),  # Kimi-Linear, Ling 3.0
+        pytest.param(64, 5, 32, True, marks=pytest.mark.slow),
+        pytest.param(64, 1, 128, False, marks=pytest.mark.slow),  # DeepSeek-V3
+        pytest.param(64, 2, 16, False, marks=pytest.mark.slow),  # one of 8 devices
+        pytest.param(2, 16, 128, True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(rows, time, heads, trees):
+    given, where = shapes(rows, time, dataclasses.replace(KIMI, heads=heads), tree=trees)
+    where |= {"order": jax.ShapeDtypeStruct((rows + 1, 16), jnp.int32)} if trees else {}
+    text = lowered((given, where), target="H100")
+    assert text.count("@mosaic_gpu") == 2, "the kernel, and the one that joins"
+    assert text.count("output_operand_alias<output_tuple_indices") >= 2, "the pages and the outputs, in place"
+
+
+@pytest.mark.slow
+def test_the_gpu_kernel_is_the_definition_in_float64():
+    environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
+    command = [sys.executable, "tests/pallas/attending_latent.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == len(LATENT_CASES)
+
+
+def test_the_gpu_kernel_is_left_out_where_it_does_not_serve():
+    assert "mosaic_gpu" in lowered(shapes(2, 4), target="H100", implementation="gpu")
+    for given, how in (
+        (shapes(2, 4), {"target": "A100"}),
+        (shapes(2, 4), {"target": "H100", "implementation": "xla"}),
+        (shapes(2, 4, dtype="float32"), {"target": "H100"}),
+        (shapes(2, 16, dataclasses.replace(KIMI, heads=129)), {"target": "H100"}),
+    ):
+        assert "mosaic_gpu" not in lowered(given, **how)
+
+
+@pytest.mark.parametrize(
+    "change, more, reason",
+    [
+        ({"rank": 384}, {}, "a rank of 128, 256 or 512, got 384"),
+        ({"shared": 128}, {}, "latents of a multiple of 64 and at most 576 numbers, got 640"),
+        ({"rank": 256, "shared": 32}, {}, "latents of a multiple of 64 and at most 576 numbers, got 288"),
+        ({"heads": 256}, {"time": 9}, r"tokens · heads at most 2048, got 9 · 256"),
+        ({}, {"dtype": "float32"}, "pages in bfloat16 or float16, got float32"),
+    ],
+)
+def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(change, more, reason):
+    given, where = shapes(**({"rows": 2, "time": 4} | more), dims=dataclasses.replace(KIMI, **change))
+    how = {"implementation": "gpu", "target": "H100"}
+    with pytest.raises(ValueError, match=f"serve this append_and_attend_latent: it needs {reason}"):
+        jax.eval_shape(lambda *x: append_and_attend_latent(*x[:-1], **x[-1], **how), *given, where)
 
 
 @pytest.mark.parametrize("name", ["pages", "rank", "shared_dim", "page_size"])
