@@ -64,3 +64,21 @@ def random_launch(rng, dims, time, dtype="float32", committed=COMMITTED, **kind)
     launch = make_launch(rng, sizes, attend, dims.value_dim)
     q, k, _, kv, table = launch.arrays
     return launch, (q[..., : dims.query], k[:, :, 0], LatentPages(kv.keys, dims.rank), up, table)
+
+
+def absorbed_launch(rng, heads, time, committed, dtype="bfloat16", *, rank=512, shared=64, **kind):
+    """A launch whose queries and outputs no product rounds: what makes keys and values of a latent changes nothing.
+
+    Arguments and results as of `random_launch`; `rank` and `shared`: numbers of a latent.
+    """
+    latent = rank + shared
+
+    def attend(q, keys, _):
+        scores = q @ keys[:, 0].T / np.sqrt(latent)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        return weights / weights.sum(axis=1, keepdims=True) @ keys[:, 0, :rank]
+
+    launch = make_launch(rng, Sizes(committed, time, heads, 1, latent, dtype=dtype, **kind), attend, rank)
+    q, k, _, kv, table = launch.arrays
+    up = jnp.broadcast_to(jnp.concatenate([jnp.eye(rank, dtype=dtype)] * 2), (heads, 2 * rank, rank))
+    return launch, (q, k[:, :, 0], LatentPages(kv.keys, rank), up, table)

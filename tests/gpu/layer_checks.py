@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxbuf.attention import chunk
 from jaxbuf.attention.causal import causal_attention
+from jaxbuf.attention.latent import append_and_attend_latent
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.bench.measure import worst_errors
@@ -20,13 +21,13 @@ from jaxbuf.models.experts import mixture
 from jaxbuf.models.layers import Norm
 from jaxbuf.models.projections import gated_project, project
 from jaxbuf.models.residual import add_and_norm
-from tests.attention import launches
+from tests.attention import latent_launches, launches
 from tests.gpu.checks import BOUNDS, Figures, same_bits
 
 # Relative to the norm, where parts of a softmax are merged, of a head and of all outputs together: each part was
 # rounded itself, by some 1.6e-3 of its norm in bfloat16 and an eighth of that in float16, before the sum is; and parts
 # may nearly cancel.
-MERGED, MERGED_ALL = {"float16": 1e-3, "bfloat16": 6e-3}, {"float16": 4e-4, "bfloat16": 3e-3}
+MERGED, ALL = {"float16": 1e-3, "bfloat16": 6e-3}, {"float16": 4e-4, "bfloat16": 3e-3}
 
 
 def check_attention(rng) -> Figures:
@@ -42,6 +43,29 @@ def check_attention(rng) -> Figures:
             assert error <= bound, f"{sizes}: {error}, at most {bound}"
             assert same_bits(kv.keys, launch.pool.keys) and same_bits(kv.values, launch.pool.values), f"{sizes}: pages"
             found[dtype] = max(found.get(dtype, 0.0), error)
+    return found
+
+
+def check_latent_attention(rng) -> Figures:
+    """What latent attention gives of launches of all kinds, against float64: of each head, and of all together; the
+    pages bit for bit."""
+    committed, found = (9, 1024, 1000, 63, 64, 65, 0, 300), {}
+    shapes = (32, 1, 16), (32, 5, 16), (32, 16, 64), (128, 1, 32), (128, 3, 8), (16, 2, 16), (4, 1, 16)
+    for heads, time, page_size in shapes:
+        for dtype, trees in (("bfloat16", False), ("bfloat16", True), ("float16", True)):
+            what = f"{heads} heads, {time} tokens at once, {dtype}, {trees=}"
+            kind = {"trees": trees, "page_size": page_size}
+            launch, given = latent_launches.absorbed_launch(rng, heads, time, committed, dtype, **kind)
+            out, pages = append_and_attend_latent(*given, **launch.integers, implementation="gpu")
+            got, wanted = np.asarray(out, np.float64)[launch.real], launch.out[launch.real]
+            errors = {
+                f"{dtype}, a head": (launches.worst_error(out, launch), BOUNDS[dtype]),
+                f"{dtype}, all": (np.linalg.norm(got - wanted) / np.linalg.norm(wanted), ALL[dtype]),
+            }
+            for name, (error, bound) in errors.items():
+                assert error <= bound, f"{what}, {name}: {error}, at most {bound}"
+                found[name] = max(found.get(name, 0.0), float(error))
+            assert same_bits(pages.latents, launch.pool.keys), f"{what}: pages"
     return found
 
 
@@ -94,7 +118,7 @@ def check_chunks(rng) -> Figures:
                 f"{dtype}, all": float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)),
             }
             for name, error in errors.items():
-                bound = (MERGED if name.endswith("head") else MERGED_ALL)[dtype]
+                bound = (MERGED if name.endswith("head") else ALL)[dtype]
                 assert error <= bound, f"{sizes}, {name}: {error}, at most {bound}"
                 found[name] = max(found.get(name, 0.0), error)
             assert same_bits(kv.keys, launch.pool.keys) and same_bits(kv.values, launch.pool.values), f"{sizes}: pages"
@@ -172,6 +196,7 @@ def check_experts(rng) -> Figures:
 CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "experts_are_those_of_float64": check_experts,
     "attention_is_that_of_float64": check_attention,
+    "latent_attention_is_that_of_float64": check_latent_attention,
     "projections_are_those_of_float64": check_projections,
     "attention_of_chunks_is_that_of_float64": check_chunks,
     "attention_of_long_chunks_and_its_gradient_are_xlas_in_float32": check_long_chunk,
