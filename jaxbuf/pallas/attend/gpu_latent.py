@@ -383,7 +383,10 @@ def _weigh(worker: Worker, integers, found, segment: Segment, state):
         latents, full, free = worker.block(block)
         values = latents.at[:, pl.ds(0, half)]
         plgpu.barrier_wait(full)
-        scores = multiply_keys(memory.queries, latents, interpret) * scale
+        # From row 0, which the compiler does not know: it would compute the addresses of all parts of the queries once,
+        # and then spill them.
+        queries = memory.queries.at[pl.ds(jnp.minimum(block, 0) * TILE, TILE)]
+        scores = multiply_keys(queries, latents, interpret) * scale
         pl.when(unit + 1 == segment.until)(lambda: plgpu.barrier_arrive(memory.queries_free))
         used = None if kind is Kind.CLEAN else sight.is_used(kind, unit - 1)
         weights, kept, highest, total = weigh(scores, used, highest, total)
