@@ -16,7 +16,8 @@ from tests.attention.launches import worst_error
 
 # Heads, numbers of a key, of the shared part, of a value, and the rank; new tokens; committed ones; how many workers.
 CASES = (
-    (Dims(4, 64, 64, 64, 128), 1, (9, 0, 64, 130), 3, "bfloat16", {}),
+    (Dims(4, 64, 64, 64, 128), 1, (9, 0, 64, 190), 3, "bfloat16", {}),
+    (Dims(4, 64, 64, 64, 128), 2, (9, 230), 7, "bfloat16", {}),  # workers that have a part in the middle
     (Dims(8, 64, 0, 64, 128), 5, (9, 1, 63, 150), 2, "bfloat16", {"trees": True, "page_size": 8}),
     (Dims(40, 64, 64, 64, 256), 2, (9, 200, 40), 5, "float16", {"trees": True, "page_size": 32}),  # two tiles
     (Dims(4, 64, 64, 64, 128), 16, (9, 70, 129), 1, "bfloat16", {"page_size": 64}),

@@ -300,10 +300,15 @@ def _bring(worker: Worker, integers, inputs, pool, segment: Segment, state):
     """
     call, memory, (table, append), (q, new) = worker.plan.call, worker.memory, integers, inputs
     block, number = state
-    row, begins = segment.row, segment.first == 0
+    row, begins, first = segment.row, segment.first == 0, jnp.maximum(segment.first, 1)
+
+    def pages_of(unit: Array) -> tuple[Array, ...]:
+        return tuple(block_pages(call, table, row, jnp.maximum(unit - 1, 0)))
 
     def await_free(block, free) -> None:
         pl.when(block >= worker.plan.ring)(lambda: plgpu.barrier_wait(free))
+
+    pages = pages_of(first)  # on their way before anything is waited for
 
     @pl.when(begins)
     def _():
@@ -317,17 +322,16 @@ def _bring(worker: Worker, integers, inputs, pool, segment: Segment, state):
     queries = q.at[row, pl.ds(worker.tile * TILE, size)]
     plgpu.copy_gmem_to_smem(queries, memory.queries.at[pl.ds(0, size)], memory.queries_full)
 
-    def bring_block(unit, block):
-        pages, size = block_pages(call, table, row, unit - 1), call.page_size
+    def bring_block(unit, carry):
+        block, pages = carry
         target, full, free = worker.block(block)
         await_free(block, free)
         for i, page in enumerate(pages):
-            source = pool.at[pl.ds(page * size, size)]
-            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(i * size, size)], full)
-        return block + 1
+            source = pool.at[pl.ds(page * call.page_size, call.page_size)]
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(i * call.page_size, call.page_size)], full)
+        return block + 1, pages_of(jnp.minimum(unit + 1, segment.until - 1))
 
-    first = jnp.maximum(segment.first, 1)
-    block = lax.fori_loop(first, segment.until, bring_block, block + begins.astype(jnp.int32))
+    block, _ = lax.fori_loop(first, segment.until, bring_block, (block + begins.astype(jnp.int32), pages))
 
     @pl.when(begins & (worker.tile == 0))
     def _():
