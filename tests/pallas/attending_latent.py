@@ -38,7 +38,7 @@ def main(numbers: list[int]) -> None:
         assert np.asarray(pages.latents).tobytes() == np.asarray(launch.pool.keys).tobytes(), f"{CASES[number]}: pages"
         defined, _ = append_and_attend_latent(*given, **launch.integers, implementation="xla")
         by_xla = worst_error(defined, launch)
-        assert error <= 1.5 * by_xla, f"{CASES[number]}: {error}, XLA's {by_xla}"
+        assert error <= 2 * by_xla, f"{CASES[number]}: {error}, XLA's {by_xla}"
         print(f"{CASES[number]}: {error:.1e}, XLA's {by_xla:.1e}", flush=True)
 
 
