@@ -434,7 +434,7 @@ SECTIONS = (
         tuple(name for _, name in MODELS),
         drafted_steps,
         (("step_qwen3_5_35b.png", "The parts of a step of Qwen3.5-35B-A3B."),),
-        "Mamba-2 with heads of 80, which Nemotron-3-Nano-4B has, has no kernel on GPUs: see :doc:`not_served`.",
+        "Mamba-2 with heads of 80, which Nemotron-3-Nano-4B has, had no kernel when this was measured.",
     ),
     Section(
         "Whole steps of Nemotron-H-8B",

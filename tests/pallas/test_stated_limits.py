@@ -85,8 +85,9 @@ def experts_on_tpu(call):
 
 # A row of the page's table, words in it; a call, one of its fields, values of it that are served, and that are not.
 LIMITS = [
-    ("extend", "key_dim and value_dim 64 or 128", step, STEP, "key_dim", [64, 128], [32, 256]),
-    ("extend", "key_dim and value_dim 64 or 128", step, STEP, "value_dim", [64, 128], [80]),
+    ("extend", "key_dim 64 or 128", step, STEP, "key_dim", [64, 128], [32, 256]),
+    ("extend", "value_dim 64, or more if the values of a key head are a multiple of 64", step, STEP, "value_dim",
+     [64, 96, 128, 160, 256], [48, 80]),
     ("extend", "128 for a decay a key channel", step, CHANNELS, "key_dim", [128], [64]),
     ("extend", "which also takes no split checkpoints", step, CHANNELS, "low", [None], [BF16]),
     ("extend", "the high half of a split one", step, dataclasses.replace(STEP, state=BF16), "low", [None, BF16], []),
