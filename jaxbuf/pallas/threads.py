@@ -138,6 +138,36 @@ def copy_vectors(ref, positions: Array, layout, target, interpret: bool) -> None
     inline_mlir(copy, (plgpu.RefType(), layout.reduce(1), plgpu.RefType()), None)(ref, positions, target)
 
 
+def copy_numbers(ref, positions: Array, column: Array, target, interpret: bool) -> None:
+    """Starts to copy a number for each thread from global memory to shared memory, as `copy_vectors`.
+
+    Args:
+      ref: [m, n] in global memory, of four-byte numbers.
+      positions: int32 [THREADS], in layout `PER_THREAD`: of which row each thread copies a number.
+      column: A scalar: which number of the row.
+      target: [THREADS] in shared memory.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        target[...] = jnp.take(ref[...], positions, axis=0)[:, column]
+        return
+
+    def copy(_, ref, positions, column, target):
+        ((thread,),) = positions.layout.thread_idxs((THREADS,))
+        pointer = mgpu.utils.memref_ptr(target)
+        kind = ir.MemRefType(target.type).element_type
+        thread = arith.index_cast(ir.IntegerType.get_signless(64), thread)
+        target = llvm.getelementptr(pointer.type, pointer, [thread], [-(2**31)], kind, [])
+        row = as_index(positions.registers.flat[0])
+        column = arith.index_cast(ir.IndexType.get(), column.registers.flat[0])
+        text = "cp.async.ca.shared.global [$0], [$1], 4;"
+        operands = [target, _Rows(ref).point(row, column)]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,~{memory}", has_side_effects=True)
+
+    arguments = plgpu.RefType(), PER_THREAD, plgpu.Layout.WG_SPLAT, plgpu.RefType()
+    inline_mlir(copy, arguments, None)(ref, positions, column, target)
+
+
 def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
     """Loads the numbers at `positions`, one for each thread.
 

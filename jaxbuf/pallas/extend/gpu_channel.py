@@ -56,7 +56,7 @@ from jaxbuf.pallas.extend.gpu_lane import Item, name_arrays
 from jaxbuf.pallas.extend.gpu_products import where
 from jaxbuf.pallas.extend.gpu_schedule import CHUNK, MAX_DEALT_ROUNDS
 from jaxbuf.pallas.extend.gpu_sums import on_path
-from jaxbuf.pallas.instructions import count_up, synchronize
+from jaxbuf.pallas.instructions import count_up, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import COMPILER, PER_THREAD, load, store
 
 
@@ -102,11 +102,11 @@ def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):
 
         def serve(carry):
             """Serves an item; the lane draws the one after the next, or is dealt it."""
-            number, following, buffer, loaded = carry
+            number, following, buffer = carry
             drawn = count_up(*counter) if draws else None
-            loaded = serve_item(lane, number, following, buffer, loaded, drawn)
+            serve_item(lane, number, following, buffer, drawn)
             after = 2 * lanes + lane.drawn() if draws else following + lanes
-            return following, after, 1 - buffer, loaded
+            return following, after, 1 - buffer
 
         first = warpgroup * blocks + lax.axis_index("block")
 
@@ -115,8 +115,10 @@ def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):
             lane.keep_words(lane.ask_for_words(first), None)
             lane.fetch(first)
             lane.copy_short(first)
-            start = first, first + lanes, jnp.int32(0), lane.load_short(first)
+            start = first, first + lanes, jnp.int32(0)
             lax.while_loop(lambda carry: carry[0] < call.items, serve, start)
+            lane.read_short()  # of an item that is not there
+            wait_for_copies(0, interpret)
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
@@ -133,18 +135,17 @@ def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):
     )
 
 
-def serve_item(
-    lane: Lane, number: Array, following: Array, buffer: Array, loaded: Short | None, drawn: Array | None
-) -> Short | None:
-    """Serves an item; starts to copy the state of the one that follows, and returns what that one needs."""
+def serve_item(lane: Lane, number: Array, following: Array, buffer: Array, drawn: Array | None) -> None:
+    """Serves an item; starts to copy the state of the one that follows, and what else it needs."""
     call, arrays, time = lane.call, lane.arrays, range(lane.call.time)
     lane.buffer = buffer
     item, next_words = lane.read_item(number), lane.ask_for_words(following)
     append = [lane.append_to(t) for t in time]
     paths = [lane.path(t) for t in time] if call.tree else None
+    loaded = lane.read_short()
     if loaded is not None:
-        values, betas = [loaded.value], [loaded.beta]
         added = add_short(lane, item, loaded)
+        values, betas = [loaded.value], [lane.scalars[0, 0]]
     else:
         first = lane.load_chunk(item, 0) if lane.one_token or call.max_live <= CHUNK else None
         values = [load(arrays.v.at[item.row, t, item.head], PER_THREAD) for t in time]
@@ -154,7 +155,7 @@ def serve_item(
         added = add_entries(lane, item, first, total)
         weigh_new(lane, item)
         decay_probes(lane, item, [where(~item.folds, x) for x in total])
-    lane.each_token(functools.partial(append_entry, lane, item))
+    lane.each_token(functools.partial(append_entry, lane, item, loaded))
     lane.buffer = 1 - buffer
     lane.keep_words(next_words, drawn)
     # They arrive while the state is multiplied. A load would not: the assembler has few counters for loads, so that
@@ -165,9 +166,7 @@ def serve_item(
     pl.when(item.folds)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
     synchronize(lane.interpret)
     pl.when(following < call.items)(lambda: lane.fetch(following))
-    loaded = lane.load_short(following)
     substitute(lane, item, added, values, betas, append, paths)
-    return loaded
 
 
 def decay_probes(lane: Lane, item: Item, total: Sum) -> None:
@@ -185,21 +184,24 @@ def decay_probes(lane: Lane, item: Item, total: Sum) -> None:
     synchronize(lane.interpret)
 
 
-def append_entry(lane: Lane, item: Item, t: Array | int) -> None:
+def append_entry(lane: Lane, item: Item, loaded: Short | None, t: Array | int) -> None:
     """Writes a new token's gates to the ring, without the delta rule its beta, too; and its key, if the head is the
     first of its key head's."""
     call, arrays, to = lane.call, lane.arrays, lane.append_to(t)
     head, key_head = item.head, item.head // call.heads_per_key
 
+    # What shared memory had of a short ring is in registers; a load would hold the warp up.
     @pl.when(to >= 0)
     def _():
-        store(arrays.gates.at[to, head, lane.channels], load(arrays.log_decay.at[item.row, t, head], PER_THREAD))
+        gate = load(arrays.log_decay.at[item.row, t, head], PER_THREAD) if loaded is None else loaded.gate
+        store(arrays.gates.at[to, head, lane.channels], gate)
         if not call.delta:
-            store(arrays.gates.at[to, head, DIM], arrays.beta[item.row, t, head])
+            beta = arrays.beta[item.row, t, head] if loaded is None else lane.scalars[0, 0]
+            store(arrays.gates.at[to, head, DIM], beta)
 
         @pl.when(lax.rem(head, call.heads_per_key) == 0)
         def _():
-            key = load(arrays.k.at[item.row, t, key_head], PER_THREAD)
+            key = load(arrays.k.at[item.row, t, key_head], PER_THREAD) if loaded is None else loaded.key
             store(arrays.keys.at[to, key_head], key.astype(call.entry))
 
 

@@ -9,11 +9,11 @@ from jax.experimental import pallas as pl
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.gpu_channel_keys import add_on_path, decay_keys, since_commit, sum_behind
-from jaxbuf.pallas.extend.gpu_channel_lane import DIM, PART, ROWS, Entry, Lane, Short
+from jaxbuf.pallas.extend.gpu_channel_lane import DIM, PART, ROWS, WARPS, Entry, Lane, Short
 from jaxbuf.pallas.extend.gpu_channel_state import fold
 from jaxbuf.pallas.extend.gpu_channel_sums import Sum, cut_gate, factor, nothing, plus
 from jaxbuf.pallas.extend.gpu_lane import Item
-from jaxbuf.pallas.extend.gpu_products import ZERO, spread, where, zeros
+from jaxbuf.pallas.extend.gpu_products import spread, where, zeros
 from jaxbuf.pallas.extend.gpu_schedule import CHUNK
 from jaxbuf.pallas.instructions import synchronize, wait_for_copies
 from jaxbuf.pallas.threads import PER_THREAD, load, store
@@ -61,12 +61,12 @@ def add_short(lane: Lane, item: Item, loaded: Short) -> list[Array]:
         # Folds add all places.
         sum = lax.cond(item.folds | (item.live > start), decay_part, lambda sum: sum, sum)
     synchronize(interpret)
-    pl.when(item.folds)(functools.partial(fold, lane, item, None, sum, loaded.strengths))
+    pl.when(item.folds)(functools.partial(fold, lane, item, None, sum))
 
     alive = [~item.folds & (item.live > start) for start in starts]
     for start, some in zip(starts, alive, strict=True):
         pl.when(some)(functools.partial(multiply_keys, lane, loaded.probes, 0, start, PART))
-    multiply_keys(lane, loaded.probes, 0, lane.places, PART)
+    multiply_keys(lane, loaded.probes, 0, lane.places, WARPS)
     synchronize(interpret)
     # A folded state is that up to the last entry.
     decay = factor(
@@ -80,8 +80,8 @@ def add_short(lane: Lane, item: Item, loaded: Short) -> list[Array]:
         added = [*added]
         for i in range(start, start + PART):
             update = load(lane.updates.at[i, lane.channels], PER_THREAD).astype(jnp.float32)
-            if loaded.strengths:
-                update = jnp.where(item.live > i, loaded.strengths[i], ZERO) * update
+            if not call.delta:
+                update = lane.strength(item, i) * update
             for j in (0, 1) if call.delta else (1,):
                 added[j] = added[j] + lane.weights[j, i] * update
         return added

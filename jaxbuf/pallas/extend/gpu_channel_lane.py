@@ -12,13 +12,14 @@ from jaxbuf.axes import Array
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.pallas.extend.call import CHECKPOINT, HAS_CHECKPOINT, ROW_FIELDS, Call
 from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, read_item
-from jaxbuf.pallas.extend.gpu_products import count, where
+from jaxbuf.pallas.extend.gpu_products import ZERO, count, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, MAX_WARPGROUPS, MEMORY, SWIZZLE, count_bytes
 from jaxbuf.pallas.instructions import end_copies, publish, synchronize
 from jaxbuf.pallas.threads import (
     NUMBERS,
     PER_THREAD,
     THREADS,
+    copy_numbers,
     copy_vectors,
     gather_numbers,
     load,
@@ -28,10 +29,12 @@ from jaxbuf.pallas.threads import (
 
 DIM = THREADS  # of keys and values: a thread for each channel, and for each row of the state
 GROUP = 8  # probes that are multiplied with the state at once
-PART = 4  # entries that are left out if none of them is alive: a warp has one of their keys
+WARPS = 4  # A warp has one of so many keys.
+PART = 2 * WARPS  # entries that are left out if none of them is alive
 SHORT = 24  # entries, at most, of a short ring
 ROWS = vectors_layout(DIM, jnp.float32)  # of a chunk's keys: a warp has all of a key, four numbers a thread
 BANDS = DIM // BAND
+INPUTS = 4  # arrays of a new token that are copied to shared memory as vectors
 KEPT_POSITIONS = 4 * CHUNK  # positions of a row's entries, at most, that are among an item's words
 
 
@@ -50,7 +53,12 @@ class SharedMemory(NamedTuple):
       weights: f32 [2 T, places]: of each probe its product with each decayed key.
       gates: f32 [places, DIM], keys and updates: [places, DIM + 8] in Call.entry: the entries of an item of one
         token on a short ring, which are copied past the registers. Else None.
+      probes, value, gate: The new key and the query, [2, DIM] in Call.probe; the new value, [DIM] in Call.out, and the
+        new gate, f32 [DIM], of such an item. Else None.
+      scalars: f32 [2, THREADS], likewise: the new token's beta, many times; and without the delta rule the entries',
+        each where `words` has its position.
       state: [BANDS, BAND, DIM]: the item's checkpoint.
+      input_barriers: One for each warpgroup, which opens when `probes`, `value` and `gate` have arrived.
     """
 
     barriers: Any
@@ -60,7 +68,12 @@ class SharedMemory(NamedTuple):
     gates: Any
     keys: Any
     updates: Any
+    probes: Any
+    value: Any
+    gate: Any
+    scalars: Any
     state: Any
+    input_barriers: Any
 
 
 class Entry(NamedTuple):
@@ -86,8 +99,6 @@ class Short(NamedTuple):
     Attributes:
       gate, key, query, value: [DIM] of the new token, one number a thread.
       probes: The key and the query as a warp multiplies them with an entry's key.
-      beta: Of the new token.
-      strengths: Without the delta rule the betas of the entries.
     """
 
     gate: Array
@@ -95,8 +106,6 @@ class Short(NamedTuple):
     query: Array
     value: Array
     probes: list[Array]
-    beta: Array
-    strengths: list[Array]
 
 
 def padded_entries(call: Call) -> int:
@@ -119,21 +128,29 @@ def shared_memory(call: Call, warpgroups: int) -> SharedMemory:
     tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
     short, held = is_short(call), count_places(call)
-    places = held + PART if short else CHUNK
+    places = held + WARPS if short else CHUNK
     probe_rows = places if short else max(CHUNK, pl.cdiv(2 * call.time, GROUP) * GROUP) + 1
 
     def memory(*dims, dtype=jnp.float32, transforms=()):
         return plgpu.SMEM((warpgroups, *dims), dtype, transforms=transforms)
+
+    def if_short(*dims, **how):
+        return memory(*dims, **how) if short else None
 
     return SharedMemory(
         barriers=plgpu.Barrier(num_barriers=warpgroups * BANDS),
         numbers=memory(probe_rows, DIM),
         words=memory(2, THREADS),
         weights=memory(2 * call.time, places),
-        gates=memory(held, DIM) if short else None,
-        keys=memory(held, DIM + 8, dtype=call.entry) if short else None,
-        updates=memory(held, DIM + 8, dtype=call.entry) if short else None,
+        gates=if_short(held, DIM),
+        keys=if_short(held, DIM + 8, dtype=call.entry),
+        updates=if_short(held, DIM + 8, dtype=call.entry),
+        probes=if_short(2, DIM, dtype=call.probe),
+        value=if_short(DIM, dtype=call.out),
+        gate=if_short(DIM),
+        scalars=if_short(2, THREADS),
         state=memory(BANDS, BAND, DIM, dtype=call.state, transforms=(tiling, swizzle)),
+        input_barriers=plgpu.Barrier(num_barriers=warpgroups, num_arrivals=INPUTS),
     )
 
 
@@ -154,7 +171,8 @@ class Lane:
     def __init__(self, call: Call, interpret: bool, arrays: Arrays, out, memory: SharedMemory, warpgroup: Array):
         self.call, self.interpret, self.arrays, self.out = call, interpret, arrays, out
         own: list[Any] = [ref if ref is None else ref.at[warpgroup] for ref in memory[1:]]
-        self.numbers, self.words, self.weights, self.gates, self.keys, self.updates, self.state = own
+        self.numbers, self.words, self.weights, self.gates, self.keys, self.updates, *own = own
+        self.probes, self.value, self.gate, self.scalars, self.state, self.inputs = own
         self._barriers, self._first_barrier = memory.barriers, warpgroup * BANDS
         self.kept = min(KEPT_POSITIONS, padded_entries(call))
         self.channels = pl.ds(0, DIM)
@@ -238,10 +256,27 @@ class Lane:
         return read_item(line, lax.rem(number, self.call.heads), [self.word(i) for i in range(ROW_FIELDS)])
 
     def copy_short(self, number: Array) -> None:
-        """Starts to copy the entries of an item, whose words are kept, to shared memory; zeros where there is none."""
+        """Starts to copy the new token and the entries of an item, whose words are kept, to shared memory; zeros where
+        there is no entry. No register has to wait for them."""
         if not self.short:
             return
         arrays, item, places = self.arrays, self.read_item(number), pl.ds(ROW_FIELDS, self.places)
+        row, head, key_head = item.row, item.head, item.head // self.call.heads_per_key
+        for source, target in (
+            (arrays.k.at[row, 0, key_head], self.probes.at[0]),
+            (arrays.q.at[row, 0, key_head], self.probes.at[1]),
+            (arrays.v.at[row, 0, head], self.value),
+            (arrays.log_decay.at[row, 0, head], self.gate),
+        ):
+            plgpu.copy_gmem_to_smem(source, target, self.inputs)
+        same = plgpu.layout_cast(jnp.broadcast_to(row, (THREADS,)), PER_THREAD)
+        copy_numbers(arrays.beta.at[:, 0], same, head, self.scalars.at[0], self.interpret)
+        if not self.call.delta:
+            # The thread that has an entry's word copies its beta.
+            thread = count((THREADS,), 0, PER_THREAD)
+            at = lax.bitcast_convert_type(load(self.words.at[self.buffer], PER_THREAD), jnp.int32)
+            at = jnp.where((thread >= ROW_FIELDS) & (thread < ROW_FIELDS + self.places), at, 0)
+            copy_numbers(arrays.gates.at[:, head], at, jnp.int32(DIM), self.scalars.at[1], self.interpret)
         for ref, head, target in (
             (arrays.gates, item.head, self.gates),
             (arrays.keys, item.head // self.call.heads_per_key, self.keys),
@@ -260,24 +295,22 @@ class Lane:
         arrays, key_head = self.arrays, item.head // self.call.heads_per_key
         return [load(ref.at[item.row, t, key_head], ROWS.reduce(0)) for ref in (arrays.k, arrays.q)]
 
-    def load_short(self, number: Array) -> Short | None:
-        """Asks for the rest of what such an item needs; None of other items, which ask when they are served."""
+    def read_short(self) -> Short | None:
+        """The new token that `copy_short` has brought; None of other items."""
         if not self.short:
             return None
-        arrays, item, strengths = self.arrays, self.read_item(number), []
-        row, head, key_head = item.row, item.head, item.head // self.call.heads_per_key
-        if not self.call.delta:
-            places = [self.word(ROW_FIELDS + i) for i in range(self.places)]
-            strengths = [arrays.gates[at, head, DIM] for at in places]
+        plgpu.barrier_wait(self.inputs)
         return Short(
-            gate=load(arrays.log_decay.at[row, 0, head], PER_THREAD),
-            key=load(arrays.k.at[row, 0, key_head], PER_THREAD),
-            query=load(arrays.q.at[row, 0, key_head], PER_THREAD),
-            value=load(arrays.v.at[row, 0, head], PER_THREAD),
-            probes=self.load_probes(item, 0),
-            beta=arrays.beta[row, 0, head],
-            strengths=strengths,
+            gate=load(self.gate, PER_THREAD),
+            key=load(self.probes.at[0], PER_THREAD),
+            query=load(self.probes.at[1], PER_THREAD),
+            value=load(self.value, PER_THREAD),
+            probes=[load(self.probes.at[i], ROWS.reduce(0)) for i in range(2)],
         )
+
+    def strength(self, item: Item, i: int) -> Array:
+        """Without the delta rule the beta of an entry of a short ring; 0 if there is none."""
+        return jnp.where(item.live > i, self.scalars[1, ROW_FIELDS + i], ZERO)
 
     def positions(self, item: Item, c: Array | int) -> list[Array]:
         """The positions of a chunk's entries."""

@@ -1,13 +1,11 @@
 """The state of an item, in `extend` on a GPU with a decay a channel: folds, and products with the probes."""
 
 import functools
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.gpu_channel_keys import decay_keys, sum_behind
 from jaxbuf.pallas.extend.gpu_channel_lane import BANDS, GROUP, Entry, Lane
 from jaxbuf.pallas.extend.gpu_channel_sums import Sum, factor
@@ -17,7 +15,6 @@ from jaxbuf.pallas.extend.gpu_products import (
     STATE_LEFT,
     STATE_RIGHT,
     TALL,
-    ZERO,
     cut,
     multiply_state,
     spread,
@@ -29,14 +26,13 @@ from jaxbuf.pallas.instructions import synchronize
 from jaxbuf.pallas.threads import load, store, store_rows
 
 
-def fold(lane: Lane, item: Item, first: list[Entry] | None, total: Sum, strengths: Sequence[Array] = ()) -> None:
+def fold(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -> None:
     """Makes the state in shared memory, checkpoint · exp(total) + Σ update ⊗ decayed key; starts to copy it.
 
     Args:
       item: The item.
-      first: Its first chunk, or None.
+      first: Its first chunk, or None of a short ring, whose keys have been decayed.
       total: The sum of all gates.
-      strengths: Of a short ring, whose keys have been decayed, the betas without the delta rule.
     """
     # The checkpoint's decay, for the columns that each thread has of it.
     store(lane.numbers.at[lane.last_row, lane.channels], factor(lane.interpret, total))
@@ -74,8 +70,8 @@ def fold(lane: Lane, item: Item, first: list[Entry] | None, total: Sum, strength
         return behind[-1]
 
     if lane.short:
-        betas = [jnp.where(item.live > i, beta, ZERO) for i, beta in enumerate(strengths)]
         places = range(lane.places)
+        betas = [] if lane.call.delta else [lane.strength(item, i) for i in places]
         add_chunk(lambda rows: [load(lane.updates.at[i, rows], TALL.reduce(1)) for i in places], betas, jnp.bool_(True))
     else:
         lane.each_chunk(item, first, add_loaded, total)
@@ -92,15 +88,15 @@ def read_state(lane: Lane, item: Item) -> None:
     found = []
     for band in range(BANDS):
         pl.when(item.has_checkpoint & ~item.folds)(functools.partial(plgpu.barrier_wait, lane.barrier(band)))
-        # Two sums each, because products into one sum wait for each other.
-        sums = [[zeros((BAND, GROUP), STATE)] * 2 for _ in starts]
+        # Several sums each, because products into one sum wait for each other.
+        sums = [[zeros((BAND, GROUP), STATE)] * (4 if len(starts) == 1 else 2) for _ in starts]
         for strip in lane.strips():
             left = cut(load(lane.state.at[band, :, strip], STATE_LEFT))
             for i, start in enumerate(starts):
                 right = cut(load(lane.numbers.at[pl.ds(start, GROUP), strip], STATE_RIGHT))
                 for part in left:
-                    sums[i] = [sums[i][1], multiply_state(sums[i][0], part, right, lane.interpret)]
-        found.append([x + y for x, y in sums])
+                    sums[i] = [*sums[i][1:], multiply_state(sums[i][0], part, right, lane.interpret)]
+        found.append([functools.reduce(jnp.add, x) for x in sums])
     synchronize(lane.interpret)  # All threads have read the probes.
     for band, products in enumerate(found):
         for start, product in zip(starts, products, strict=True):
