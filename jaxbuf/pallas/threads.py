@@ -5,6 +5,8 @@ themselves. A `reference` is an array in global or shared memory. Functions with
 GPU interpreter, which has neither threads nor instructions.
 """
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -161,6 +163,48 @@ def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
 
     out = plgpu.ShapeDtypeStruct(positions.shape, ref.dtype, layout=PER_THREAD)
     return inline_mlir(load_numbers, (plgpu.RefType(), PER_THREAD), out)(ref, positions)
+
+
+def load_columns(ref, columns: int, layout, interpret: bool) -> list[Array]:
+    """Loads a matrix [n, columns] as its columns; each thread loads its rows, sixteen bytes at once.
+
+    Args:
+      ref: [n · columns] in global memory, row by row.
+      columns: How many columns it has.
+      layout: The layout of a column [n].
+      interpret: Whether this runs in Pallas' interpreter.
+
+    Returns:
+      The columns, [n] each.
+    """
+    n = ref.shape[0] // columns
+    if interpret:
+        matrix = ref[...].reshape(n, columns)
+        return [matrix[:, column] for column in range(columns)]
+
+    def load_rows(_, ref):
+        tiled, kind = layout.to_mgpu(), ir.MemRefType(ref.type).element_type
+        numbers = tiled.vector_length * columns  # in the rows of a register
+        piece = math.gcd(numbers, 16 * 8 // mgpu.utils.bitwidth(kind))
+        registers = [np.empty(tiled.registers_shape((n,)), object) for _ in range(columns)]
+        start = mgpu.utils.memref_ptr(ref)
+        for (i, _), (row,) in zip(np.ndenumerate(registers[0]), tiled.thread_idxs((n,)), strict=True):
+            number = arith.index_cast(ir.IntegerType.get_signless(64), arith.muli(row, _number(columns)))
+            at = llvm.getelementptr(start.type, start, [number], [-(2**31)], kind, [])
+            pieces = []
+            for j in range(0, numbers, piece):
+                pointer = llvm.getelementptr(start.type, at, [], [j], kind, [])
+                pieces.append(llvm.load(ir.VectorType.get((piece,), kind), pointer))
+            for column, found in enumerate(registers):
+                each = [divmod(j * columns + column, piece) for j in range(tiled.vector_length)]
+                each = [vector.extract(pieces[j], [], [k]) for j, k in each]
+                found[i] = vector.broadcast(ir.VectorType.get((tiled.vector_length,), kind), each[0])
+                for j, number in enumerate(each):
+                    found[i] = vector.insert(number, found[i], [], [j])
+        return [mgpu.FragmentedArray(_registers=found, _layout=tiled, _is_signed=None) for found in registers]
+
+    out = [plgpu.ShapeDtypeStruct((n,), ref.dtype, layout=layout)] * columns
+    return inline_mlir(load_rows, (plgpu.RefType(),), out)(ref)
 
 
 def select_positive(x: Array, positions: Array, layout, interpret: bool) -> Array:

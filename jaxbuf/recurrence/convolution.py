@@ -10,7 +10,7 @@ input can be copied by itself; of an array that ends with all channels, tiles wo
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +95,15 @@ def causal_convolution(
     return jax.lax.optimization_barrier(y) if time >= LONG else y
 
 
+def activated(
+    y: Float[Array, "rows time channels"], bias: Float[Array, "channels"] | None, activation: Literal["silu"] | None
+) -> Float[Array, "rows time channels"]:
+    """y, to which the bias was added, after the activation; in y's dtype. None: without it."""
+    if bias is not None:
+        y = y + bias.astype(y.dtype)[None, None]
+    return jax.nn.silu(y) if activation == "silu" else y
+
+
 def extend_ring(
     ring: Float[Array, "slots ring channel_rows lanes"],
     weight: Float[Array, "channels width"],
@@ -105,6 +114,8 @@ def extend_ring(
     lengths: Int[Array, "rows"],
     order: Int32[Array, "slots ring"] | None = None,
     parents: Int[Array, "rows time"] | None = None,
+    bias: Float[Array, "channels"] | None = None,
+    activation: Literal["silu"] | None = None,
     implementation: str = "auto",
     interpret: bool = False,
     target: Target | str | None = None,
@@ -126,28 +137,36 @@ def extend_ring(
         first = start brings an accepted path to the front.
       parents: The input before each one, of a lower index, -1 for the committed tail; needs `order` and at most
         max_pending inputs. None: each follows the one before.
+      bias: Is added to the convolution's output, both in x's dtype.
+      activation: Of the sum. None: the sum itself comes back.
       implementation, interpret, target: As in `jaxbuf.recurrence.launch.extend_pool`; target None: what x lies on.
 
     Returns:
-      y in x's dtype, before the activation, and the ring.
+      y in x's dtype, and the ring.
 
     Raises:
       ValueError: Shapes or integers that do not fit; or, where they are known, out of range (under jit a slot out of
-        range is a null one, and start and lengths are clamped), or a slot repeated; or the implementation asked for
-        can't serve the call; it says why.
+        range is a null one, and start and lengths are clamped), or a slot repeated; or no such activation; or the
+        implementation asked for can't serve the call; it says why.
     """
     check_ring(ring, x.shape[2])
+    if bias is not None and bias.shape != x.shape[2:]:
+        raise ValueError(f"bias must have shape {x.shape[2:]}, got {bias.shape}")
+    if activation not in ("silu", None):
+        raise ValueError(f"activation must be 'silu' or None, got {activation!r}")
     slots, start, lengths = launch_integers(ring, slots, start, lengths, x.shape[1])
     parents = launch_parents(ring, weight, x, order, parents)
     asked = ask("convolve", implementation, target, (x,), interpret=interpret)
-    return _extend_ring(asked, ring, weight, x, slots, start, lengths, order, parents)
+    return _extend_ring(asked, activation, ring, weight, bias, x, slots, start, lengths, order, parents)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _extend_ring(
     asked: Asked | None,
+    activation: Literal["silu"] | None,
     ring: Array,
     weight: Array,
+    bias: Array | None,
     x: Array,
     slots: Array,
     start: Array,
@@ -155,16 +174,38 @@ def _extend_ring(
     order: Array | None,
     parents: Array | None,
 ) -> tuple[Array, Array]:
+    y = None
     if asked is not None:
         # Imported here: Pallas takes a while, and a CPU has no use for it.
-        from jaxbuf.pallas.prepare import Convolution, convolution_reason, tpu
+        from jaxbuf.pallas import prepare as kernels
 
-        call = Convolution(**call_sizes(ring, weight, x), tree=parents is not None)
-        if asked.takes(convolution_reason(call, generation=asked.generation)):
-            places = tpu.Places(*ring_places(ring, weight.shape[1], x.shape[1], slots, start, lengths, order), parents)
+        call = kernels.Convolution(**call_sizes(ring, weight, x), tree=parents is not None)
+        reason = kernels.convolution_reason(call, platform=asked.platform, generation=asked.generation)
+        if asked.takes(reason) and asked.platform == "gpu":
+            return kernels.gpu_convolve.convolve(
+                call,
+                ring,
+                weight,
+                x,
+                (slots, start, lengths),
+                bias=None if bias is None else bias.astype(x.dtype),
+                order=order,
+                parents=parents,
+                silu=activation == "silu",
+                interpret=asked.interpret,
+            )
+        if asked.takes(reason):
+            found = ring_places(ring, weight.shape[1], x.shape[1], slots, start, lengths, order)
+            places = kernels.tpu.Places(*found, parents)
             how = {"generation": asked.generation, "interpret": asked.interpret}
-            return tpu.convolve(call, ring, weight, x, places, **how)
-    return convolve_with_xla(ring, weight, x, slots, start, lengths, order, parents, asked)
+            y, ring = kernels.tpu.convolve(call, ring, weight, x, places, **how)
+    if y is None:
+        y, ring = convolve_with_xla(ring, weight, x, slots, start, lengths, order, parents, asked)
+    y = activated(y, bias, activation)
+    if bias is not None:  # of which what is no token would have some
+        real = (jnp.arange(x.shape[1])[None] < lengths[:, None]) & (slots > 0)[:, None]
+        y = jnp.where(real[..., None], y, jnp.zeros((), y.dtype))
+    return y, ring
 
 
 def call_sizes(
@@ -213,7 +254,7 @@ def convolve_with_xla(
     parents: Int32[Array, "rows time"] | None,
     asked: Asked | None = None,
 ) -> tuple[Float[Array, "rows time channels"], Float[Array, "slots ring channel_rows lanes"]]:
-    """`extend_ring` compiled by XLA, on arguments that were checked: the definition of its kernels. `asked` is as in
+    """`extend_ring` without bias and activation, compiled by XLA, on arguments that were checked. `asked` is as in
     `put_within`."""
     (rows, time, channels), size, history = x.shape, ring.shape[1], weight.shape[1] - 1
 

@@ -150,7 +150,6 @@ def _prepare(
             key_dim=spec.key_dim,
             value_dim=spec.value_dim,
             tree=parents is not None,
-            ordered=order is not None,
             eps=EPS,
         )
         reason = kernels.supports(call, platform=asked.platform, generation=asked.generation)
@@ -162,9 +161,10 @@ def _prepare(
                 how = {"generation": asked.generation, "interpret": asked.interpret}
                 inputs, ring = kernels.tpu.prepare(call, ring, weights, (qkv, a, b), places, **how)
             else:
-                integers = slots, start, lengths
-                by_gpu = kernels.gpu.prepare
-                inputs, ring = by_gpu(call, ring, weights, (qkv, a, b), integers, interpret=asked.interpret)
+                parents = launch_parents(ring, weights.convolution, qkv, order, parents)
+                tree = {"order": order, "parents": parents}
+                by_gpu, integers = kernels.gpu.prepare, (slots, start, lengths)
+                inputs, ring = by_gpu(call, ring, weights, (qkv, a, b), integers, **tree, interpret=asked.interpret)
             return Inputs(*inputs), ring
     parents = launch_parents(ring, weights.convolution, qkv, order, parents)
     mixed, ring = convolve_with_xla(ring, weights.convolution, qkv, slots, start, lengths, order, parents, asked)

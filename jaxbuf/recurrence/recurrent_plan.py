@@ -14,7 +14,7 @@ from jaxbuf.axes import Array, Float, Int32
 from jaxbuf.recurrence import buffered
 from jaxbuf.recurrence.begin import PrefillStep, Step
 from jaxbuf.recurrence.chunked import chunked
-from jaxbuf.recurrence.convolution import causal_convolution, extend_ring
+from jaxbuf.recurrence.convolution import activated, causal_convolution, extend_ring
 from jaxbuf.recurrence.prepare import Inputs, Weights, prepare, prepare_sequence
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.target import Target
@@ -49,10 +49,14 @@ class WholeRecurrence(_Plan):
         return prepare_sequence(spec, weights, *inputs), None
 
     def convolve(
-        self, memory: None, weight: Float[Array, "channels width"], x: Float[Array, "rows time channels"]
+        self,
+        memory: None,
+        weight: Float[Array, "channels width"],
+        bias: Float[Array, "channels"] | None,
+        x: Float[Array, "rows time channels"],
     ) -> tuple[Float[Array, "rows time channels"], None]:
-        """The causal convolution of x, before bias and activation."""
-        return causal_convolution(x, weight), None
+        """SiLU of the causal convolution of x, plus the bias if there is one."""
+        return activated(causal_convolution(x, weight), bias, "silu"), None
 
     def recur(
         self, memory: None, spec: RecurrenceSpec, *inputs: Any
@@ -87,11 +91,16 @@ class LaunchedRecurrence(_Plan):
         return found, dataclasses.replace(memory, ring=ring)
 
     def convolve(
-        self, memory: "RecurrentCache", weight: Float[Array, "channels width"], x: Float[Array, "rows time channels"]
+        self,
+        memory: "RecurrentCache",
+        weight: Float[Array, "channels width"],
+        bias: Float[Array, "channels"] | None,
+        x: Float[Array, "rows time channels"],
     ) -> tuple[Float[Array, "rows time channels"], "RecurrentCache"]:
-        """The causal convolution of x, before bias and activation."""
+        """SiLU of the causal convolution of x, plus the bias if there is one."""
         assert memory.ring is not None  # a mixer with a convolution has made it
-        y, ring = extend_ring(memory.ring, weight, x, **self._where, target=self.target)
+        how = {"bias": bias, "activation": "silu", "target": self.target}
+        y, ring = extend_ring(memory.ring, weight, x, **self._where, **how)
         return y, dataclasses.replace(memory, ring=ring)
 
     def recur(

@@ -20,8 +20,10 @@ from jaxbuf.models.experts import mixture
 from jaxbuf.models.layers import Norm
 from jaxbuf.models.projections import gated_project, project
 from jaxbuf.models.residual import add_and_norm
+from jaxbuf.recurrence.convolution import extend_ring, init_ring
 from tests.attention import launches
 from tests.gpu.checks import BOUNDS, Figures, same_bits
+from tests.gpu.program import pool_sized_writes
 
 # Relative to the norm, where parts of a softmax are merged, of a head and of all outputs together: each part was
 # rounded itself, by some 1.6e-3 of its norm in bfloat16 and an eighth of that in float16, before the sum is; and parts
@@ -169,9 +171,101 @@ def check_experts(rng) -> Figures:
     return found
 
 
+CONVOLUTIONS = {  # channels, tokens at once, dtype, whether trees, whether a bias
+    "Nemotron-H-8B": (10240, 1, "bfloat16", False, True),
+    "Nemotron-3-Nano-4B": (9728, 5, "bfloat16", True, True),
+    "Granite-4.0-H-Small": (8448, 16, "bfloat16", True, True),
+    "Falcon-H1-7B": (3584, 5, "float32", False, True),
+    "Kimi-Linear": (12288, 16, "float32", True, False),
+    "one of 8 devices": (1216, 3, "bfloat16", False, False),
+    "few channels": (202, 4, "bfloat16", True, True),
+}
+# Of a token's numbers, relative to XLA's path: as `jaxbuf.bench.companions` has it, for the same roundings.
+CONVOLVED = {"bfloat16": 1.2e-2, "float32": 5e-6}
+
+
+def check_convolutions(
+    rng, convolutions=CONVOLUTIONS, rows: int = 8, steps: int = 4, implementation: str = "gpu", interpret: bool = False
+) -> Figures:
+    """The convolution alone beside XLA's, over ragged steps with null slots, rejections and NaN in all that is dead:
+    what tokens get, zeros elsewhere, and the ring bit for bit. Tokens at once and one by one are the same bits."""
+    found: Figures = {}
+    how = {"implementation": implementation, "interpret": interpret}
+    for name, (channels, time, dtype, tree, biased) in convolutions.items():
+        given = {"channels": channels, "width": 4, "max_pending": max(time, 8)}
+        ring = init_ring(slots=rows, **given, dtype=jnp.dtype(dtype))
+        ring, order = jnp.full_like(ring, jnp.nan), None
+        if tree:
+            order = np.tile(np.arange(ring.shape[1], dtype=np.int32), (rows + 1, 1))
+            order = jnp.asarray(rng.permuted(order, axis=1))
+        weight, bias = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((channels, 4), (channels,)))
+        more = {"bias": bias if biased else None, "activation": "silu", "order": order}
+        start, largest = np.zeros(rows + 1, np.int32), 0.0
+        for _ in range(steps):
+            slots = np.where(rng.random(rows) < 0.2, 0, rng.permutation(rows) + 1)
+            lengths = rng.integers(0, time + 1, rows)
+            real = (np.arange(time) < lengths[:, None]) & (slots > 0)[:, None]
+            x = jnp.asarray(rng.standard_normal((rows, time, channels)), dtype)
+            x = jnp.where(jnp.asarray(np.arange(time) < lengths[:, None])[..., None], x, jnp.nan)
+            where = {"slots": slots, "start": start[slots], "lengths": lengths}
+            if tree:
+                parents = [[rng.integers(-1, t) if t else -1 for t in range(time)] for _ in range(rows)]
+                where["parents"] = np.array(parents)
+            where = {key: jnp.asarray(value, jnp.int32) for key, value in where.items()} | more
+            expected, after = extend_ring(ring, weight, x, **where, implementation="xla")
+            y, ring = extend_ring(ring, weight, x, **where, **how)
+            assert same_bits(ring, after), f"{name}: the rings differ"
+            y, expected = (np.asarray(a, np.float32) for a in (y, expected))
+            assert (y[~real] == 0).all() and np.isfinite(y[real]).all(), f"{name}: dead tokens, or NaN among others"
+            errors = np.linalg.norm(y - expected, axis=-1) / np.maximum(np.linalg.norm(expected, axis=-1), 1e-3)
+            largest = max(largest, float(errors.max(initial=0.0)))
+            start[slots] += rng.integers(0, np.where(slots > 0, lengths, 0) + 1).astype(np.int32)
+            start[0] = 0
+        assert largest <= CONVOLVED[dtype], f"{name}: {largest}, at most {CONVOLVED[dtype]}"
+        found[name] = largest
+        _compare_one_by_one(rng, weight, more, ring, how)
+    return found
+
+
+def _compare_one_by_one(rng, weight, more, ring, how) -> None:
+    time, one = 3, jnp.ones(1, jnp.int32)
+    x = jnp.asarray(rng.standard_normal((1, time, weight.shape[0])), weight.dtype)
+    where = {"slots": one, "start": 5 * one, "lengths": time * one} | more
+    ring = jnp.zeros_like(ring)
+    at_once, after = extend_ring(ring, weight, x, **where, **how)
+    for t in range(time):
+        where |= {"start": (5 + t) * one, "lengths": one}
+        y, ring = extend_ring(ring, weight, x[:, t : t + 1], **where, **how)
+        assert same_bits(y[:, 0], at_once[:, t]), "tokens at once are not those one by one"
+    assert same_bits(ring, after), "the rings of tokens at once and one by one differ"
+
+
+def check_convolution_loop(rng, channels: int = 9728, rows: int = 8) -> Figures:
+    """A loop of convolutions with a donated ring writes nothing of the ring's size."""
+    slots, dtype = jnp.arange(1, rows + 1, dtype=jnp.int32), jnp.bfloat16
+    ring = jax.eval_shape(lambda: init_ring(slots=rows, channels=channels, width=4, max_pending=8, dtype=dtype))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def loop(ring, weight, x):
+        def step(i, carry):
+            ring, y = carry
+            where = {"slots": slots, "start": jnp.full_like(slots, i), "lengths": jnp.ones_like(slots)}
+            y, ring = extend_ring(ring, weight, y, **where, activation="silu", implementation="gpu")
+            return ring, y
+
+        return jax.lax.fori_loop(0, 32, step, (ring, x))
+
+    arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((channels, 4), (rows, 1, channels)))
+    found = pool_sized_writes(loop.lower(ring, *arrays).compile().as_text(), ring)
+    assert not found, "\n".join(found)
+    return {"instructions": 0.0}
+
+
 CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "experts_are_those_of_float64": check_experts,
     "attention_is_that_of_float64": check_attention,
+    "convolutions_are_xlas": check_convolutions,
+    "no_ring_sized_write_in_a_loop_of_convolutions": check_convolution_loop,
     "projections_are_those_of_float64": check_projections,
     "attention_of_chunks_is_that_of_float64": check_chunks,
     "attention_of_long_chunks_and_its_gradient_are_xlas_in_float32": check_long_chunk,

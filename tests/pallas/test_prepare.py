@@ -38,16 +38,27 @@ def new_ring(spec, rows, dtype, max_pending=MAX_PENDING):
     return jnp.full_like(ring, jnp.nan)  # what no slot has written reaches nothing
 
 
-@pytest.mark.parametrize("time, rows, dtype", [(1, 256, "bfloat16"), (5, 1, "float32"), (16, 128, "bfloat16")])
-def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, rows, dtype):
+@pytest.mark.parametrize(
+    "time, rows, dtype, tree",
+    [
+        (1, 256, "bfloat16", False),
+        (5, 1, "float32", False),
+        (16, 128, "bfloat16", False),
+        (5, 64, "bfloat16", True),
+        (16, 2, "float32", True),
+    ],
+)
+def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, rows, dtype, tree):
     rng, dtype = np.random.default_rng(0), jnp.dtype(dtype)
     weights = jax.eval_shape(lambda: new_weights(rng, QWEN, dtype))
     raw = jax.eval_shape(lambda: new_raw(rng, QWEN, rows, time, dtype))
     ring = jax.eval_shape(lambda: new_ring(QWEN, rows, dtype, max_pending=max(8, time)))
-    integers = [jax.ShapeDtypeStruct((rows,), jnp.int32)] * 3
+    shapes = (rows,), (rows,), (rows,), ring.shape[:2], (rows, time)
+    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
-    def step(ring, weights, raw, slots, start, lengths):
+    def step(ring, weights, raw, slots, start, lengths, order, parents):
         where = {"slots": slots, "start": start, "lengths": lengths}
+        where |= {"order": order, "parents": parents} if tree else {}
         return prepare(QWEN, weights, ring, *raw, **where, target="H100")
 
     traced = jax.jit(step, donate_argnums=0).trace(ring, weights, raw, *integers)
@@ -114,14 +125,11 @@ def test_tokens_at_once_and_one_by_one_are_the_same_bits(rng, implementation):
         (RecurrenceSpec(4, 2, 128, 128), 1, {}, "key heads in fours, got 2"),
         (SMALL, MAX_PENDING + 1, {}, "1 to 4 tokens at once, got 5"),
         (SMALL, 1, {"ring": jnp.bfloat16}, "a ring of the inputs' dtype float32, got bfloat16"),
-        (SMALL, 1, {"order": jnp.int32}, "tokens in sequence, got order or parents"),
     ],
 )
 def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, time, change, reason):
     weights, raw = new_weights(rng, spec, jnp.float32), new_raw(rng, spec, 1, time, jnp.float32)
     where = {name: jnp.ones(1, jnp.int32) for name in ("slots", "start", "lengths")}
-    if "order" in change:
-        where["order"] = init_ring_order(slots=1, width=4, max_pending=MAX_PENDING)
     ring = new_ring(spec, 1, change.get("ring", jnp.float32))
     with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this prepare: it needs {reason}'):
         prepare(spec, weights, ring, *raw, **where, implementation="gpu", target="H100")
@@ -167,8 +175,8 @@ def test_which_convolutions_the_tpu_kernel_cannot_serve(channels, integers, reas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("finish", [False, True], ids=["convolution", "prepare"])
-def test_the_tpu_kernel_follows_trees_over_permuted_rings(rng, finish):
+@pytest.mark.parametrize("platform, finish", [("tpu", False), ("tpu", True), ("gpu", True)])
+def test_a_kernel_follows_trees_over_permuted_rings(rng, platform, finish):
     """Several programs, the last of which has rows to spare; null slots, dead tokens, NaN in what is dead."""
     rows, time, dtype = 11, 4, jnp.float32
     weights, ring = new_weights(rng, SMALL, dtype), new_ring(SMALL, rows, dtype)
@@ -184,7 +192,7 @@ def test_the_tpu_kernel_follows_trees_over_permuted_rings(rng, finish):
         integers = {"slots": slots, "start": start, "lengths": lengths, "parents": parents}
         where = {name: jnp.asarray(x, jnp.int32) for name, x in integers.items()} | {"order": order}
         both = []
-        for how in ({"implementation": "xla"}, {"implementation": "tpu", "interpret": True}):
+        for how in ({"implementation": "xla"}, {"implementation": platform, "interpret": True}):
             if finish:
                 found, after = prepare(SMALL, weights, ring, *raw, **where, **how)
             else:

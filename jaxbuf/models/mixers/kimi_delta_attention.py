@@ -63,9 +63,9 @@ class KimiDeltaAttention(RecurrentMixer):
             if p.decay_up is not None and p.gate_up is not None:
                 decay, z = linear_float32(decay, p.decay_up), linear(z, p.gate_up)
         with jax.named_scope("convolution"):
-            mixed, memory = plan.convolve(memory, p.conv1d[...], qkv)
+            mixed, memory = plan.convolve(memory, p.conv1d[...], None, qkv)
             keys = spec.key_heads * spec.key_dim
-            q, k, v = jnp.split(jax.nn.silu(mixed), [keys, 2 * keys], axis=-1)
+            q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
             q, k = (y.reshape(rows, time, spec.key_heads, spec.key_dim) for y in (q, k))
             q, k = l2_normalise(q, scale=spec.key_dim**-0.5), l2_normalise(k)
             v = v.reshape(rows, time, spec.heads, spec.value_dim)

@@ -72,11 +72,10 @@ class Mamba2(RecurrentMixer):
         with jax.named_scope("projections"):
             z, mixed, raw_step = self._project(p, scaled(x, self.input_scale))
         with jax.named_scope("convolution"):
-            mixed, memory = plan.convolve(memory, p.conv1d[...], mixed)
-            if p.conv1d_bias is not None:
-                mixed = mixed + p.conv1d_bias[...][None, None]
+            bias = None if p.conv1d_bias is None else p.conv1d_bias[...]
+            mixed, memory = plan.convolve(memory, p.conv1d[...], bias, mixed)
             keys = spec.key_heads * spec.key_dim
-            values, b, c = jnp.split(jax.nn.silu(mixed), [self.inner, self.inner + keys], axis=-1)
+            values, b, c = jnp.split(mixed, [self.inner, self.inner + keys], axis=-1)
         values = values.reshape(batch, time, spec.heads, spec.value_dim)
         b, c = (y.reshape(batch, time, spec.key_heads, spec.key_dim) for y in (b, c))
         step = jnp.clip(jax.nn.softplus(raw_step + p.dt_bias[...][None, None]), self.least_step, self.most_step)

@@ -37,7 +37,6 @@ class Call(Convolution):
     Attributes:
       heads, key_heads, key_dim, value_dim: As in `RecurrenceSpec`.
       eps: What is added to the sum of squares in the norms of q and k.
-      ordered: Whether the ring has a list of its rows, as where trees are served.
     """
 
     heads: int
@@ -45,7 +44,6 @@ class Call(Convolution):
     key_dim: int
     value_dim: int
     eps: float
-    ordered: bool
 
     @property
     def all_heads(self) -> int:

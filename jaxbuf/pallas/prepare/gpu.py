@@ -22,12 +22,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.prepare.call import Call
+from jaxbuf.pallas.prepare.gpu_inputs import convolve, find_row, read_windows, select, sigmoid
 from jaxbuf.pallas.threads import COMPILER, load, store
 
 HEADS = 4  # heads that a block serves, one with each warp
 DIM = 128  # channels of a head, four for each thread
 WIDTH = 4  # taps of a channel
-MOST_TOKENS = 16  # new tokens of a row
 
 # The layouts of taps [HEADS, DIM, WIDTH], of channels [HEADS, DIM] and of numbers [HEADS]. A thread reads the taps of a
 # channel at once, so that its four channels lie 32 apart.
@@ -43,6 +43,8 @@ def prepare(
     inputs: tuple[Array, Array, Array],
     integers: tuple[Array, Array, Array],
     *,
+    order: Array | None = None,
+    parents: Array | None = None,
     interpret: bool = False,
 ) -> tuple[tuple[Array, ...], Array]:
     """`jaxbuf.recurrence.prepare.prepare`; `supports` says for which sizes.
@@ -53,6 +55,8 @@ def prepare(
       weights: The convolution's [channels, 4], A_log and dt_bias f32 [heads].
       inputs: qkv [rows, T, channels]; a and b f32 [rows, T, heads].
       integers: slots, start and lengths, int32 [rows].
+      order: int32 [slots + 1, call.ring], or None.
+      parents: int32 [rows, T], or None.
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
@@ -63,26 +67,29 @@ def prepare(
     (convolution, *rates), (qkv, *gates) = weights, inputs
     ref = jax.new_ref(ring)  # a head has 128 channels, and the ring rows of as many
     arrays = convolution.reshape(*by_head, WIDTH), *rates, qkv.reshape(call.rows, call.time, *by_head), *gates
-    out = _kernel(call, interpret)(*integers, *arrays, ref)
+    given = {name: array for name, array in (("order", order), ("parents", parents)) if array is not None}
+    out = _kernel(call, tuple(given), interpret)(*integers, *arrays, *given.values(), ref)
     return tuple(out), jax.freeze(ref)
 
 
-def _kernel(call: Call, interpret: bool):
-    time, history = call.time, WIDTH - 1
+def _kernel(call: Call, given: tuple[str, ...], interpret: bool):
+    time = call.time
 
-    def prepare_heads(  # A profile shows this name.
-        slots, start, lengths, weight, A_log, dt_bias, qkv, a, b, ring, q_ref, k_ref, v_ref, log_decay_ref, beta_ref
-    ):
+    def prepare_heads(slots, start, lengths, weight, A_log, dt_bias, qkv, a, b, *refs):  # A profile shows this name.
+        *optional, ring, q_ref, k_ref, v_ref, log_decay_ref, beta_ref = refs
+        at = dict(zip(given, optional, strict=True))
         row, head = lax.axis_index("row"), HEADS * lax.axis_index("heads")
         heads = pl.ds(head, HEADS)
-        slot, first, length = slots[row], start[row], lengths[row]
-        new = [load(qkv.at[row, t, heads], CHANNELS) for t in range(time)]
+        found = find_row(call, row, slots, start, lengths, at.get("order"))
+        new, windows = read_windows(
+            call,
+            row,
+            found,
+            lambda t: load(qkv.at[row, t, heads], CHANNELS),
+            lambda place: load(ring.at[found.slot, place, heads], CHANNELS),
+            at.get("parents"),
+        )
         all_taps = load(weight.at[heads], TAPS).astype(jnp.float32)
-        past = []
-        for t in range(-history, 0):
-            position = first + t
-            inputs = ring.at[slot, lax.rem(jnp.maximum(position, 0), call.ring), heads]
-            past.append(_where((position >= 0) & (slot > 0), load(inputs, CHANNELS)))
 
         @pl.when(head >= 2 * call.key_heads)
         def _():
@@ -92,26 +99,21 @@ def _kernel(call: Call, interpret: bool):
             decays, strengths = ([load(ref.at[row, t, own], HEAD) for t in range(time)] for ref in (a, b))
             for t, (decay, strength) in enumerate(zip(decays, strengths, strict=True)):
                 store(log_decay_ref.at[row, t, own], -rate * _softplus(decay + bias))
-                store(beta_ref.at[row, t, own], _sigmoid(strength))
+                store(beta_ref.at[row, t, own], sigmoid(strength))
 
-        real = [(t < length) & (slot > 0) for t in range(time)]
         for t, x in enumerate(new):
 
-            @pl.when(real[t])
+            @pl.when(found.real[t])
             def _(t=t, x=x):
-                store(ring.at[slot, lax.rem(first + t, call.ring), heads], x)
+                store(ring.at[found.slot, found.places[WIDTH - 1 + t], heads], x)
 
         number = plgpu.broadcasted_iota(jnp.int32, all_taps.shape, 2, layout=TAPS)
         # These sums pick one tap each. The compiler leaves the additions out, for it knows that x + -0 is x.
         taps = [jnp.sum(jnp.where(number == i, all_taps, np.float32(-0.0)), axis=2) for i in range(WIDTH)]
-        window = [x.astype(jnp.float32) for x in (*past, *new)]
         tokens = []
-        for t in range(time):
-            y = window[t] * taps[0]
-            for i in range(1, WIDTH):
-                y = y + window[t + i] * taps[i]
-            y = y.astype(call.dtype).astype(jnp.float32)
-            tokens.append(_where(real[t], (y * _sigmoid(y)).astype(call.dtype)))
+        for t, window in enumerate(windows):
+            y = convolve(window, taps).astype(call.dtype).astype(jnp.float32)
+            tokens.append(select(found.real[t], (y * sigmoid(y)).astype(call.dtype)))
 
         def write(out_ref, first_head, scale=None):
             for t, y in enumerate(tokens):
@@ -141,12 +143,6 @@ def _kernel(call: Call, interpret: bool):
     )
 
 
-def _sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), as the square of a reciprocal root: that takes one instruction, and a division takes ten."""
-    root = lax.rsqrt(np.float32(1) + jnp.exp(-x))
-    return root * root
-
-
 def _softplus(x: Array) -> Array:
     """log(1 + exp(x)) = max(x, 0) + log(1 + e), where e = exp(-|x|).
 
@@ -159,8 +155,3 @@ def _softplus(x: Array) -> Array:
     for odd in range(13, 1, -2):  # The ratio is at most 1/3, so the terms that are left out are below 2e-9 of the sum.
         series = (series + np.float32(1 / odd)) * square
     return jnp.maximum(x, np.float32(0)) + np.float32(2) * ratio * (series + np.float32(1))
-
-
-def _where(flag: Array, x: Array) -> Array:
-    """x if the scalar flag is set, else zeros. They are selected, not multiplied: x may be another owner's NaN."""
-    return jnp.where(jnp.broadcast_to(flag, x.shape), x, jnp.zeros_like(x))
