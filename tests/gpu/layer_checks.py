@@ -21,6 +21,7 @@ from jaxbuf.models.layers import Norm
 from jaxbuf.models.projections import gated_project, project
 from jaxbuf.models.residual import add_and_norm
 from jaxbuf.recurrence.convolution import extend_ring, init_ring
+from jaxbuf.recurrence.gated_norm import gated_norm, grouped_norm
 from tests.attention import launches
 from tests.gpu.checks import BOUNDS, Figures, same_bits
 from tests.gpu.program import pool_sized_writes
@@ -261,10 +262,60 @@ def check_convolution_loop(rng, channels: int = 9728, rows: int = 8) -> Figures:
     return {"instructions": 0.0}
 
 
+GROUPED = {  # heads, value_dim, groups
+    "Nemotron-H-8B": (128, 64, 8),
+    "Nemotron-3-Nano-4B": (96, 80, 8),
+    "Nemotron-3-Nano-30B-A3B": (64, 64, 8),
+    "Granite-4.0-H-Small": (128, 64, 1),
+    "Granite-4.0-H-Tiny": (48, 64, 1),
+    "Granite-4.0-H-350M": (24, 64, 1),
+}
+HEADS = (32, 64), (32, 80), (32, 128), (16, 256)  # heads, value_dim
+NORMED = {"float32": 1e-5, "bfloat16": 6e-3}  # of a token's numbers, relative to float64: of at most two roundings
+
+
+def check_gated_norms(rng) -> Figures:
+    """Norms of heads and of groups, with their gates, of few and many tokens, against float64."""
+    found: Figures = {}
+
+    def compare(name: str, dtype: str, y, expected) -> None:
+        y = np.asarray(y, np.float64)
+        error = float(np.max(np.linalg.norm(y - expected, axis=-1) / np.linalg.norm(expected, axis=-1)))
+        assert error <= NORMED[dtype], f"{name}, {dtype}: {error}, at most {NORMED[dtype]}"
+        found[f"{name}, {dtype}"] = max(found.get(f"{name}, {dtype}", 0.0), error)
+
+    def root(x):
+        return np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+
+    sizes = [(f"heads of {dim}", heads, dim, 0) for heads, dim in HEADS]
+    sizes += [(name, *size) for name, size in GROUPED.items()]
+    for name, heads, dim, groups in sizes:
+        for dtype in NORMED:
+            for rows, time in ((1, 1), (3, 16), (64, 1), (7, 5)):
+                flat = rows, time, heads * dim
+                shapes = (0.1, (*flat[:2], heads, dim)), (4, flat), (1, (flat[2] if groups else dim,))
+                arrays = [jnp.asarray(scale * rng.standard_normal(shape), dtype) for scale, shape in shapes]
+                out, z, weight = (np.asarray(x, np.float64) for x in arrays)
+                gate = z / (1 + np.exp(-z))
+                if not groups:
+                    expected = (out / root(out) * weight).reshape(flat)
+                    for activation, factor in (("silu", gate), ("sigmoid", 1 / (1 + np.exp(-z)))):
+                        y = gated_norm(*arrays, eps=1e-5, activation=activation, implementation="gpu")
+                        compare(name, dtype, y, expected * factor)
+                    continue
+                for form, before, after in (("gated", gate, 1), ("gated after", 1, gate)):
+                    grouped = (out.reshape(flat) * before).reshape(*flat[:2], groups, -1)
+                    expected = (grouped / root(grouped)).reshape(flat) * weight * after
+                    how = {"groups": groups, "eps": 1e-5, "form": form}
+                    compare(name, dtype, grouped_norm(*arrays, **how, implementation="gpu"), expected)
+    return found
+
+
 CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "experts_are_those_of_float64": check_experts,
     "attention_is_that_of_float64": check_attention,
     "convolutions_are_xlas": check_convolutions,
+    "gated_norms_are_those_of_float64": check_gated_norms,
     "no_ring_sized_write_in_a_loop_of_convolutions": check_convolution_loop,
     "projections_are_those_of_float64": check_projections,
     "attention_of_chunks_is_that_of_float64": check_chunks,

@@ -36,6 +36,8 @@ PREPARED = PrepareCall(
     **{"heads": 32, "key_heads": 16, "key_dim": 128, "value_dim": 128, "eps": 1e-6},
 )
 PUT = PutCall(pool=(9, 2, 128), rows=4, stored=BF16, dtype=BF16)
+NORMED = GatedNormCall(32, 128, 1e-6, BF16, BF16)
+GROUPS = GatedNormCall(32, 960, 1e-6, BF16, BF16, groups=8, form="gated")
 EXPERTS = ExpertCall(8, 128, 128, 4, BF16)
 CHUNK = FlashCall(rows=4, time=64, keys=64, heads=8, kv_heads=4, head_dim=128, dtype=BF16, generation="Hopper")
 AMPERE = dataclasses.replace(CHUNK, generation="Ampere")
@@ -77,6 +79,10 @@ def chunk(call):
     return flash.supports(call, k=call.dtype, v=call.dtype)
 
 
+def norm_on_tpu(call):
+    return gated_norm.supports(call, platform="tpu")
+
+
 def experts_on_tpu(call):
     return experts.supports(call, platform="tpu")
 
@@ -111,11 +117,17 @@ LIMITS = [
     ("put_rows", "in multiples of 128 (``key_dim``)", put.supports, PUT, "pool", [(9, 2, 128)], [(9, 2, 64)]),
     ("prefill", "key_dim a multiple of 64", chunked.supports, SOLVED, "key_dim", [64, 128], [96]),
     ("prefill", "value_dim of 16", chunked.supports, SOLVED, "value_dim", [64, 80], [72]),
-    ("gated_norm", "value_dim 128", lambda dim: gated_norm.supports(GatedNormCall(8, 1e-6, BF16, BF16), value_dim=dim),
-     None, "", [128], [64, 256]),
-    ("gated_norm", "a multiple of 128",
-     lambda dim: gated_norm.supports(GatedNormCall(8, 1e-6, BF16, BF16), value_dim=dim, platform="tpu"),
-     None, "", [128, 256], [64]),
+    ("gated_norm", "multiples of 16 up to 256, of 64 up to 1,024 and of 512 up to 8,192", gated_norm.supports, NORMED,
+     "dim", [64, 80, 128, 256, 960, 1024, 3072, 8192], [72, 336, 1088, 8704]),
+    ("gated_norm", "at least 4 of them, or up to 16 where 64 does not divide", gated_norm.supports, NORMED, "vectors", [4, 5], [3]),
+    ("gated_norm", "at least 4 of them, or up to 16 where 64 does not divide", gated_norm.supports,
+     dataclasses.replace(NORMED, dim=80), "vectors", [16, 17], [15]),
+    ("gated_norm", "groups in fours, or one, where 512 does not", gated_norm.supports, GROUPS, "groups", [1, 4, 8], [2]),
+    ("gated_norm", "groups in fours, or one, where 512 does not", gated_norm.supports, dataclasses.replace(GROUPS, dim=1024),
+     "groups", [2], []),
+    ("gated_norm", "float32 or bfloat16", gated_norm.supports, NORMED, "out", [F32, BF16], [F16]),
+    ("gated_norm", "a multiple of 128", norm_on_tpu, NORMED, "dim", [128, 256], [64]),
+    ("gated_norm", "not of groups", norm_on_tpu, NORMED, "form", ["head"], ["gated", "gated after"]),
     ("append_and_attend", "head_dim 64, 128 or 256", paged, PAGES, "head_dim", [64, 128, 256], [96, 512]),
     ("append_and_attend", "pages of 8, 16, 32 or 64 tokens", paged, PAGES, "page_size", [8, 16, 32, 64], [4, 128]),
     ("append_and_attend", "in bfloat16 or float16", paged, PAGES, "dtype", [BF16, F16], [F32]),

@@ -26,7 +26,7 @@ from jaxbuf.pallas.dispatch import KERNELS
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.recurrence.chunked import chunked
 from jaxbuf.recurrence.convolution import extend_ring, init_ring
-from jaxbuf.recurrence.gated_norm import gated_norm
+from jaxbuf.recurrence.gated_norm import gated_norm, grouped_norm
 from jaxbuf.recurrence.prepare import Weights, prepare
 from jaxbuf.recurrence.put import put_rows
 from jaxbuf.target import Target, as_target, lowering_for
@@ -172,6 +172,11 @@ def norming(heads: int, dim: int) -> Case:
     return Case(functools.partial(gated_norm, eps=1e-6), arrays)
 
 
+def norming_groups(heads: int, dim: int, groups: int) -> Case:
+    arrays = shape(ROWS, 1, heads, dim), shape(ROWS, 1, heads * dim), shape(heads * dim)
+    return Case(functools.partial(grouped_norm, groups=groups, eps=1e-5, form="gated"), arrays)
+
+
 def attending(heads: int, kv_heads: int, head_dim: int, time: int = 1, *, tree: bool = False, rows: int = ROWS) -> Case:
     pages = shape(1 + rows * 64, 16, kv_heads, head_dim)
     where = {"start": integers(rows), "lengths": integers(rows)}
@@ -263,6 +268,8 @@ ALL_CASES: dict[str, dict[str, Callable[[], Case]]] = {
         "32 heads of 128 (Qwen3.5-4B)": functools.partial(norming, 32, 128),
         "4 heads of 128, one of 8 devices": functools.partial(norming, 4, 128),
         "16 heads of 64": functools.partial(norming, 16, 64),
+        "8 groups of 960 (Nemotron-3-Nano-4B)": functools.partial(norming_groups, 96, 80, 8),
+        "a group of 8192 (Granite-4.0-H-Small)": functools.partial(norming_groups, 128, 64, 1),
     },
     "project": {"Qwen3.5-4B": functools.partial(projecting, 2560)},
     "gated_project": {
