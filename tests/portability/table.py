@@ -25,7 +25,13 @@ CHIPS = [("gpu", "Hopper"), *(("tpu", generation) for generation in GENERATIONS)
 LOWERED_FOR = {"Hopper": "H100"}
 # The checks on hardware that run each operation's kernel: those of scripts/check_gpu and scripts/check_tpu.
 WHOLE_MODEL = "a_random_qwen3_5_4b_generates_as_without_kernels"
-RUN_BY = {"extend": "a_step_is_xlas", "fold": "a_step_is_xlas", "experts": "experts_are_"}
+RUN_BY = {
+    "extend": "a_step_is_xlas",
+    "fold": "a_step_is_xlas",
+    "experts": "experts_are_",
+    "convolve": "convolutions_are_",
+    "gated_norm": "gated_norms_are_",
+}
 RECORDS = {"gpu": "gpu_checks*.json", "tpu": "tpu_checks*.json"}
 XLA_ON = "v5e"  # where XLA's path is compiled; it knows no generation from another
 PROGRAMS_HEAD = """
