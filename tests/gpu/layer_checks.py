@@ -20,10 +20,11 @@ from jaxbuf.models.experts import mixture
 from jaxbuf.models.layers import Norm
 from jaxbuf.models.projections import gated_project, project
 from jaxbuf.models.residual import add_and_norm
+from jaxbuf.recurrence import RecurrenceSpec, prepare
 from jaxbuf.recurrence.convolution import extend_ring, init_ring
 from jaxbuf.recurrence.gated_norm import gated_norm, grouped_norm
 from tests.attention import launches
-from tests.gpu.checks import BOUNDS, Figures, same_bits
+from tests.gpu.checks import BOUNDS, QWEN, Figures, same_bits
 from tests.gpu.program import pool_sized_writes
 
 # Relative to the norm, where parts of a softmax are merged, of a head and of all outputs together: each part was
@@ -241,6 +242,46 @@ def _compare_one_by_one(rng, weight, more, ring, how) -> None:
     assert same_bits(ring, after), "the rings of tokens at once and one by one differ"
 
 
+def check_prepared_trees(
+    rng, spec: RecurrenceSpec = QWEN, times=(5, 16), rows: int = 8, implementation: str = "gpu", interpret: bool = False
+) -> Figures:
+    """`prepare` of trees beside XLA's, over permuted rings, with null slots and NaN in all that is dead; the ring bit
+    for bit."""
+    found: Figures = {}
+    channels, heads = spec.channels, spec.heads
+    for dtype in CONVOLVED:
+        taps, *rates = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((channels, 4), heads, heads))
+        weights = prepare.Weights(taps.astype(dtype), *rates)
+        for time in times:
+            ring = init_ring(slots=rows, channels=channels, width=4, max_pending=time, dtype=jnp.dtype(dtype))
+            ring = jnp.full_like(ring, jnp.nan)
+            order = rng.permuted(np.tile(np.arange(ring.shape[1]), (rows + 1, 1)), axis=1)
+            start = np.zeros(rows + 1, np.int32)
+            for _ in range(3):
+                slots = np.where(rng.random(rows) < 0.2, 0, rng.permutation(rows) + 1)
+                lengths = rng.integers(0, time + 1, rows)
+                real = (np.arange(time) < lengths[:, None]) & (slots > 0)[:, None]
+                parents = [[rng.integers(-1, t) if t else -1 for t in range(time)] for _ in range(rows)]
+                qkv = jnp.asarray(rng.standard_normal((rows, time, channels)), dtype)
+                qkv = jnp.where(jnp.asarray(real)[..., None], qkv, jnp.nan)
+                gates = jnp.asarray(rng.standard_normal((2, rows, time, heads)), jnp.float32)
+                where = {"slots": slots, "start": start[slots], "lengths": lengths, "order": order, "parents": parents}
+                where = {name: jnp.asarray(value, jnp.int32) for name, value in where.items()}
+                how = {"implementation": implementation, "interpret": interpret}
+                expected, after = prepare.prepare(spec, weights, ring, qkv, *gates, **where, implementation="xla")
+                got, ring = prepare.prepare(spec, weights, ring, qkv, *gates, **where, **how)
+                assert same_bits(ring, after), "the rings differ"
+                for x, y in zip(got[:3], expected[:3], strict=True):
+                    x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+                    assert (x[~real] == 0).all() and np.isfinite(x[real]).all(), "dead tokens, or NaN among others"
+                    errors = np.linalg.norm(x - y, axis=-1) / np.maximum(np.linalg.norm(y, axis=-1), 1e-3)
+                    found[dtype] = max(found.get(dtype, 0.0), float(errors.max(initial=0.0)))
+                start[slots] += rng.integers(0, np.where(slots > 0, lengths, 0) + 1).astype(np.int32)
+                start[0] = 0
+        assert found[dtype] <= CONVOLVED[dtype], f"{dtype}: {found[dtype]}, at most {CONVOLVED[dtype]}"
+    return found
+
+
 def check_convolution_loop(rng, channels: int = 9728, rows: int = 8) -> Figures:
     """A loop of convolutions with a donated ring writes nothing of the ring's size."""
     slots, dtype = jnp.arange(1, rows + 1, dtype=jnp.int32), jnp.bfloat16
@@ -316,6 +357,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "attention_is_that_of_float64": check_attention,
     "convolutions_are_xlas": check_convolutions,
     "gated_norms_are_those_of_float64": check_gated_norms,
+    "prepared_trees_are_xlas": check_prepared_trees,
     "no_ring_sized_write_in_a_loop_of_convolutions": check_convolution_loop,
     "projections_are_those_of_float64": check_projections,
     "attention_of_chunks_is_that_of_float64": check_chunks,

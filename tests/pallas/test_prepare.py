@@ -8,7 +8,7 @@ import pytest
 from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.recurrence.convolution import extend_ring, init_ring, init_ring_order
 from jaxbuf.recurrence.prepare import Inputs, Weights, prepare
-from tests.gpu import checks
+from tests.gpu import checks, layer_checks
 
 SMALL = RecurrenceSpec(heads=4, key_heads=4, key_dim=128, value_dim=128)
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
@@ -203,6 +203,11 @@ def test_a_kernel_follows_trees_over_permuted_rings(rng, platform, finish):
         for x, y in zip(found, expected, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
         start = start + np.where(slots > 0, rng.integers(0, lengths + 1), 0)
+
+
+@pytest.mark.slow
+def test_the_check_of_trees_on_a_gpu_holds_in_the_interpreter(rng):
+    layer_checks.check_prepared_trees(rng, SMALL, (4,), rows=3, interpret=True)
 
 
 @pytest.mark.slow
