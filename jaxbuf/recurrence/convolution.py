@@ -157,11 +157,11 @@ def extend_ring(
     slots, start, lengths = launch_integers(ring, slots, start, lengths, x.shape[1])
     parents = launch_parents(ring, weight, x, order, parents)
     asked = ask("convolve", implementation, target, (x,), interpret=interpret)
-    return _extend_ring(asked, activation, ring, weight, bias, x, slots, start, lengths, order, parents)
+    return extend_checked_ring(asked, activation, ring, weight, bias, x, slots, start, lengths, order, parents)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _extend_ring(
+def extend_checked_ring(
     asked: Asked | None,
     activation: Literal["silu"] | None,
     ring: Array,
@@ -174,6 +174,7 @@ def _extend_ring(
     order: Array | None,
     parents: Array | None,
 ) -> tuple[Array, Array]:
+    """`extend_ring` of arguments that were checked, by a kernel or compiled by XLA."""
     y = None
     if asked is not None:
         # Imported here: Pallas takes a while, and a CPU has no use for it.

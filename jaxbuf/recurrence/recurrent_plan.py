@@ -1,7 +1,7 @@
 """What a recurrent mixer does with its memory: on whole sequences without one, or in a launch on a cache.
 
-Both plans have the same functions, so that a mixer is written once: `prepare` (Gated DeltaNet's inputs, the convolution
-among them), `convolve` (the convolution alone) and `recur`.
+Both plans have the same functions, so that a mixer is written once: `prepare` (the inputs of Gated DeltaNet and Kimi
+Delta Attention, the convolution among them), `convolve` (the convolution alone) and `recur`.
 """
 
 import dataclasses
@@ -44,9 +44,11 @@ class WholeRecurrence(_Plan):
     chunk_size: int = dataclasses.field(default=64, metadata={"static": True})
     target: Target | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def prepare(self, memory: None, spec: RecurrenceSpec, weights: Weights, *inputs: Array) -> tuple[Inputs, None]:
-        """Gated DeltaNet's inputs from its projections, see `prepare_sequence`."""
-        return prepare_sequence(spec, weights, *inputs), None
+    def prepare(
+        self, memory: None, spec: RecurrenceSpec, weights: Weights, *inputs: Array, lower_bound: float | None = None
+    ) -> tuple[Inputs, None]:
+        """The recurrence's inputs from projections, see `prepare_sequence`."""
+        return prepare_sequence(spec, weights, *inputs, lower_bound=lower_bound), None
 
     def convolve(
         self,
@@ -83,11 +85,17 @@ class LaunchedRecurrence(_Plan):
     target: Target | None = dataclasses.field(default=None, metadata={"static": True})
 
     def prepare(
-        self, memory: "RecurrentCache", spec: RecurrenceSpec, weights: Weights, *inputs: Array
+        self,
+        memory: "RecurrentCache",
+        spec: RecurrenceSpec,
+        weights: Weights,
+        *inputs: Array,
+        lower_bound: float | None = None,
     ) -> tuple[Inputs, "RecurrentCache"]:
-        """Gated DeltaNet's inputs from its projections, see `jaxbuf.recurrence.prepare.prepare`."""
+        """The recurrence's inputs from projections, see `jaxbuf.recurrence.prepare.prepare`."""
         assert memory.ring is not None  # a mixer with a convolution has made it
-        found, ring = prepare(spec, weights, memory.ring, *inputs, **self._where, target=self.target)
+        how = {"lower_bound": lower_bound, "target": self.target}
+        found, ring = prepare(spec, weights, memory.ring, *inputs, **self._where, **how)
         return found, dataclasses.replace(memory, ring=ring)
 
     def convolve(

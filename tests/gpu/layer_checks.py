@@ -182,6 +182,7 @@ CONVOLUTIONS = {  # channels, tokens at once, dtype, whether trees, whether a bi
     "one of 8 devices": (1216, 3, "bfloat16", False, False),
     "few channels": (202, 4, "bfloat16", True, True),
 }
+KIMI = RecurrenceSpec(heads=32, key_heads=32, key_dim=128, value_dim=128, decay="channel")
 # Of a token's numbers, relative to XLA's path: as `jaxbuf.bench.companions` has it, for the same roundings.
 CONVOLVED = {"bfloat16": 1.2e-2, "float32": 5e-6}
 
@@ -243,14 +244,21 @@ def _compare_one_by_one(rng, weight, more, ring, how) -> None:
 
 
 def check_prepared_trees(
-    rng, spec: RecurrenceSpec = QWEN, times=(5, 16), rows: int = 8, implementation: str = "gpu", interpret: bool = False
+    rng,
+    spec: RecurrenceSpec = QWEN,
+    times=(1, 5, 16),
+    rows: int = 8,
+    lower_bound: float | None = None,
+    implementation: str = "gpu",
+    interpret: bool = False,
 ) -> Figures:
     """`prepare` of trees beside XLA's, over permuted rings, with null slots and NaN in all that is dead; the ring bit
     for bit."""
     found: Figures = {}
     channels, heads = spec.channels, spec.heads
     for dtype in CONVOLVED:
-        taps, *rates = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((channels, 4), heads, heads))
+        shapes = (channels, 4), heads, heads * (spec.key_dim if spec.decay == "channel" else 1)
+        taps, *rates = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
         weights = prepare.Weights(taps.astype(dtype), *rates)
         for time in times:
             ring = init_ring(slots=rows, channels=channels, width=4, max_pending=time, dtype=jnp.dtype(dtype))
@@ -264,9 +272,11 @@ def check_prepared_trees(
                 parents = [[rng.integers(-1, t) if t else -1 for t in range(time)] for _ in range(rows)]
                 qkv = jnp.asarray(rng.standard_normal((rows, time, channels)), dtype)
                 qkv = jnp.where(jnp.asarray(real)[..., None], qkv, jnp.nan)
-                gates = jnp.asarray(rng.standard_normal((2, rows, time, heads)), jnp.float32)
+                shapes = spec.decay_shape(rows, time), (rows, time, heads)
+                gates = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
                 where = {"slots": slots, "start": start[slots], "lengths": lengths, "order": order, "parents": parents}
                 where = {name: jnp.asarray(value, jnp.int32) for name, value in where.items()}
+                where["lower_bound"] = lower_bound
                 how = {"implementation": implementation, "interpret": interpret}
                 expected, after = prepare.prepare(spec, weights, ring, qkv, *gates, **where, implementation="xla")
                 got, ring = prepare.prepare(spec, weights, ring, qkv, *gates, **where, **how)
@@ -276,9 +286,13 @@ def check_prepared_trees(
                     assert (x[~real] == 0).all() and np.isfinite(x[real]).all(), "dead tokens, or NaN among others"
                     errors = np.linalg.norm(x - y, axis=-1) / np.maximum(np.linalg.norm(y, axis=-1), 1e-3)
                     found[dtype] = max(found.get(dtype, 0.0), float(errors.max(initial=0.0)))
+                for x, y in zip(got[3:], expected[3:], strict=True):
+                    error = float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y))
+                    found["gates"] = max(found.get("gates", 0.0), error)
                 start[slots] += rng.integers(0, np.where(slots > 0, lengths, 0) + 1).astype(np.int32)
                 start[0] = 0
         assert found[dtype] <= CONVOLVED[dtype], f"{dtype}: {found[dtype]}, at most {CONVOLVED[dtype]}"
+    assert found["gates"] <= CONVOLVED["float32"], f"gates: {found['gates']}, at most {CONVOLVED['float32']}"
     return found
 
 
@@ -358,6 +372,11 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "convolutions_are_xlas": check_convolutions,
     "gated_norms_are_those_of_float64": check_gated_norms,
     "prepared_trees_are_xlas": check_prepared_trees,
+    "prepared_trees_of_kda_are_xlas": lambda rng: {
+        f"{name}, {'bounded' if bound else 'no bound'}": error
+        for bound in (None, -5.0)
+        for name, error in check_prepared_trees(rng, KIMI, lower_bound=bound).items()
+    },
     "no_ring_sized_write_in_a_loop_of_convolutions": check_convolution_loop,
     "projections_are_those_of_float64": check_projections,
     "attention_of_chunks_is_that_of_float64": check_chunks,

@@ -101,6 +101,8 @@ LIMITS = [
     ("extend", "float32 or bfloat16 checkpoints, entries and values", step_on_tpu, STEP, "entry", [F32, BF16], [F16]),
     ("prepare", "key heads in fours", prepared, PREPARED, "key_heads", [4, 16], [2]),
     ("prepare", "1 to 16 tokens at once", prepared, PREPARED, "time", [1, 16], [17]),
+    ("prepare", "a decay for each head or key channel", prepared, PREPARED, "decay", ["head", "channel"], []),
+    ("prepare", "a decay for each head, key_dim", prepared_on_tpu, PREPARED, "decay", ["head"], ["channel"]),
     ("prepare", "key_dim and value_dim 128, 1 to 16 tokens", prepared_on_tpu, PREPARED, "key_dim", [128], [64]),
     ("prepare", "key_dim and value_dim 128, 1 to 16 tokens", prepared_on_tpu, PREPARED, "time", [1, 16], [17]),
     ("prepare", "sequences and trees", prepared_on_tpu, PREPARED, "tree", [False, True], []),

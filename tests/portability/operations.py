@@ -144,14 +144,16 @@ def preparing(spec: RecurrenceSpec, time: int = 1) -> Case:
     channels = 2 * spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
     ring = jax.eval_shape(lambda: init_ring(slots=ROWS, max_pending=8, channels=channels, width=4, dtype=jnp.bfloat16))
     heads = shape(spec.heads, dtype=jnp.float32)
-    gate = shape(ROWS, time, spec.heads, dtype=jnp.float32)
+    gate, decays = shape(ROWS, time, spec.heads, dtype=jnp.float32), spec.decay_shape(ROWS, time)
+    assert decays is not None
 
     def run(ring, weights, qkv, a, b, start, lengths, **how):
         where = {"slots": SLOTS, "start": start, "lengths": lengths}
         return prepare(spec, weights, ring, qkv, a, b, **where, **how)
 
-    weights = Weights(shape(channels, 4), heads, heads)
-    return Case(run, (ring, weights, shape(ROWS, time, channels), gate, gate, integers(ROWS), integers(ROWS)), (0,))
+    biases = shape(spec.heads * (spec.key_dim if spec.decay == "channel" else 1), dtype=jnp.float32)
+    weights, decay = Weights(shape(channels, 4), heads, biases), shape(*decays, dtype=jnp.float32)
+    return Case(run, (ring, weights, shape(ROWS, time, channels), decay, gate, integers(ROWS), integers(ROWS)), (0,))
 
 
 def convolving(channels: int, time: int = 1) -> Case:
@@ -251,6 +253,7 @@ ALL_CASES: dict[str, dict[str, Callable[[], Case]]] = {
         "Gated DeltaNet (Qwen3.5-4B)": functools.partial(preparing, QWEN),
         "Gated DeltaNet, 5 tokens": functools.partial(preparing, QWEN, 5),
         "Gated DeltaNet, one of 8 devices": functools.partial(preparing, FAMILIES["Gated DeltaNet, one of 8 devices"]),
+        "Kimi Delta Attention (Kimi-Linear), 5 tokens": functools.partial(preparing, KIMI, 5),
     },
     "convolve": {
         "Mamba-2 (Nemotron-3-Nano-4B)": functools.partial(convolving, 96 * 80 + 2 * 8 * 128),

@@ -32,6 +32,8 @@ def supports(call: Call, *, platform: str = "gpu", generation: str = "") -> str 
         from jaxbuf.pallas.prepare import tpu
 
         dims = (call.key_dim, call.value_dim)
+        if (call.decay, call.lower_bound) != ("head", None):
+            return f"it needs a decay for each head without a lower bound, got one for each {call.decay}"
         if dims != (tpu.LANES, tpu.LANES):
             return f"it needs key_dim and value_dim {tpu.LANES}, got {dims[0]}, {dims[1]}"
         return convolution_reason(call, generation=generation)

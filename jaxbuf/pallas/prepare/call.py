@@ -37,6 +37,8 @@ class Call(Convolution):
     Attributes:
       heads, key_heads, key_dim, value_dim: As in `RecurrenceSpec`.
       eps: What is added to the sum of squares in the norms of q and k.
+      decay: As in `RecurrenceSpec`: a decay for each head, or for each key channel of it.
+      lower_bound: As in `jaxbuf.recurrence.prepare.prepare_sequence`.
     """
 
     heads: int
@@ -44,6 +46,8 @@ class Call(Convolution):
     key_dim: int
     value_dim: int
     eps: float
+    decay: str = "head"
+    lower_bound: float | None = None
 
     @property
     def all_heads(self) -> int:

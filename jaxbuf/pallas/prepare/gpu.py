@@ -52,20 +52,23 @@ def prepare(
     Args:
       call: The call's sizes and dtypes.
       ring: [slots + 1, call.ring, channels / 128, 128]. It is written in place.
-      weights: The convolution's [channels, 4], A_log and dt_bias f32 [heads].
-      inputs: qkv [rows, T, channels]; a and b f32 [rows, T, heads].
+      weights: The convolution's [channels, 4]; A_log f32 [heads]; dt_bias f32 [heads], or [heads · 128] for decays of
+        key channels.
+      inputs: qkv [rows, T, channels]; a and b f32 [rows, T, heads], but a [rows, T, heads, 128] for decays of key
+        channels.
       integers: slots, start and lengths, int32 [rows].
       order: int32 [slots + 1, call.ring], or None.
       parents: int32 [rows, T], or None.
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
-      q and k [rows, T, key_heads, 128] and v [rows, T, heads, 128] in call.dtype, log_decay and beta
-      f32 [rows, T, heads]; and the ring.
+      q and k [rows, T, key_heads, 128] and v [rows, T, heads, 128] in call.dtype, log_decay in the shape
+      of a and beta f32 [rows, T, heads]; and the ring.
     """
     by_head = call.all_heads, DIM
-    (convolution, *rates), (qkv, *gates) = weights, inputs
+    (convolution, A_log, dt_bias), (qkv, *gates) = weights, inputs
     ref = jax.new_ref(ring)  # a head has 128 channels, and the ring rows of as many
+    rates = A_log, dt_bias.reshape(gates[0].shape[2:])
     arrays = convolution.reshape(*by_head, WIDTH), *rates, qkv.reshape(call.rows, call.time, *by_head), *gates
     given = {name: array for name, array in (("order", order), ("parents", parents)) if array is not None}
     out = _kernel(call, tuple(given), interpret)(*integers, *arrays, *given.values(), ref)
@@ -74,6 +77,10 @@ def prepare(
 
 def _kernel(call: Call, given: tuple[str, ...], interpret: bool):
     time = call.time
+
+    def spread(x: Array) -> Array:
+        """A number for each head, repeated along its channels: [HEADS, DIM]."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (HEADS, DIM), [0]), CHANNELS)
 
     def prepare_heads(slots, start, lengths, weight, A_log, dt_bias, qkv, a, b, *refs):  # A profile shows this name.
         *optional, ring, q_ref, k_ref, v_ref, log_decay_ref, beta_ref = refs
@@ -94,11 +101,20 @@ def _kernel(call: Call, given: tuple[str, ...], interpret: bool):
         @pl.when(head >= 2 * call.key_heads)
         def _():
             own = pl.ds(head - 2 * call.key_heads, HEADS)
-            rate, bias = jnp.exp(load(A_log.at[own], HEAD)), load(dt_bias.at[own], HEAD)
+            decay_layout = HEAD if call.decay == "head" else CHANNELS
+            rate, bias = jnp.exp(load(A_log.at[own], HEAD)), load(dt_bias.at[own], decay_layout)
+            if call.decay == "channel":
+                rate = spread(rate)
             # All tokens are read before the first is written: no read has to wait for a write.
-            decays, strengths = ([load(ref.at[row, t, own], HEAD) for t in range(time)] for ref in (a, b))
+            decays = [load(a.at[row, t, own], decay_layout) for t in range(time)]
+            strengths = [load(b.at[row, t, own], HEAD) for t in range(time)]
             for t, (decay, strength) in enumerate(zip(decays, strengths, strict=True)):
-                store(log_decay_ref.at[row, t, own], -rate * _softplus(decay + bias))
+                raw = decay + bias
+                if call.lower_bound is None:
+                    log_decay = -rate * _softplus(raw)
+                else:
+                    log_decay = np.float32(call.lower_bound) * sigmoid(rate * raw)
+                store(log_decay_ref.at[row, t, own], log_decay)
                 store(beta_ref.at[row, t, own], sigmoid(strength))
 
         for t, x in enumerate(new):
@@ -120,8 +136,7 @@ def _kernel(call: Call, given: tuple[str, ...], interpret: bool):
                 if scale is not None:
                     y = y.astype(jnp.float32)
                     factor = lax.rsqrt(jnp.sum(y * y, axis=1) + np.float32(call.eps)) * np.float32(scale)
-                    factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, y.shape, [0]), CHANNELS)
-                    y = (y * factor).astype(call.dtype)
+                    y = (y * spread(factor)).astype(call.dtype)
                 store(out_ref.at[row, t, pl.ds(head - first_head, HEADS)], y)
 
         is_q, is_v = head < call.key_heads, head >= 2 * call.key_heads
@@ -133,9 +148,10 @@ def _kernel(call: Call, given: tuple[str, ...], interpret: bool):
     keys = jax.ShapeDtypeStruct((*dims, call.key_heads, DIM), call.dtype)
     values = jax.ShapeDtypeStruct((*dims, call.heads, DIM), call.dtype)
     gate = jax.ShapeDtypeStruct((*dims, call.heads), jnp.float32)
+    decay = gate if call.decay == "head" else jax.ShapeDtypeStruct((*dims, call.heads, DIM), jnp.float32)
     return plgpu.kernel(
         prepare_heads,
-        out_type=(keys, keys, values, gate, gate),
+        out_type=(keys, keys, values, decay, gate),
         grid=(call.rows, call.all_heads // HEADS),
         grid_names=("row", "heads"),
         compiler_params=COMPILER,  # There are no barriers: no thread reads what another one wrote.
