@@ -9,6 +9,7 @@ An input lies in the ring as rows of 128 channels (`channel_rows`). On a TPU suc
 input can be copied by itself; of an array that ends with all channels, tiles would hold several inputs each.
 """
 
+import itertools
 from functools import partial
 from typing import Any, Literal
 
@@ -116,10 +117,11 @@ def extend_ring(
     parents: Int[Array, "rows time"] | None = None,
     bias: Float[Array, "channels"] | None = None,
     activation: Literal["silu"] | None = None,
+    parts: tuple[int, ...] = (),
     implementation: str = "auto",
     interpret: bool = False,
     target: Target | str | None = None,
-) -> tuple[Float[Array, "rows time channels"], Float[Array, "slots ring channel_rows lanes"]]:
+) -> tuple[Any, Float[Array, "slots ring channel_rows lanes"]]:
     """Convolves the next inputs of each slot with what its ring holds before them, and writes them into the ring.
 
     Serves prefill (any time) and decoding alike. Pending inputs (at most the ring's max_pending, see `init_ring`) are
@@ -139,10 +141,11 @@ def extend_ring(
         max_pending inputs. None: each follows the one before.
       bias: Is added to the convolution's output, both in x's dtype.
       activation: Of the sum. None: the sum itself comes back.
+      parts: Channels of each part of y, if it is to come back in parts.
       implementation, interpret, target: As in `jaxbuf.recurrence.launch.extend_pool`; target None: what x lies on.
 
     Returns:
-      y in x's dtype, and the ring.
+      y [rows, time, channels] in x's dtype, or a tuple of its parts, [rows, time, part] each; and the ring.
 
     Raises:
       ValueError: Shapes or integers that do not fit; or, where they are known, out of range (under jit a slot out of
@@ -154,16 +157,19 @@ def extend_ring(
         raise ValueError(f"bias must have shape {x.shape[2:]}, got {bias.shape}")
     if activation not in ("silu", None):
         raise ValueError(f"activation must be 'silu' or None, got {activation!r}")
+    if parts and (sum(parts) != x.shape[2] or min(parts) < 1):
+        raise ValueError(f"parts must be numbers from 1 whose sum is channels ({x.shape[2]}), got {parts}")
     slots, start, lengths = launch_integers(ring, slots, start, lengths, x.shape[1])
     parents = launch_parents(ring, weight, x, order, parents)
     asked = ask("convolve", implementation, target, (x,), interpret=interpret)
-    return extend_checked_ring(asked, activation, ring, weight, bias, x, slots, start, lengths, order, parents)
+    return extend_checked_ring(asked, activation, parts, ring, weight, bias, x, slots, start, lengths, order, parents)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def extend_checked_ring(
     asked: Asked | None,
     activation: Literal["silu"] | None,
+    parts: tuple[int, ...],
     ring: Array,
     weight: Array,
     bias: Array | None,
@@ -173,17 +179,17 @@ def extend_checked_ring(
     lengths: Array,
     order: Array | None,
     parents: Array | None,
-) -> tuple[Array, Array]:
+) -> tuple[Any, Array]:
     """`extend_ring` of arguments that were checked, by a kernel or compiled by XLA."""
     y = None
     if asked is not None:
         # Imported here: Pallas takes a while, and a CPU has no use for it.
         from jaxbuf.pallas import prepare as kernels
 
-        call = kernels.Convolution(**call_sizes(ring, weight, x), tree=parents is not None)
+        call = kernels.Convolution(**call_sizes(ring, weight, x), tree=parents is not None, parts=parts)
         reason = kernels.convolution_reason(call, platform=asked.platform, generation=asked.generation)
         if asked.takes(reason) and asked.platform == "gpu":
-            return kernels.gpu_convolve.convolve(
+            out, ring = kernels.gpu_convolve.convolve(
                 call,
                 ring,
                 weight,
@@ -195,6 +201,7 @@ def extend_checked_ring(
                 silu=activation == "silu",
                 interpret=asked.interpret,
             )
+            return out if parts else out[0], ring
         if asked.takes(reason):
             found = ring_places(ring, weight.shape[1], x.shape[1], slots, start, lengths, order)
             places = kernels.tpu.Places(*found, parents)
@@ -206,7 +213,12 @@ def extend_checked_ring(
     if bias is not None:  # of which what is no token would have some
         real = (jnp.arange(x.shape[1])[None] < lengths[:, None]) & (slots > 0)[:, None]
         y = jnp.where(real[..., None], y, jnp.zeros((), y.dtype))
-    return y, ring
+    return split_channels(y, parts) if parts else y, ring
+
+
+def split_channels(y: Float[Array, "rows time channels"], parts: tuple[int, ...]) -> tuple[Array, ...]:
+    """y as arrays of so many channels each."""
+    return tuple(jnp.split(y, list(itertools.accumulate(parts))[:-1], axis=-1))
 
 
 def call_sizes(

@@ -180,7 +180,7 @@ def _prepare(
         # What serves no head of this size may serve the convolution.
         asked = dataclasses.replace(asked, operation="convolve")
     where = slots, start, lengths, order, parents
-    mixed, ring = extend_checked_ring(asked, "silu", ring, weights.convolution, None, qkv, *where)
+    mixed, ring = extend_checked_ring(asked, "silu", (), ring, weights.convolution, None, qkv, *where)
     return _inputs(spec, weights, mixed, a, b, lower_bound), ring
 
 

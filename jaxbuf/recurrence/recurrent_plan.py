@@ -14,7 +14,7 @@ from jaxbuf.axes import Array, Float, Int32
 from jaxbuf.recurrence import buffered
 from jaxbuf.recurrence.begin import PrefillStep, Step
 from jaxbuf.recurrence.chunked import chunked
-from jaxbuf.recurrence.convolution import activated, causal_convolution, extend_ring
+from jaxbuf.recurrence.convolution import activated, causal_convolution, extend_ring, split_channels
 from jaxbuf.recurrence.prepare import Inputs, Weights, prepare, prepare_sequence
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.target import Target
@@ -56,9 +56,10 @@ class WholeRecurrence(_Plan):
         weight: Float[Array, "channels width"],
         bias: Float[Array, "channels"] | None,
         x: Float[Array, "rows time channels"],
-    ) -> tuple[Float[Array, "rows time channels"], None]:
-        """SiLU of the causal convolution of x, plus the bias if there is one."""
-        return activated(causal_convolution(x, weight), bias, "silu"), None
+        parts: tuple[int, ...],
+    ) -> tuple[tuple[Array, ...], None]:
+        """SiLU of the causal convolution of x, plus the bias if there is one; in parts of so many channels each."""
+        return split_channels(activated(causal_convolution(x, weight), bias, "silu"), parts), None
 
     def recur(
         self, memory: None, spec: RecurrenceSpec, *inputs: Any
@@ -104,10 +105,11 @@ class LaunchedRecurrence(_Plan):
         weight: Float[Array, "channels width"],
         bias: Float[Array, "channels"] | None,
         x: Float[Array, "rows time channels"],
-    ) -> tuple[Float[Array, "rows time channels"], "RecurrentCache"]:
-        """SiLU of the causal convolution of x, plus the bias if there is one."""
+        parts: tuple[int, ...],
+    ) -> tuple[tuple[Array, ...], "RecurrentCache"]:
+        """SiLU of the causal convolution of x, plus the bias if there is one; in parts of so many channels each."""
         assert memory.ring is not None  # a mixer with a convolution has made it
-        how = {"bias": bias, "activation": "silu", "target": self.target}
+        how = {"bias": bias, "activation": "silu", "parts": parts, "target": self.target}
         y, ring = extend_ring(memory.ring, weight, x, **self._where, **how)
         return y, dataclasses.replace(memory, ring=ring)
 

@@ -17,7 +17,7 @@ def new_ring(channels, rows, dtype, max_pending=MAX_PENDING, width=4):
 
 @pytest.mark.parametrize("family", layer_checks.CONVOLUTIONS)
 def test_the_kernel_lowers_for_cuda_at_the_real_sizes(family):
-    channels, time, dtype, tree, biased = layer_checks.CONVOLUTIONS[family]
+    channels, time, dtype, tree, biased, parts = layer_checks.CONVOLUTIONS[family]
     rows, dtype = 64, jnp.dtype(dtype)
     ring = jax.eval_shape(lambda: new_ring(channels, rows, dtype, max(MAX_PENDING, time)))
     shapes = (channels, 4), (channels,), (rows, time, channels)
@@ -29,25 +29,27 @@ def test_the_kernel_lowers_for_cuda_at_the_real_sizes(family):
         where = {"slots": slots, "start": start, "lengths": lengths}
         where |= {"order": order, "parents": parents} if tree else {}
         bias = bias if biased else None
-        return extend_ring(ring, weight, x, **where, bias=bias, activation="silu", target="H100")
+        return extend_ring(ring, weight, x, **where, bias=bias, activation="silu", parts=parts, target="H100")
 
     traced = jax.jit(step, donate_argnums=0).trace(ring, *arrays, *integers)
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("@mosaic_gpu") == 1
-    assert "output_operand_alias<output_tuple_indices = [1]" in lowered  # the ring, in place
+    # The ring, behind the parts, in place.
+    assert f"output_operand_alias<output_tuple_indices = [{max(1, len(parts))}]" in lowered
 
 
 @pytest.mark.parametrize(
-    "channels, time, dtype, tree, biased",
+    "channels, time, dtype, tree, biased, parts",
     [
-        (1280, 3, "bfloat16", False, True),  # blocks of 1024 channels, the second of which begins at 256
-        (640, 4, "float32", True, True),
-        (202, 4, "bfloat16", True, False),  # a thread has two bytes
-        (256, 16, "float32", True, False),
+        (1280, 3, "bfloat16", False, True, ()),  # blocks of 1024 channels, the second of which begins at 256
+        (1280, 3, "bfloat16", False, True, (1024, 128, 128)),
+        (640, 4, "float32", True, True, (320, 320)),
+        (202, 4, "bfloat16", True, False, ()),  # a thread has two bytes
+        (256, 16, "float32", True, False, (101, 155)),
     ],
 )
-def test_the_kernel_is_the_xla_path_over_ragged_steps(rng, channels, time, dtype, tree, biased):
-    case = {"interpreted": (channels, time, dtype, tree, biased)}
+def test_the_kernel_is_the_xla_path_over_ragged_steps(rng, channels, time, dtype, tree, biased, parts):
+    case = {"interpreted": (channels, time, dtype, tree, biased, parts)}
     layer_checks.check_convolutions(rng, case, rows=4, steps=3, interpret=True)
 
 
@@ -112,6 +114,7 @@ def test_a_bias_reaches_no_token_that_is_not_real(rng, platform):
 @pytest.mark.parametrize(
     "more, words",
     [
+        ({"parts": (100, 29)}, r"parts must be numbers from 1 whose sum is channels \(128\), got \(100, 29\)"),
         ({"bias": jnp.zeros(4)}, r"bias must have shape \(128,\), got \(4,\)"),
         ({"activation": "relu"}, "activation must be"),
     ],

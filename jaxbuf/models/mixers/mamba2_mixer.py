@@ -75,9 +75,8 @@ class Mamba2(RecurrentMixer):
             z, mixed, raw_step = self._project(p, scaled(x, self.input_scale))
         with jax.named_scope("convolution"):
             bias = None if p.conv1d_bias is None else p.conv1d_bias[...]
-            mixed, memory = plan.convolve(memory, p.conv1d[...], bias, mixed)
             keys = spec.key_heads * spec.key_dim
-            values, b, c = jnp.split(mixed, [self.inner, self.inner + keys], axis=-1)
+            (values, b, c), memory = plan.convolve(memory, p.conv1d[...], bias, mixed, (self.inner, keys, keys))
         values = values.reshape(batch, time, spec.heads, spec.value_dim)
         b, c = (y.reshape(batch, time, spec.key_heads, spec.key_dim) for y in (b, c))
         step = jnp.clip(jax.nn.softplus(raw_step + p.dt_bias[...][None, None]), self.least_step, self.most_step)

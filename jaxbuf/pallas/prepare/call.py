@@ -18,6 +18,7 @@ class Convolution:
       dtype: The dtype of inputs and outputs.
       stored: The ring's dtype.
       tree: Whether a token may follow another than the one before it.
+      parts: Channels of each of the arrays that the output is; none: it is one.
     """
 
     rows: int
@@ -28,6 +29,7 @@ class Convolution:
     dtype: np.dtype
     stored: np.dtype
     tree: bool
+    parts: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)

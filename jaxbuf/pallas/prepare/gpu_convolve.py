@@ -21,16 +21,17 @@ from jaxbuf.axes import Array
 from jaxbuf.pallas.prepare import gpu_inputs
 from jaxbuf.pallas.prepare.call import Convolution
 from jaxbuf.pallas.prepare.gpu_inputs import find_row, read_windows, select, sigmoid
-from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, load, load_columns, store
+from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, load, load_columns, store, store_parts
 
 LEAST_CHANNELS = THREADS  # one for each thread
 MOST_WIDTH = 4  # taps of a channel
 
 
 def count_per_thread(call: Convolution) -> int:
-    """Neighbouring channels that a thread has: sixteen bytes of them, if there are so many and rows begin at them."""
+    """Neighbouring channels that a thread has: sixteen bytes of them, if there are so many, and rows and parts of the
+    output begin at a multiple of them."""
     count = 16 // call.dtype.itemsize
-    while call.channels % count or call.channels < THREADS * count:
+    while any(size % count for size in (call.channels, *call.parts)) or call.channels < THREADS * count:
         count //= 2
     return count
 
@@ -47,7 +48,7 @@ def convolve(
     parents: Array | None = None,
     silu: bool = False,
     interpret: bool = False,
-) -> tuple[Array, Array]:
+) -> tuple[tuple[Array, ...], Array]:
     """`jaxbuf.recurrence.convolution.extend_ring`; `convolution_reason` says for which sizes.
 
     Args:
@@ -63,22 +64,23 @@ def convolve(
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
-      [rows, T, channels] in call.dtype, and the ring.
+      The output's parts, [rows, T, part] each in call.dtype, or all of it as one; and the ring.
     """
     ref = jax.new_ref(ring.reshape(*ring.shape[:2], call.channels))
     given = {"bias": bias, "order": order, "parents": parents}
     given = {name: array for name, array in given.items() if array is not None}
-    y = _kernel(call, tuple(given), silu, interpret)(*integers, weight.reshape(-1), x, *given.values(), ref)
-    return y, jax.freeze(ref).reshape(ring.shape)
+    out = _kernel(call, tuple(given), silu, interpret)(*integers, weight.reshape(-1), x, *given.values(), ref)
+    return tuple(out), jax.freeze(ref).reshape(ring.shape)
 
 
 def _kernel(call: Convolution, given: tuple[str, ...], silu: bool, interpret: bool):
     count = count_per_thread(call)
-    size = THREADS * count
+    size, sizes = THREADS * count, call.parts or (call.channels,)
     layout = plgpu.Layout.TILED(plgpu.Tiling(((size,), (WARP * count,), (count,))), (-3,), (-2,), -1)
 
     def convolve_channels(slots, start, lengths, weight, x, *refs):  # A profile shows this name.
-        *optional, ring, y_ref = refs
+        *optional, ring = refs[: len(given) + 1]
+        outs = refs[len(given) + 1 :]
         at = dict(zip(given, optional, strict=True))
         row, first = lax.axis_index("row"), size * lax.axis_index("part")
         if call.channels % size:
@@ -109,11 +111,15 @@ def _kernel(call: Convolution, given: tuple[str, ...], silu: bool, interpret: bo
             if silu:
                 wide = y.astype(jnp.float32)
                 y = (wide * sigmoid(wide)).astype(call.dtype)
-            store(y_ref.at[row, t, channels], select(found.real[t], y))
+            y = select(found.real[t], y)
+            if call.parts:
+                store_parts(y, layout, [out.at[row, t] for out in outs], first, interpret)
+            else:
+                store(outs[0].at[row, t, channels], y)
 
     return plgpu.kernel(
         convolve_channels,
-        out_type=jax.ShapeDtypeStruct((call.rows, call.time, call.channels), call.dtype),
+        out_type=[jax.ShapeDtypeStruct((call.rows, call.time, size), call.dtype) for size in sizes],
         grid=(call.rows, pl.cdiv(call.channels, size)),
         grid_names=("row", "part"),
         compiler_params=COMPILER,  # There are no barriers: no thread reads what another one wrote.
