@@ -1,6 +1,7 @@
 """The gated norms that read the recurrence's output: of each head (Gated DeltaNet, Kimi Delta Attention) and of each
 group of channels (Mamba-2)."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -8,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array, Float
+from jaxbuf.axes import Array, Float, Float32
 from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.pallas.gradient import differentiable
 from jaxbuf.target import Target
@@ -91,6 +92,7 @@ def grouped_norm(
     groups: int,
     eps: float,
     form: Form,
+    skip: tuple[Float32[Array, "heads"], Float[Array, "rows time heads value_dim"]] | None = None,
     average: Callable[[Array], Array] | None = None,
     implementation: str = "auto",
     interpret: bool = False,
@@ -107,6 +109,7 @@ def grouped_norm(
       groups: How many groups; they divide the heads.
       eps: Is added to the mean of squares.
       form: "gated" is the norm of out · silu(z), "gated after" that of out, times silu(z).
+      skip: D and values: D · values, rounded to out's dtype, is added to out first. None: nothing is.
       average: Makes of each group's mean of squares, float32 [rows, T, groups, 1], that of all devices which share the
         group. XLA then compiles all of it. None: each group is on one device.
       implementation, interpret, target: As in `gated_norm`.
@@ -125,18 +128,20 @@ def grouped_norm(
         raise ValueError(f"groups must divide the heads ({out.shape[2]}), got {groups}")
     if form not in ("gated", "gated after"):
         raise ValueError(f"form must be 'gated' or 'gated after', got {form!r}")
+    if skip is not None and (skip[0].shape != out.shape[2:3] or skip[1].shape != out.shape):
+        raise ValueError(f"skip must be D [heads] and values {out.shape}, got {skip[0].shape} and {skip[1].shape}")
     asked = ask("gated_norm", implementation, target, (z,), interpret=interpret)
     if average is not None:
         if asked is not None:
             asked.takes("it needs groups that lie on one device each, got an average over several")
-        return _defined_of_groups(groups, eps, form, out, z, weight, average)
-    return _grouped_norm(groups, eps, form, asked, out, z, weight)
+        return _defined_of_groups(groups, eps, form, out, z, weight, *(skip or ()), average=average)
+    return _grouped_norm(groups, eps, form, asked, out, z, weight, *(skip or ()))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 @jax.named_scope("output")
 def _grouped_norm(
-    groups: int, eps: float, form: Form, asked: Asked | None, out: Array, z: Array, weight: Array
+    groups: int, eps: float, form: Form, asked: Asked | None, out: Array, z: Array, weight: Array, *skip: Array
 ) -> Array:
     defined = partial(_defined_of_groups, groups, eps, form)
     if asked is not None:
@@ -145,10 +150,12 @@ def _grouped_norm(
 
         vectors, dim = out.shape[0] * out.shape[1] * groups, z.shape[2] // groups
         call = kernels.Call(vectors, dim, eps, out=out.dtype, z=z.dtype, groups=groups, form=form)
+        if skip:
+            call = dataclasses.replace(call, values=skip[1].dtype, value_dim=out.shape[3])
         if asked.takes(kernels.supports(call, platform=asked.platform)):
             kernel = partial(kernels.gpu.gated_norm, call, interpret=asked.interpret)
-            return differentiable(kernel, defined)(out, z, weight)
-    return defined(out, z, weight)
+            return differentiable(kernel, defined)(out, z, weight, *skip)
+    return defined(out, z, weight, *skip)
 
 
 def _defined_of_groups(
@@ -158,8 +165,12 @@ def _defined_of_groups(
     out: Array,
     z: Array,
     weight: Array,
+    *skip: Array,
     average: Callable[[Array], Array] | None = None,
 ) -> Array:
+    if skip:
+        D, values = skip
+        out = out + (D[None, None, :, None] * values.astype(jnp.float32)).astype(out.dtype)
     gate = jax.nn.silu(z.astype(jnp.float32))
     wide = out.reshape(z.shape).astype(jnp.float32)
     wide = wide * gate if form == "gated" else wide

@@ -16,9 +16,10 @@ def new_arrays(rng, rows, time, heads, dtype, dim=128):
 
 
 def new_groups(rng, rows, time, heads, dtype, dim):
-    """As `new_arrays`, with a weight for each channel."""
+    """As `new_arrays`, with a weight for each channel; and D and values."""
     out, z, _ = new_arrays(rng, rows, time, heads, dtype, dim)
-    return out, z, jnp.asarray(rng.standard_normal(heads * dim), dtype)
+    D, values = jnp.asarray(rng.standard_normal(heads), jnp.float32), jnp.asarray(rng.standard_normal(out.shape), dtype)
+    return (out, z, jnp.asarray(rng.standard_normal(heads * dim), dtype)), (D, values)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
@@ -35,7 +36,7 @@ def test_the_gpu_kernel_of_groups_lowers_for_cuda_at_the_real_sizes(rows, time, 
     heads, dim, groups = layer_checks.GROUPED[family]
     arrays = jax.eval_shape(lambda: new_groups(np.random.default_rng(0), rows, time, heads, jnp.dtype(dtype), dim))
     how = {"groups": groups, "eps": 1e-5, "form": "gated", "target": "H100"}
-    traced = jax.jit(lambda *arrays: grouped_norm(*arrays, **how)).trace(*arrays)
+    traced = jax.jit(lambda arrays, skip: grouped_norm(*arrays, **how, skip=skip)).trace(*arrays)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
 
 
@@ -55,7 +56,7 @@ def test_the_gpu_kernel_of_all_heads_is_the_xla_path(rng, rows, time, heads, dim
 
 
 @pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-5), (jnp.bfloat16, 2**-7)])
-@pytest.mark.parametrize("form", ["gated", "gated after"])
+@pytest.mark.parametrize("form, skips", [("gated", False), ("gated after", True)])
 @pytest.mark.parametrize(
     "rows, time, heads, dim, groups",
     [
@@ -66,9 +67,9 @@ def test_the_gpu_kernel_of_all_heads_is_the_xla_path(rng, rows, time, heads, dim
         (1, 1, 8, 64, 4),  # of 128
     ],
 )
-def test_the_gpu_kernel_of_groups_is_the_xla_path(rng, rows, time, heads, dim, groups, form, dtype, bound):
-    arrays = new_groups(rng, rows, time, heads, dtype, dim)
-    how = {"groups": groups, "eps": 1e-5, "form": form}
+def test_the_gpu_kernel_of_groups_is_the_xla_path(rng, rows, time, heads, dim, groups, form, skips, dtype, bound):
+    arrays, skip = new_groups(rng, rows, time, heads, dtype, dim)
+    how = {"groups": groups, "eps": 1e-5, "form": form, "skip": skip if skips else None}
     found = grouped_norm(*arrays, **how, implementation="gpu", interpret=True)
     expected = grouped_norm(*arrays, **how, implementation="xla")
     assert found.dtype == expected.dtype and found.shape == expected.shape
@@ -126,7 +127,7 @@ def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, heads, 
     ],
 )
 def test_which_groups_no_kernel_serves(rng, heads, dim, groups, platform, reason):
-    arrays = new_groups(rng, 1, 1, heads, jnp.float32, dim)
+    arrays, _ = new_groups(rng, 1, 1, heads, jnp.float32, dim)
     how = {"groups": groups, "eps": 1e-5, "form": "gated", "target": {"gpu": "H100", "tpu": "v6e"}[platform]}
     with pytest.raises(
         ValueError, match=f'implementation="{platform}" can not serve this gated_norm: it needs {reason}'
@@ -135,12 +136,17 @@ def test_which_groups_no_kernel_serves(rng, heads, dim, groups, platform, reason
 
 
 def test_the_kernel_of_groups_has_the_gradient_of_the_xla_path(rng):
-    arrays = new_groups(rng, 3, 2, 4, jnp.float32, 128)
+    given = new_groups(rng, 3, 2, 4, jnp.float32, 128)
+    arrays, _ = given
     direction = jnp.asarray(rng.standard_normal(arrays[1].shape), jnp.float32)
     how = {"groups": 4, "eps": 1e-5, "form": "gated"}
 
     def gradients(**by):
-        return jax.grad(lambda arrays: jnp.vdot(grouped_norm(*arrays, **how, **by), direction))(arrays)
+        def weighed(given):
+            arrays, skip = given
+            return jnp.vdot(grouped_norm(*arrays, **how, **by, skip=skip), direction)
+
+        return jax.tree.leaves(jax.grad(weighed)(given))
 
     found, expected = gradients(implementation="gpu", interpret=True), gradients(implementation="xla")
     for kernel, xla in zip(found, expected, strict=True):

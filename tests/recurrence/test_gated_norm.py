@@ -86,6 +86,18 @@ def test_a_group_on_several_devices_has_their_average(rng):
         grouped_norm(*halves[0], **how, average=lambda x: x, implementation="gpu", target="H100")
 
 
+def test_a_multiple_of_the_values_is_added_first(rng):
+    out, z, _ = new_arrays(rng, jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal(z.shape[2]), jnp.bfloat16)
+    D, values = jnp.asarray(rng.standard_normal(4), jnp.float32), jnp.asarray(rng.standard_normal(SHAPE), jnp.bfloat16)
+    how = {"groups": 2, "eps": EPS, "form": "gated"}
+    found = grouped_norm(out, z, weight, **how, skip=(D, values))
+    added = out + (D[None, None, :, None] * values.astype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(found, grouped_norm(added, z, weight, **how))
+    with pytest.raises(ValueError, match=r"skip must be D \[heads\] and values \(2, 3, 4, 6\), got \(3,\)"):
+        grouped_norm(out, z, weight, **how, skip=(D[:3], values))
+
+
 def test_groups_that_do_not_fit(rng):
     out, z, weight = new_arrays(rng, jnp.float32)
     how = {"groups": 1, "eps": EPS, "form": "gated"}

@@ -82,9 +82,8 @@ class Mamba2(RecurrentMixer):
         step = jnp.clip(jax.nn.softplus(raw_step + p.dt_bias[...][None, None]), self.least_step, self.most_step)
         log_decay = -jnp.exp(p.A_log[...])[None, None] * step
         out, memory = plan.recur(memory, spec, c, b, values, log_decay, step)
-        out = out + (p.D[...][None, None, :, None] * values.astype(jnp.float32)).astype(out.dtype)
         with jax.named_scope("output"):
-            out = self._norm(out, z, p.norm, plan.target)
+            out = self._norm(out, z, p.norm, p.D[...], values, plan.target)
             return output(out, p.out_proj, p.out_bias, self.devices, plan.target, self.output_scale), memory
 
     def _project(self, p: "Mamba2Parameters", x: Array) -> tuple[Array, Array, Array]:
@@ -101,9 +100,12 @@ class Mamba2(RecurrentMixer):
             mixed = mixed * jnp.asarray(scales, mixed.dtype)[None, None]
         return scaled(both[..., : self.inner], of_z), mixed, scaled(step, of_step)
 
-    def _norm(self, out: Array, z: Array, weight: nnx.Param | None, target: Target | None) -> Array:
-        """What is projected: out with the gate and the norm, in float32; returns out's dtype."""
+    def _norm(
+        self, out: Array, z: Array, weight: nnx.Param | None, D: Array, values: Array, target: Target | None
+    ) -> Array:
+        """What is projected: out + D · values with the gate and the norm, in float32; returns out's dtype."""
         if weight is None or self.norm is None:
+            out = out + (D[None, None, :, None] * values.astype(jnp.float32)).astype(out.dtype)
             wide = out.reshape(z.shape).astype(jnp.float32)
             return (wide * jax.nn.silu(z.astype(jnp.float32))).astype(out.dtype)
         among = self.same_key_head
@@ -111,7 +113,7 @@ class Mamba2(RecurrentMixer):
         def average(squares):
             return add_devices(squares, self.devices, among=among) / among
 
-        how = {"groups": self.spec.key_heads, "eps": self.eps, "form": self.norm, "target": target}
+        how = {"groups": self.spec.key_heads, "eps": self.eps, "form": self.norm, "skip": (D, values), "target": target}
         return grouped_norm(out, z, weight[...], **how, average=average if among > 1 else None)
 
 

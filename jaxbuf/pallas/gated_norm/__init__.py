@@ -44,6 +44,9 @@ def _gpu_needs(call: Call) -> Iterator[tuple[bool, str]]:
     together, _ = gpu.share(call)
     yield call.vectors >= together, f"rows · time · {many} at least {together} for {call.dim}, got {call.vectors}"
     in_blocks = call.groups == 1 or not together or call.groups % together == 0
+    if call.values is not None:
+        yield call.values in (jnp.float32, jnp.bfloat16), f"values in float32 or bfloat16, got {call.values.name}"
+        yield call.value_dim % gpu.PIECE == 0, f"value_dim in multiples of {gpu.PIECE}, got {call.value_dim}"
     yield in_blocks, f"one group of {call.dim}, or a multiple of {together}, got {call.groups}"
 
 

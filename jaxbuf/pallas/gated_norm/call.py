@@ -20,6 +20,8 @@ class Call:
       groups: Vectors of a token that have weights of their own; 1: all vectors have the same weights.
       form: "head" is `gated_norm`, whose norm is rounded to `out` before it meets the gate, and whose result has z's
         dtype. The others are those of `grouped_norm`, which rounds to `out` at the end alone.
+      values: The dtype of the values that a multiple of is added to the output first; None: there are none.
+      value_dim: Numbers of a head's value: of so many neighbours the multiple is the same.
     """
 
     vectors: int
@@ -30,6 +32,8 @@ class Call:
     activation: Literal["silu", "sigmoid"] = "silu"
     groups: int = 1
     form: Literal["head", "gated", "gated after"] = "head"
+    values: np.dtype | None = None
+    value_dim: int = 0
 
     @property
     def result(self) -> np.dtype:

@@ -18,8 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.gated_norm.call import Call
-from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, load, store
+from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, load, load_repeated, store
 
+PIECE = 8  # neighbouring numbers that a thread has at most
 LONG, LONGEST = 512, 8192  # Vectors in multiples of LONG are served by a block each.
 SHORTEST, SHORT = 16, 256  # Up to SHORT, multiples of SHORTEST are served by a warp;
 MIDDLE, MIDDLEST = 64, 1024  # beyond, multiples of MIDDLE.
@@ -54,7 +55,7 @@ def share(call: Call) -> Share:
     return Share(4 * vectors, plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=lanes, vector_dim=-1))
 
 
-def gated_norm(call: Call, out: Array, z: Array, weight: Array, *, interpret: bool = False) -> Array:
+def gated_norm(call: Call, out: Array, z: Array, weight: Array, *skip: Array, interpret: bool = False) -> Array:
     """`gated_norm` and `grouped_norm` of `jaxbuf.recurrence.gated_norm`; `supports` says for which sizes.
 
     Args:
@@ -62,13 +63,17 @@ def gated_norm(call: Call, out: Array, z: Array, weight: Array, *, interpret: bo
       out: [rows, T, heads, value_dim] in call.out.
       z: [rows, T, heads · value_dim] in call.z.
       weight: [call.groups · call.dim].
+      skip: Nothing; or D f32 [heads] and values [rows, T, heads, value_dim] in call.values.
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
       [rows, T, heads · value_dim] in call.result.
     """
     flat = call.vectors, call.dim
-    arrays = out.reshape(flat), z.reshape(flat), weight.reshape(call.groups, call.dim)
+    arrays = [out.reshape(flat), z.reshape(flat), weight.reshape(call.groups, call.dim)]
+    if skip:
+        D, values = skip
+        arrays += [D.reshape(call.groups, -1), values.reshape(flat)]
     return _kernel(call, interpret)(*arrays).reshape(z.shape)
 
 
@@ -79,21 +84,28 @@ def _kernel(call: Call, interpret: bool):
         """[count] (axis 0) or [dim] (axis 1), repeated along the other axis: [count, dim]."""
         return plgpu.layout_cast(lax.broadcast_in_dim(x, (count, call.dim), [axis]), layout)
 
-    def norm(out_ref, z_ref, weight_ref, result_ref):
+    def norm(out_ref, z_ref, weight_ref, *refs):
+        *skip, result_ref = refs
         number = lax.axis_index("vectors")
-        if count == 0:
-            at = number
-            weight = load(weight_ref.at[lax.rem(number, call.groups)], layout).astype(jnp.float32)
-        else:
-            first = count * number
-            if call.vectors % count:
-                first = jnp.minimum(first, call.vectors - count)
-            at = pl.ds(first, count)
-            if call.groups == 1:
-                weight = spread(load(weight_ref.at[0], layout.reduce(0)).astype(jnp.float32), 1)
-            else:
-                weight = load(weight_ref.at[pl.ds(lax.rem(first, call.groups), count)], layout).astype(jnp.float32)
+        first = number * max(1, count)
+        if count and call.vectors % count:
+            first = jnp.minimum(first, call.vectors - count)
+        group = lax.rem(first, jnp.int32(call.groups))
+        at = pl.ds(first, count) if count else number
+
+        def load_of_groups(ref, load) -> Array:
+            """What `load` makes of a reference [groups, ...], for each of the block's vectors."""
+            if count and call.groups == 1:
+                return spread(load(ref.at[0], layout.reduce(0)).astype(jnp.float32), 1)
+            return load(ref.at[pl.ds(group, count) if count else group], layout).astype(jnp.float32)
+
+        weight = load_of_groups(weight_ref, load)
         x = load(out_ref.at[at], layout).astype(jnp.float32)
+        if skip:
+            D_ref, values_ref = skip
+            D = load_of_groups(D_ref, lambda ref, each: load_repeated(ref, call.value_dim, each, interpret))
+            more = (D * load(values_ref.at[at], layout).astype(jnp.float32)).astype(call.out).astype(jnp.float32)
+            x = (x + more).astype(call.out).astype(jnp.float32)
         z = load(z_ref.at[at], layout).astype(jnp.float32)
         root = lax.rsqrt(np.float32(1) + jnp.exp(-z))  # Its square is the sigmoid. A division takes ten instructions.
         gate = root * root if call.activation == "sigmoid" else z * (root * root)
