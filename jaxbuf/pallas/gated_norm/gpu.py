@@ -90,7 +90,7 @@ def _kernel(call: Call, interpret: bool):
         first = number * max(1, count)
         if count and call.vectors % count:
             first = jnp.minimum(first, call.vectors - count)
-        group = lax.rem(first, jnp.int32(call.groups))
+        group = lax.rem(first, np.int32(call.groups))
         at = pl.ds(first, count) if count else number
 
         def load_of_groups(ref, load) -> Array:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxbuf.axes import Array
@@ -42,7 +43,7 @@ def find_row(call: Convolution, row, slots, start, lengths, order) -> Row:
       order: A reference to int32 [slots + 1, call.ring]; None: inputs lie where their positions say.
     """
     slot, first, length, history = slots[row], start[row], lengths[row], call.width - 1
-    begin = lax.rem(first, jnp.int32(call.ring))
+    begin = lax.rem(first, np.int32(call.ring))
     places = []
     for t in range(-history, call.time):  # The ring has room for all of these, so that it comes round once at most.
         place = begin + t
@@ -72,24 +73,24 @@ def read_windows(
       parents: A reference to int32 [rows, T]; None: each token follows the one before it.
 
     Returns:
-      The inputs of the new tokens; and of each, float32, those that its taps meet, its own last.
+      The inputs of the new tokens; and of each those that its taps meet, its own last. They stay in their dtype, in
+      which they take the fewest registers, until `convolve`.
     """
     history = call.width - 1
     new = [new_input(t) for t in range(call.time)]
     past = [select(known, held_input(place)) for known, place in zip(found.known, found.places, strict=False)]
-    past, own = ([x.astype(jnp.float32) for x in inputs] for inputs in (past, new))
     if parents is None:
-        in_a_row = past + own
+        in_a_row = past + new
         return new, [in_a_row[t : t + call.width] for t in range(call.time)]
     windows = []
     for t in range(call.time):
-        node, window = parents[row, t], [own[t]]
+        node, window = parents[row, t], [new[t]]
         for age in range(1, history + 1):
             x = past[-1]
             for before in range(2, age + 1):
                 x = jnp.where(jnp.broadcast_to(node == -before, x.shape), past[-before], x)
             if t >= age:  # Of the new tokens, as many are before this one.
-                ancestor = new_input(jnp.maximum(node, 0)).astype(jnp.float32)
+                ancestor = new_input(jnp.maximum(node, 0))
                 x = jnp.where(jnp.broadcast_to(node >= 0, x.shape), ancestor, x)
             window.insert(0, x)
             node = jnp.where(node >= 0, parents[row, jnp.maximum(node, 0)], node - 1)
@@ -98,16 +99,16 @@ def read_windows(
 
 
 def convolve(window: list[Array], taps: list[Array]) -> Array:
-    """The sum of products, from the oldest input on."""
-    y = window[0] * taps[0]
+    """The sum of products in float32, from the oldest input on."""
+    y = window[0].astype(jnp.float32) * taps[0]
     for x, tap in zip(window[1:], taps[1:], strict=True):
-        y = y + x * tap
+        y = y + x.astype(jnp.float32) * tap
     return y
 
 
 def sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)), as the square of a reciprocal root: that takes one instruction, and a division takes ten."""
-    root = lax.rsqrt(jnp.float32(1) + jnp.exp(-x))
+    root = lax.rsqrt(np.float32(1) + jnp.exp(-x))
     return root * root
 
 
