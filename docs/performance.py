@@ -300,43 +300,46 @@ def likelihood() -> Table:
 RETRIEVAL = ("key_value", "recall", "selective_copy")
 
 
-def retrieval() -> Table:
-    names = {
-        "full": "all keys",
-        "gates": "write gates",
-        "head": "whole heads",
-        "random": "random keys",
-        "local": "a window",
-    }
-    rows = [["keys", "bytes", *(f"right: {task.replace('_', ' ')}" for task in RETRIEVAL)]]
-    for point in record("write_gate_retrieval")["points"]:
+WAYS_TO_KEEP = {
+    "full": "all keys",
+    "gates": "write gates",
+    "hidden": "scores of hidden states",
+    "neuron": "a borrowed neuron",
+    "head": "whole heads",
+    "random": "random keys",
+    "local": "a window",
+    "streaming": "StreamingLLM",
+    "quest": "Quest over all keys",
+    "gates, quest": "Quest over gates' keys",
+}
+
+
+def retrieval_rows(points: Iterable[Figure]) -> Table:
+    rows = []
+    for point in points:
         setting = "" if point["line"] == "full" else f", {point['setting']}".replace(", 0.", ", sparsity 0.")
-        cells = [f"{point['tasks'][task]['accuracy']:.1%}".replace("%", " %") for task in RETRIEVAL]
-        rows.append([names[point["line"]] + setting, f"{point['bytes_share']:.1%}".replace("%", " %"), *cells])
+        shares = point["bytes_share"], *(point["tasks"][task]["accuracy"] for task in RETRIEVAL)
+        rows.append([WAYS_TO_KEEP[point["line"]] + setting, *(f"{share:.1%}".replace("%", " %") for share in shares)])
     return rows
 
 
-def other_scores() -> Table:
-    names = {"gates": "write gates", "hidden": "of hidden states", "neuron": "a borrowed neuron"}
-    rows = [
-        [
-            "scores",
-            "bytes",
-            "answers, of those with all keys",
-            *(f"right: {task.replace('_', ' ')}" for task in RETRIEVAL),
-        ]
-    ]
-    for name in ("write_gate_retrieval_scores", "write_gate_retrieval_neuron"):
-        points = record(name)["points"]
-        full = next(point["accuracy"] for point in points if point["line"] == "full")
-        for point in points:
-            if point["line"] in names:
-                setting = point["setting"] if point["line"] == "neuron" else f"sparsity {point['setting']}"
-                shares = point["bytes_share"], *(point["tasks"][task]["accuracy"] for task in RETRIEVAL)
-                cells = [f"{share:.1%}".replace("%", " %") for share in shares]
-                rows.append(
-                    [f"{names[point['line']]}, {setting}", cells[0], f"{point['accuracy'] / full:.4f}", *cells[1:]]
-                )
+def retrieval_head(*first: str) -> list[str]:
+    return [*first, "bytes", *(f"right: {task.replace('_', ' ')}" for task in RETRIEVAL)]
+
+
+def retrieval() -> Table:
+    neuron = [point for point in record("write_gate_retrieval_neuron")["points"] if point["line"] == "neuron"]
+    return [retrieval_head("keys"), *retrieval_rows(record("write_gate_retrieval")["points"] + neuron)]
+
+
+def retrieval_of_a_hybrid() -> Table:
+    return [retrieval_head("keys"), *retrieval_rows(record("write_gate_hybrid")["points"])]
+
+
+def selected() -> Table:
+    rows = [retrieval_head("model", "keys")]
+    for model, name in (("Llama's", "write_gate_retrieval_selected"), ("hybrid", "write_gate_hybrid_selected")):
+        rows += [[model, *row] for row in retrieval_rows(record(name)["points"])]
     return rows
 
 
@@ -431,7 +434,7 @@ SECTIONS = (
         tuple(name for _, name in MODELS),
         drafted_steps,
         (("step_qwen3_5_35b.png", "The parts of a step of Qwen3.5-35B-A3B."),),
-        "Mamba-2 with heads of 80, which Nemotron-3-Nano-4B has, has no kernel on GPUs: see :doc:`not_served`.",
+        "Mamba-2 with heads of 80, which Nemotron-3-Nano-4B has, had no kernel when this was measured.",
     ),
     Section(
         "Whole steps of Nemotron-H-8B",
@@ -509,21 +512,28 @@ SECTIONS = (
     ),
     Section(
         "Write gates: retrieval",
-        "Right answers of a small model of Llama's architecture on texts of 2,048 tokens, against the bytes that "
-        "softmax layers hold (:doc:`write_gated`). *Whole heads* keeps all keys of the heads that DuoAttention's "
-        "training ranks highest.",
-        ("write_gate_retrieval",),
+        "Right answers of a small model of Llama's architecture on texts of 2,048 tokens, 20 examples of each task and "
+        "seed, against the bytes that softmax layers hold (:doc:`write_gated`). Gates have three seeds, the others "
+        "one. *Whole heads* keeps all keys of the heads that DuoAttention's training ranks highest. *Scores of hidden "
+        "states* are KVzap's form, *a borrowed neuron* DMS's, for which the model itself is trained on.",
+        ("write_gate_retrieval", "write_gate_retrieval_neuron"),
         retrieval,
         (("write_gate_retrieval.png", "Right answers against bytes held."),),
     ),
     Section(
-        "Write gates: other scores of keys",
-        "The same tasks and bytes, six examples of each task and seed, for another model of the same training: gates "
-        "that read the keys, three seeds; scores of what the layer reads, as KVzap's; and a neuron borrowed from the "
-        "queries, as DMS's, for which the model itself is trained on, one seed each.",
-        ("write_gate_retrieval_scores", "write_gate_retrieval_neuron"),
-        other_scores,
-        (("write_gate_retrieval_scores.png", "Right answers against bytes held, by what scores keys."),),
+        "Write gates: a hybrid's softmax layers",
+        "The same tasks, for a model with Gated DeltaNet in every other layer. Its recurrent states are small (two "
+        "heads of 16 x 32), so that its softmax layers have to look things up; the bytes are theirs.",
+        ("write_gate_hybrid",),
+        retrieval_of_a_hybrid,
+        (("write_gate_hybrid.png", "Right answers of a hybrid against the bytes of its softmax layers."),),
+    ),
+    Section(
+        "Write gates: selection on top, and StreamingLLM",
+        "Quest reads, of the keys that are held, a number of keys for each query (*budget*); StreamingLLM's positions "
+        "never grow. Eight examples of each task and seed, gates of one seed.",
+        ("write_gate_retrieval_selected", "write_gate_hybrid_selected"),
+        selected,
     ),
     Section(
         "Write gates: the embedded model",

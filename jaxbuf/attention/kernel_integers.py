@@ -6,7 +6,8 @@ import jax.numpy as jnp
 
 from jaxbuf.attention.pages import places
 from jaxbuf.axes import Array, Bool, Int32
-from jaxbuf.pallas.attend.call import Call
+from jaxbuf.pallas.attend.call import KEYS, TILE, Call
+from jaxbuf.pallas.attend.call import Integers as GpuIntegers
 from jaxbuf.pallas.attend.tpu_call import LANES, SUBLANES, Arrangement, Integers
 
 
@@ -127,3 +128,72 @@ def divide_rows(blocks: Int32[Array, "rows"], workers: int) -> Int32[Array, "_"]
     cut = jnp.concatenate([jnp.zeros(1, jnp.int32), inner, jnp.full(1, blocks.shape[0], jnp.int32)])
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), until])[cut]
     return jnp.stack([cut[:-1], cut[1:], before[1:] - before[:-1]], axis=1).reshape(-1)
+
+
+def gpu_integers(call: Call, workers: int, where: LaunchPlaces, *, units: bool = False) -> GpuIntegers:
+    """What a GPU kernel goes by.
+
+    Args:
+      call: The call.
+      workers: How many there are.
+      where: From `launch_places`.
+      units: Whether the new tokens of an item are counted as a block, and every worker but the last has as many: where
+        rows are equally long, fewer of them are shared then.
+    """
+    pages, listed, _, end, first_open, append, real, visible = where
+    blocks = jnp.maximum(-(-end // KEYS), 1)
+    visible = jnp.repeat(visible, call.group, axis=1)
+    visible = jnp.pad(visible, ((0, 0), (0, call.tiles * TILE - call.queries)))
+    shares, joins = divide_blocks(blocks + int(units), call.kv_heads, workers, alike=units)
+    pages = jnp.pad(pages, ((0, 0), (0, call.padded_pages - pages.shape[1])))
+    fields = jnp.stack([blocks, first_open // KEYS, end, bits_of(real)], axis=1)
+    return GpuIntegers(fields, pages, listed, append, visible, shares, joins)
+
+
+def divide_blocks(
+    blocks: Int32[Array, "rows"], heads: int, workers: int, *, alike: bool = False
+) -> tuple[Array, Array]:
+    """Divides the blocks of all items, in order, among workers; fewer workers than there are, if so many blocks.
+
+    Args:
+      blocks: Of each row for each head, at least 1.
+      heads: Of keys.
+      workers: How many there are.
+      alike: Whether all have as many as those that have most, but for the last ones, which have what is left; else the
+        numbers differ by one at most.
+
+    Returns:
+      `workers` and `joins` of `Integers`.
+    """
+    rows = blocks.shape[0]
+    until = heads * jnp.cumsum(blocks, dtype=jnp.int32)
+    total, begin = until[-1], until - heads * blocks
+    busy = jnp.minimum(total, workers)
+    # floor(i · total / busy), without numbers beyond int32.
+    each, more = (-(-total // workers), jnp.int32(0)) if alike else (total // busy, total % busy)
+    cut = jnp.minimum(jnp.arange(workers + 1, dtype=jnp.int32), busy)
+    cut = jnp.minimum(cut * each + jnp.minimum(cut, more), total)  # the first `more` workers have one more
+
+    def find(unit):
+        """The row, head and block of a unit."""
+        # Every unit is compared with every row: a bisection is a loop of launches.
+        row = jnp.searchsorted(until, unit, side="right", method="compare_all")
+        row = jnp.minimum(row.astype(jnp.int32), rows - 1)
+        inside = unit - begin[row]
+        return row, inside // blocks[row], inside % blocks[row]
+
+    count = cut[1:] - cut[:-1]
+    (row, head, block), (last_row, last_head, _) = find(cut[:-1]), find(cut[1:] - 1)
+    segments = jnp.where(count > 0, (last_row - row) * heads + last_head - head + 1, 0)
+    shares = jnp.stack([jnp.where(count > 0, x, 0) for x in (row, head, block, count, segments)], axis=1)
+
+    def worker_of(unit):
+        large = more * (each + 1)  # units of the workers that have one more
+        return jnp.where(unit < large, unit // (each + 1), more + (unit - large) // jnp.maximum(each, 1))
+
+    # The item that each worker begins with, if another one began it.
+    first = begin[row] + head * blocks[row]
+    begun_by, ended_by = worker_of(first), worker_of(first + blocks[row] - 1)
+    second = (count > 0) & (block > 0) & (begun_by == jnp.arange(workers, dtype=jnp.int32) - 1)
+    joins = jnp.stack([jnp.where(second, row * heads + head, -1), begun_by, ended_by], axis=1)
+    return shares, joins

@@ -23,11 +23,11 @@ from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.chunk import attend_parts
 from jaxbuf.attention.contraction import contract
 from jaxbuf.attention.flash import flash
-from jaxbuf.attention.kernel_integers import launch_places, tpu_integers
+from jaxbuf.attention.kernel_integers import gpu_integers, launch_places, tpu_integers
 from jaxbuf.attention.paged_launch import AT_ONCE
 from jaxbuf.axes import Array, Bool, Float, Int32
 from jaxbuf.pallas.attend.call import Call
-from jaxbuf.pallas.dispatch import ask
+from jaxbuf.pallas.dispatch import Asked, ask
 from jaxbuf.target import Target
 
 # Committed tokens, of all rows together, that are expanded at once, if a chunk has fewer: expanded, a token of a model
@@ -142,7 +142,7 @@ def append_and_attend_latent(
       table, slots, start, lengths, order, ancestors: As in `jaxbuf.attention.paged_launch.append_and_attend`.
       scale: The scores q · k are multiplied with it; None: head_dim ** -0.5.
       implementation: "xla", "gpu" (of chunks: cuDNN's flash attention, as in `jaxbuf.attention.chunk.attend_chunk`),
-        "tpu" (of fewer tokens), or "auto": the target's kernel where it serves the call, else "xla".
+        "tpu" (no chunks), or "auto": the target's kernel where it serves the call, else "xla".
       interpret: Run the kernel that was named in Pallas' interpreter, on any platform: slow, for tests.
       target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
@@ -172,13 +172,12 @@ def append_and_attend_latent(
             asked.takes("it needs tokens in a row, got a tree")
         elif asked is not None:
             from jaxbuf.pallas.attend import supports
-            from jaxbuf.pallas.attend.tpu_call import arrange
 
             call = _absorbed_call(wide, pages, table, order)
-            how: dict[str, Any] = {"generation": asked.generation, "rank": pages.rank}
-            if asked.takes(supports(call, q=wide.dtype, k=latents.dtype, v=latents.dtype, platform="tpu", **how)):
-                plan = arrange(call, **how, scale=scale)
-                out, pages = _on_tpu(plan, asked.interpret, wide, latents, pages, table, where, ancestors)
+            how: dict[str, Any] = {"rank": pages.rank, "platform": asked.platform, "generation": asked.generation}
+            if asked.takes(supports(call, q=wide.dtype, k=latents.dtype, v=latents.dtype, **how)):
+                by = _on_gpu if asked.platform == "gpu" else _on_tpu
+                out, pages = by(call, asked, scale, wide, latents, pages, table, where, ancestors)
                 return contract("bthr,hcr->bthc", out, up[:, key_dim:]).astype(q.dtype), pages
     at = paged.token_places(table, pages.page_size, time, **where)
     pages = dataclasses.replace(pages, latents=paged.write_tokens(pages.latents, at, latents[:, :, None]))
@@ -199,8 +198,61 @@ def append_and_attend_latent(
     return attend_parts(by, q, k, v, held, table, **where, piece=piece)[..., :value_dim], pages
 
 
+def _on_gpu(
+    call: Call,
+    asked: Asked,
+    scale: float,
+    wide: Array,
+    latents: Array,
+    pages: LatentPages,
+    table: Array,
+    where: dict[str, Any],
+    ancestors: Array | None,
+) -> tuple[Array, LatentPages]:
+    from jaxbuf.pallas.attend import gpu_latent
+
+    plan = gpu_latent.arrange(call, rank=pages.rank, scale=scale)
+    return _run_on_gpu(plan, asked.interpret, wide, latents, pages, table, where, ancestors)
+
+
 @partial(jax.jit, static_argnums=(0, 1))
+def _run_on_gpu(
+    plan: Any,
+    interpret: bool,
+    wide: Array,
+    latents: Array,
+    pages: LatentPages,
+    table: Array,
+    where: dict[str, Any],
+    ancestors: Array | None,
+) -> tuple[Array, LatentPages]:
+    from jaxbuf.pallas.attend import gpu_latent
+
+    places = launch_places(plan.call, table, **where, ancestors=ancestors)
+    integers = gpu_integers(plan.call, plan.groups, places, units=True)
+    out, pool = gpu_latent.append_and_attend(plan, integers, pages.latents, wide, latents, interpret=interpret)
+    return out, dataclasses.replace(pages, latents=pool)
+
+
 def _on_tpu(
+    call: Call,
+    asked: Asked,
+    scale: float,
+    wide: Array,
+    latents: Array,
+    pages: LatentPages,
+    table: Array,
+    where: dict[str, Any],
+    ancestors: Array | None,
+) -> tuple[Array, LatentPages]:
+    from jaxbuf.pallas.attend.tpu_call import arrange
+
+    plan = arrange(call, asked.generation, rank=pages.rank, scale=scale)
+    return _run_on_tpu(plan, asked.interpret, wide, latents, pages, table, where, ancestors)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run_on_tpu(
     plan: Any,
     interpret: bool,
     wide: Array,

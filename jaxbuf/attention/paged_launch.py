@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxbuf.arguments import checked_slots
 from jaxbuf.attention import paged
 from jaxbuf.attention.chunk import attend_chunk
-from jaxbuf.attention.kernel_integers import bits_of, launch_places, tpu_integers
+from jaxbuf.attention.kernel_integers import gpu_integers, launch_places, tpu_integers
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.axes import Array, Bool, Float, Int32
 from jaxbuf.pallas.dispatch import ask
@@ -92,7 +92,8 @@ def _on_gpu(
 ) -> tuple[Array, PagedKV]:
     from jaxbuf.pallas.attend import gpu
 
-    integers = _integers(call, gpu.arrange(call).all_workers, table, **where, ancestors=ancestors)
+    places = launch_places(call, table, **where, ancestors=ancestors)
+    integers = gpu_integers(call, gpu.arrange(call).all_workers, places)
     out, pages = gpu.append_and_attend(call, integers, (kv.keys, kv.values), q, k, v, interpret=interpret)
     return out, PagedKV(*pages)
 
@@ -131,66 +132,3 @@ def _call(q: Array, kv: PagedKV, table: Array, order: Array | None):
         listed=0 if order is None else order.shape[1],
         dtype=kv.keys.dtype,
     )
-
-
-def _integers(
-    call, workers: int, table: Array, *, slots: Array, start: Array, lengths: Array, order: Array | None, ancestors
-):
-    """What the GPU kernel goes by: see `jaxbuf.pallas.attend.call.Integers`."""
-    from jaxbuf.pallas.attend.call import KEYS, TILE, Integers
-
-    where = {"slots": slots, "start": start, "lengths": lengths, "order": order, "ancestors": ancestors}
-    pages, listed, _, end, first_open, append, real, visible = launch_places(call, table, **where)
-    blocks = jnp.maximum(-(-end // KEYS), 1)
-    visible = jnp.repeat(visible, call.group, axis=1)
-    visible = jnp.pad(visible, ((0, 0), (0, call.tiles * TILE - call.queries)))
-    shares, joins = _divide(blocks, call.kv_heads, workers)
-    pages = jnp.pad(pages, ((0, 0), (0, call.padded_pages - table.shape[1])))
-    fields = jnp.stack([blocks, first_open // KEYS, end, bits_of(real)], axis=1)
-    return Integers(fields, pages, listed, append, visible, shares, joins)
-
-
-def _divide(blocks: Array, heads: int, workers: int) -> tuple[Array, Array]:
-    """Divides the blocks of all items, in order, among workers; fewer workers than there are, if so many blocks.
-
-    Args:
-      blocks: int32 [rows], of each row for each head, at least 1.
-      heads: Of keys.
-      workers: How many there are.
-
-    Returns:
-      `workers` and `joins` of `Integers`.
-    """
-    rows = blocks.shape[0]
-    until = heads * jnp.cumsum(blocks, dtype=jnp.int32)
-    total, begin = until[-1], until - heads * blocks
-    busy = jnp.minimum(total, workers)
-    # floor(i · total / busy), without numbers beyond int32.
-    each, more = total // busy, total % busy
-    cut = jnp.arange(workers + 1, dtype=jnp.int32)
-    cut = jnp.minimum(cut, busy)
-    cut = cut * each + jnp.minimum(cut, more)  # the first `more` workers have one more
-
-    def find(unit):
-        """The row, head and block of a unit."""
-        # Every unit is compared with every row: a bisection is a loop of launches.
-        row = jnp.searchsorted(until, unit, side="right", method="compare_all")
-        row = jnp.minimum(row.astype(jnp.int32), rows - 1)
-        inside = unit - begin[row]
-        return row, inside // blocks[row], inside % blocks[row]
-
-    count = cut[1:] - cut[:-1]
-    (row, head, block), (last_row, last_head, _) = find(cut[:-1]), find(cut[1:] - 1)
-    segments = jnp.where(count > 0, (last_row - row) * heads + last_head - head + 1, 0)
-    shares = jnp.stack([jnp.where(count > 0, x, 0) for x in (row, head, block, count, segments)], axis=1)
-
-    def worker_of(unit):
-        large = more * (each + 1)  # units of the workers that have one more
-        return jnp.where(unit < large, unit // (each + 1), more + (unit - large) // jnp.maximum(each, 1))
-
-    # The item that each worker begins with, if another one began it.
-    first = begin[row] + head * blocks[row]
-    begun_by, ended_by = worker_of(first), worker_of(first + blocks[row] - 1)
-    second = (count > 0) & (block > 0) & (begun_by == jnp.arange(workers, dtype=jnp.int32) - 1)
-    joins = jnp.stack([jnp.where(second, row * heads + head, -1), begun_by, ended_by], axis=1)
-    return shares, joins

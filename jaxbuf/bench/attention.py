@@ -1,4 +1,5 @@
-"""Measures decoding and verification of a softmax layer against the time that its keys and values take to read."""
+"""Measures decoding and verification of a softmax layer, or one of latent attention, against the time that it needs: to
+read its keys and values, or if that is longer to multiply them."""
 
 import argparse
 import dataclasses
@@ -14,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from jaxbuf.attention.latent import LatentPages, append_and_attend_latent
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.axes import Array
@@ -32,6 +34,11 @@ STEPS = {"gpu": 16, "xla": 4}  # of one run
 CHECKED = 8, 2048, 7  # rows and tokens at most of what is compared before; how many times less most rows hold
 BOUNDS = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 1e-5}  # a rounding of the output, and some of its terms
 HEADS = (16, 4, 256)  # Qwen3.5-4B's; Llama-3.1-8B's are 32, 8, 128
+LATENT, RANK = (32, 1, 576), 512  # Kimi-Linear's: to absorbed queries latents are the keys of one head
+OWN_DIM = 128  # numbers of a head's keys and values that are made from a latent, as in all models with that rank
+# Queries and outputs are rounded once more, and a head's outputs have few numbers.
+LATENT_BOUNDS = BOUNDS | {"bfloat16": 8e-3}
+PRODUCTS_PER_S = 800e12  # operations in 2-byte numbers that an H100 or H200 gets done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +54,8 @@ class Case:
       dtype: Of queries, keys, values and pages.
       page_size: Tokens of a page.
       implementation: "gpu" or "xla".
+      rank: Of latent attention, whose latents are the keys, and the first so many numbers of them the values; None:
+        keys and values have pages of their own.
     """
 
     heads: int
@@ -59,6 +68,7 @@ class Case:
     dtype: str = "bfloat16"
     page_size: int = 16
     implementation: str = "gpu"
+    rank: int | None = None
 
     @property
     def start(self) -> np.ndarray:
@@ -71,16 +81,33 @@ class Case:
         return (self.start + self.time + self.page_size - 1) // self.page_size
 
     @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.rank is None else self.rank
+
+    @property
+    def bound(self) -> float:
+        """The largest relative error of a head's output."""
+        return (BOUNDS if self.rank is None else LATENT_BOUNDS)[self.dtype]
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values."""
-        return 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        pools = 2 if self.rank is None else 1
+        return pools * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
 
     @property
     def bytes(self) -> int:
         """What one call moves: the keys and values of the committed tokens, those of the new ones, which come in and
         are appended, queries and outputs."""
-        new, queries = self.batch * self.time, self.heads * self.head_dim * jnp.dtype(self.dtype).itemsize
-        return self.token_bytes * (int(np.sum(self.start, dtype=np.int64)) + 2 * new) + 2 * queries * new
+        new, committed = self.batch * self.time, int(np.sum(self.start, dtype=np.int64))
+        query = self.heads * (self.head_dim + self.value_dim) * jnp.dtype(self.dtype).itemsize
+        return self.token_bytes * (committed + 2 * new) + query * new
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of queries with keys, and of weights with values."""
+        committed = int(np.sum(self.start, dtype=np.int64))
+        return 2 * self.time * self.heads * (self.head_dim + self.value_dim) * (committed + self.batch * self.time)
 
     @property
     def layers(self) -> int:
@@ -100,8 +127,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "jax.profiler, and wall time that of a loop of steps on the device, in which layers with memory of their own "
         f"take turns, so many that the L2 holds nothing of them (of XLA's path at most {MOST_COMPILED}); rest_us in "
         "the JSON is the loop's other kernels (integers, which a model's layers share). XLA's path is all kernels of "
-        "its loop. The kernel's outputs, on a small case, are compared with those of XLA's path in float32 first; the "
-        "exit status is 1, and nothing is timed, if they differ. With --peers torch's scaled_dot_product_attention is "
+        "its loop. Of latent attention append_and_attend_latent is timed, and its floor is at least its products' time "
+        f"at {PRODUCTS_PER_S / 1e12:.0f} TFLOP/s. The kernel's outputs, on a small case, are compared with those of "
+        "XLA's path in float32 first; the exit status is 1, and nothing is timed, if they differ. With --peers torch's "
+        "scaled_dot_product_attention is "
         "timed over contiguous keys and values of the same tokens, by its flash and cuDNN backends, in a process of "
         "its own; it has no rows of different lengths. The exit status is 1 if it can't.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -109,6 +138,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--heads", type=whole(1), default=None, help=f"of queries; default: the usual, or {HEADS[0]}")
     parser.add_argument("--kv-heads", type=whole(1), default=None, help=f"default: the usual, or {HEADS[1]}")
     parser.add_argument("--head-dim", type=whole(1), default=None, help=f"default: the usual, or {HEADS[2]}")
+    parser.add_argument(
+        "--rank",
+        type=whole(1),
+        default=None,
+        help="latent attention of this rank, and no other cases; --head-dim are then the numbers of a latent, and the "
+        f"defaults {LATENT[0]} heads and {LATENT[2]}",
+    )
     parser.add_argument("--batches", default=None, help="rows of each case instead of the usual, with commas")
     parser.add_argument(
         "--contexts",
@@ -140,12 +176,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     counts = [len(each or ()) for each in (options.batches, options.contexts)]
     if counts[0] != counts[1]:
         parser.error(f"--batches and --contexts must name as many cases, got {counts[0]} and {counts[1]}")
-    given = options.heads, options.kv_heads, options.head_dim
+    given, latent = (options.heads, options.kv_heads, options.head_dim), options.rank is not None
     options.own_heads = None
-    if any(given):
-        options.own_heads = tuple(size or usual for size, usual in zip(given, HEADS, strict=True))
+    if any(given) or latent:
+        usual_heads = LATENT if latent else HEADS
+        options.own_heads = tuple(size or usual for size, usual in zip(given, usual_heads, strict=True))
         if options.own_heads[0] % options.own_heads[1]:
             parser.error("--heads must be a multiple of --kv-heads, got {} and {}".format(*options.own_heads))
+        _, kv_heads, numbers = options.own_heads
+        if latent and (kv_heads != 1 or options.rank > numbers):
+            parser.error(f"--rank must be at most --head-dim ({numbers}), with one KV head, got {options.rank}")
     report.check_plots(parser, options.json)
     if options.implementation == "gpu" and jax.default_backend() != "gpu":
         parser.error(f"the kernel needs a GPU, this is a {jax.default_backend()}: try --implementation xla")
@@ -171,9 +211,13 @@ def plan(options: argparse.Namespace) -> list[Case]:
         if options.own_heads is None:
             shapes += [(*llama, 64, 8192, 8192)]
         shapes += [(*heads, 64, 1024, 65_536)]
+    every = [dict(zip(SIZES, shape, strict=True)) | {"rank": options.rank} for shape in shapes]
+    if sizes is None and options.own_heads is None:
+        latents = [(*LATENT, batch, context, context) for batch, context in ((128, 1024), (64, 8192))]
+        every += [dict(zip(SIZES, shape, strict=True)) | {"rank": RANK} for shape in latents]
     names = dict.fromkeys((options.implementation, "xla"))
     given = {"dtype": options.dtype, "page_size": options.page_size}
-    every = [dict(zip(SIZES, shape, strict=True)) | {"time": time} for time in options.tokens for shape in shapes]
+    every = [sizes | {"time": time} for time in options.tokens for sizes in every]
     return [Case(**sizes, **given, implementation=name) for sizes in every for name in names]
 
 
@@ -187,27 +231,41 @@ def make_table(case: Case, rng: np.random.Generator) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def make_pool(case: Case, key: jax.Array) -> PagedKV:
+def make_pool(case: Case, key: jax.Array) -> PagedKV | LatentPages:
     """Random pages of a layer."""
     shape = 1 + int(case.pages.sum()), case.page_size, case.kv_heads, case.head_dim
+    if case.rank is not None:
+        return LatentPages(jax.random.normal(key, shape, case.dtype), case.rank)
     return PagedKV(*(jax.random.normal(each, shape, case.dtype) for each in jax.random.split(key)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def make_tokens(case: Case, key: jax.Array) -> tuple[Array, Array, Array]:
-    """Random q [batch, time, heads, head_dim], k and v [batch, time, kv_heads, head_dim]."""
-    heads = case.heads, case.kv_heads, case.kv_heads
-    shapes = [(case.batch, case.time, number, case.head_dim) for number in heads]
+    """Random q [batch, time, heads, head_dim], k and v [batch, time, kv_heads, head_dim].
+
+    Of latent attention: q [batch, time, heads, OWN_DIM + shared], latents [batch, time, head_dim] and
+    up [heads, 2 · OWN_DIM, rank], as in `append_and_attend_latent`.
+    """
+    new = case.batch, case.time
+    shapes = [(*new, number, case.head_dim) for number in (case.heads, case.kv_heads, case.kv_heads)]
+    if case.rank is not None:
+        query = OWN_DIM + case.head_dim - case.rank
+        shapes = (*new, case.heads, query), (*new, case.head_dim), (case.heads, 2 * OWN_DIM, case.rank)
     keys = jax.random.split(key, 3)
-    q, k, v = (jax.random.normal(each, shape, case.dtype) for each, shape in zip(keys, shapes, strict=True))
-    return q, k, v
+    a, b, c = (jax.random.normal(each, shape, case.dtype) for each, shape in zip(keys, shapes, strict=True))
+    return a, b, c if case.rank is None else c * jnp.asarray(case.rank**-0.5, case.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def attend(case: Case, pool: PagedKV, table: Array, tokens: tuple[Array, Array, Array]) -> tuple[Array, PagedKV]:
+def attend(
+    case: Case, pool: PagedKV | LatentPages, table: Array, tokens: tuple[Array, Array, Array]
+) -> tuple[Array, PagedKV | LatentPages]:
     """One layer's call."""
     slots = jnp.arange(1, case.batch + 1, dtype=jnp.int32)
     where = {"slots": slots, "start": jnp.asarray(case.start), "implementation": case.implementation}
+    if isinstance(pool, LatentPages):
+        q, latents, up = tokens
+        return append_and_attend_latent(q, latents, pool, up, table, **where)
     return append_and_attend(*tokens, pool, table, **where)
 
 
@@ -228,7 +286,8 @@ def compile_case(case: Case, layers: int) -> Any:
     pool = jax.eval_shape(functools.partial(make_pool, case), key)
     tokens = jax.eval_shape(functools.partial(make_tokens, case), key)
     table = jax.ShapeDtypeStruct((case.batch + 1, int(case.pages.max())), jnp.int32)
-    return run.lower(case, (pool,) * layers, (tokens[0],) * layers, table, tokens, np.int32(0)).compile()
+    out, _ = jax.eval_shape(functools.partial(attend, case), pool, table, tokens)
+    return run.lower(case, (pool,) * layers, (out,) * layers, table, tokens, np.int32(0)).compile()
 
 
 def new_key(rng: np.random.Generator) -> jax.Array:
@@ -239,7 +298,8 @@ def measure(case: Case, layers: int, options: argparse.Namespace, program: Calla
     """The row of a case, whose compiled program it runs, without what the bandwidth says of it."""
     tokens, table = make_tokens(case, new_key(rng)), jax.device_put(make_table(case, rng), jax.devices()[0])
     pools = tuple(make_pool(case, new_key(rng)) for _ in range(layers))
-    carry, steps = (pools, tuple(jnp.zeros_like(tokens[0]) for _ in pools)), STEPS[case.implementation]
+    out, _ = jax.eval_shape(functools.partial(attend, case), pools[0], table, tokens)
+    carry, steps = (pools, tuple(jnp.zeros(out.shape, out.dtype) for _ in pools)), STEPS[case.implementation]
     del pools  # they are donated
 
     def call(carry):
@@ -254,11 +314,11 @@ def measure(case: Case, layers: int, options: argparse.Namespace, program: Calla
     return row | {"us": row["device_us"] or row["wall_us"]}
 
 
-def check(cases: Sequence[Case], rng: np.random.Generator) -> dict[str, float]:
+def check(cases: Sequence[Case], rng: np.random.Generator) -> tuple[dict[str, float], dict[str, float]]:
     """The largest relative error of an output of a head against XLA's path in float32, by heads and tokens, from cases
-    of few and ragged rows."""
+    of few and ragged rows; and what it may be."""
     batch, most, less = CHECKED
-    found = {}
+    found, bounds = {}, {}
     for case in cases:
         name = f"{case.heads}/{case.kv_heads} heads x {case.head_dim}, {case.time} tokens"
         if name in found:
@@ -272,7 +332,8 @@ def check(cases: Sequence[Case], rng: np.random.Generator) -> dict[str, float]:
         exact, _ = attend(wide, *jax.tree.map(_widen, (pool, table, tokens)))
         out, _ = attend(case, pool, table, tokens)
         found[name] = float(worst_errors(out, exact))
-    return found
+        bounds[name] = case.bound
+    return found, bounds
 
 
 def _widen(x: jax.Array) -> jax.Array:
@@ -280,9 +341,9 @@ def _widen(x: jax.Array) -> jax.Array:
 
 
 def time_torch(cases: Sequence[Case]) -> list[tuple[Case, Row]]:
-    """torch's rows, of the cases whose rows are all of one length; each with its case."""
+    """torch's rows, of the cases whose rows are all of one length, and not of latents; each with its case."""
     every = dict.fromkeys(dataclasses.replace(case, implementation="torch") for case in cases)
-    same = [case for case in every if case.context == case.longest]
+    same = [case for case in every if case.context == case.longest and case.rank is None]
     names = "batch", "context", "heads", "kv_heads", "head_dim", "time", "layers", "dtype"
     rows = measure_torch("attention", [[getattr(case, name) for name in names] for case in same])
     return [(case, dataclasses.asdict(case) | row) for row in rows for case in [same[row.pop("case", 0)]]]
@@ -310,10 +371,11 @@ def main(arguments: Sequence[str]) -> int:
     with Progress(console=notes, redirect_stdout=False, transient=True) as progress:
         task = progress.add_task("comparing", total=len(cases) + options.peers)
         first = [case for case in cases if case.implementation == options.implementation]
-        record["errors"] = errors = check(first, rng)
-        bound = BOUNDS[options.dtype]
-        if any(not error <= bound for error in errors.values()):
-            console.print(f"WRONG: at most {bound} is expected, got {errors}; nothing is timed", soft_wrap=True)
+        errors, bounds = check(first, rng)
+        record["errors"] = errors
+        if any(not error <= bounds[name] for name, error in errors.items()):
+            expected = max(bounds.values())
+            console.print(f"WRONG: at most {expected} is expected, got {errors}; nothing is timed", soft_wrap=True)
             return 1
         record |= bandwidths()
         read = record["read_bytes_per_s"]
@@ -352,8 +414,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def add_floor(row: Row, case: Case, read: float) -> Row:
-    """The row with its bytes and its floor, at `read` bytes a second, if it was measured."""
+    """The row with its bytes and its floor, if it was measured.
+
+    The floor is the time of its bytes, at `read` bytes a second, and of latent attention that of its products, if they
+    take longer: every head multiplies the same latents.
+    """
     if "us" not in row:
         return row
-    floor = 1e6 * case.bytes / read
-    return row | {"bytes": case.bytes, "floor_us": floor, "achieved": floor / row["us"]}
+    row, floor = row | {"bytes": case.bytes}, case.bytes / read
+    if case.rank is not None:
+        row |= {"operations": case.operations}
+        floor = max(floor, case.operations / PRODUCTS_PER_S)
+    return row | {"floor_us": 1e6 * floor, "achieved": 1e6 * floor / row["us"]}

@@ -17,6 +17,8 @@ TARGETS = (
     ((16, 4, 256, 8, 65_536, 65_536), 515, None),
     ((32, 8, 128, 64, 8192, 8192), 485, None),
     ((16, 4, 256, 64, 1024, 65_536), None, 1.15),
+    ((32, 1, 576, 128, 1024, 1024), None, 1.25),  # latents, as those below
+    ((32, 1, 576, 64, 8192, 8192), None, 1.25),
 )
 OTHERS = {"xla": "XLA", "torch flash": "flash", "torch cudnn": "cuDNN"}  # and how the table calls them
 

@@ -90,7 +90,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "chunked": _tpu("chunked"),
     "attend": {},
     "append_and_attend": _hopper("attend") | _tpu("attend"),
-    "append_and_attend_latent": _tpu("attend"),  # of a chunk of a prompt: attend_chunk
+    "append_and_attend_latent": _hopper("attend") | _tpu("attend"),  # of a chunk of a prompt: attend_chunk
     "attend_gated": _tpu("attend_gated"),
     "append": {},
     "attend_chunk": _cudnn("flash"),

@@ -26,6 +26,7 @@ COMPILER = plgpu.CompilerParams(
 )
 THREADS = 128  # threads of a warpgroup
 WARP = 32  # threads of a warp
+AT_ONCE = 4  # vectors that are loaded before the first of them is stored
 PER_THREAD = plgpu.Layout.TCGEN05_TMEM_NATIVE(4).reduce(1)  # The layout of THREADS numbers, one in each thread.
 # The layout of vectors [n, m] of which a warp has one, and a thread single numbers.
 NUMBERS = plgpu.Layout.TILED(plgpu.Tiling(((4, WARP), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
@@ -409,6 +410,53 @@ def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *,
 
     scalar = plgpu.Layout.WG_SPLAT
     inline_mlir(write, (layout, plgpu.RefType(), scalar, scalar, scalar), None)(x, ref, first, first_column, end)
+
+
+def store_vectors(source, target, places: list[Array], interpret: bool) -> None:
+    """Copies vectors from one array in global memory to another, whichever of them have a place there.
+
+    Args:
+      source: [n, length], of two bytes a number; at most THREADS pieces of sixteen bytes a vector.
+      target: [m, length].
+      places: Of each of the first vectors of the source, its number in the target; below 0: it is not copied. Scalars.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        for i, place in enumerate(places):
+
+            @pl.when(place >= 0)
+            def _(i=i, place=place):
+                target[place] = source[i]
+
+        return
+
+    def copy(_, source, target, *places):
+        i32, piece = ir.IntegerType.get_signless(32), 8
+        thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, THREADS))
+        pieces = ir.MemRefType(source.type).shape[1] // piece
+        has_one = arith.cmpi(arith.CmpIPredicate.ult, thread, arith.constant(i32, pieces))
+        column = arith.muli(arith.index_cast(ir.IndexType.get(), thread), _number(piece))
+        sources, targets = _Rows(source), _Rows(target)
+        words = llvm.StructType.get_literal([i32] * 4)
+        places = [place.registers.flat[0] for place in places]
+        for begin in range(0, len(places), AT_ONCE):
+            some, found = places[begin : begin + AT_ONCE], []
+            for i, place in enumerate(some):
+                exists = arith.cmpi(arith.CmpIPredicate.sge, place, arith.constant(i32, 0))
+                copies = arith.extui(i32, arith.andi(exists, has_one))
+                text = "{.reg .pred p; setp.ne.s32 p, $5, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];}"
+                operands = [sources.point(_number(begin + i), column), copies]
+                constraints = "=&r,=&r,=&r,=&r,l,r,~{memory}"
+                found.append((copies, llvm.inline_asm(words, operands, text, constraints, has_side_effects=True)))
+            for place, (copies, numbers) in zip(some, found, strict=True):
+                numbers = [llvm.extractvalue(i32, numbers, [i]) for i in range(4)]
+                at = targets.point(arith.index_cast(ir.IndexType.get(), place), column)
+                text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5};}"
+                operands, constraints = [copies, at, *numbers], "r,l,r,r,r,r,~{memory}"
+                llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    scalars = (plgpu.Layout.WG_SPLAT,) * len(places)
+    inline_mlir(copy, (plgpu.RefType(), plgpu.RefType(), *scalars), None)(source, target, *places)
 
 
 def inline_mlir(function, arguments, result):

@@ -2,6 +2,9 @@
 wherever nothing live lies, and over whole sequences."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import jax
@@ -12,69 +15,17 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 
 from jaxbuf.attention import latent, paged
 from jaxbuf.attention.latent import LatentPages, append_and_attend_latent, causal_latent_attention, init_latent
-from tests.attention.launches import Sizes, make_launch, worst_error
+from tests.attention.latent_launches import COMMITTED, Dims, definition, random_launch
+from tests.attention.launches import worst_error
 from tests.pallas.attending import EARLY, LATE
-
-
-@dataclasses.dataclass(frozen=True)
-class Dims:
-    """As `LatentAttention` has them."""
-
-    heads: int
-    key_dim: int
-    shared: int
-    value_dim: int
-    rank: int
-
-    @property
-    def query(self) -> int:
-        return self.key_dim + self.shared
-
-    @property
-    def latent(self) -> int:
-        return self.rank + self.shared
-
-    def up(self, rng, dtype="float32"):
-        shape = self.heads, self.key_dim + self.value_dim, self.rank
-        return jnp.asarray(rng.standard_normal(shape) / np.sqrt(self.rank), dtype)
-
+from tests.pallas.attending_latent import CASES as LATENT_CASES
 
 SMALL, WIDE = Dims(4, 12, 4, 8, 24), Dims(4, 12, 4, 20, 24)
 # In bfloat16 a head of few numbers has errors that vary much: keys and values, or queries and outputs, are rounded once
 # more than in attention over pages of keys and values.
 LARGE = Dims(2, 64, 32, 64, 128)
 CASES = {"float32": (SMALL, 1e-5), "bfloat16": (LARGE, 8e-3)}
-COMMITTED = (9, 0, 130, 40, 79)  # tokens of each row; the first row has the null slot
 TIME = 21  # tokens of a chunk, and of a piece of what is committed
-
-
-def definition(q, latents, up):
-    """Each query's output [..., value_dim] over all tokens.
-
-    q [..., heads, key_dim + shared], latents [n, rank + shared], up [heads, key_dim + value_dim, rank].
-    """
-    q, latents, up = (np.asarray(x, np.float64) for x in (q, latents, up))
-    rank = up.shape[2]
-    key_dim = q.shape[-1] - (latents.shape[1] - rank)
-    made = np.einsum("hcr,nr->nhc", up, latents[:, :rank])
-    scores = np.einsum("...hc,nhc->...hn", q[..., :key_dim], made[..., :key_dim])
-    scores = (scores + np.einsum("...hc,nc->...hn", q[..., key_dim:], latents[:, rank:])) / np.sqrt(q.shape[-1])
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights = weights / weights.sum(axis=-1, keepdims=True)
-    return np.einsum("...hn,nhc->...hc", weights, made[..., key_dim:])
-
-
-def random_launch(rng, dims, time, dtype="float32", **kind):
-    """A launch on pages of latents, and the arguments of `append_and_attend_latent` for it."""
-    up = dims.up(rng, dtype)
-
-    def attend(q, keys, values):
-        return definition(q[:, : dims.query], keys[:, 0], up)
-
-    sizes = Sizes(COMMITTED, time, dims.heads, 1, dims.latent, dtype=dtype, **kind)
-    launch = make_launch(rng, sizes, attend, dims.value_dim)
-    q, k, _, kv, table = launch.arrays
-    return launch, (q[..., : dims.query], k[:, :, 0], LatentPages(kv.keys, dims.rank), up, table)
 
 
 @jax.jit
@@ -228,26 +179,84 @@ def shapes(rows, time, dims=KIMI, *, pages=65, tree=False, dtype="bfloat16"):
     return (q, latents, pool, up, make(rows + 1, 32)), where
 
 
+def lowered(given, **how):
+    """The program for a GPU, as text."""
+    given, where = given
+    run = jax.jit(lambda *x: append_and_attend_latent(*x[:-1], **x[-1], **how), donate_argnums=2)
+    return run.trace(*given, where).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def calls(given, **how):
     """The masks of the flash kernel's calls in the program for a GPU."""
-    given, where = given
-    traced = jax.jit(lambda *x: append_and_attend_latent(*x[:-1], **x[-1], **how)).trace(*given, where)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return [line.split("mask_type")[1].split(",")[0].strip('\\": 2') for line in text.splitlines() if "cudnn$" in line]
+    lines = lowered(given, **how).splitlines()
+    return [line.split("mask_type")[1].split(",")[0].strip('\\": 2') for line in lines if "cudnn$" in line]
 
 
-def test_chunks_have_the_targets_flash_kernel_and_fewer_tokens_have_none():
+def test_chunks_have_the_targets_flash_kernel():
     assert calls(shapes(2, 64), target="H100") == ["CAUSAL", "PADDING"]
     assert calls(shapes(2, 64), target="H100", implementation="gpu") == ["CAUSAL", "PADDING"]
-    for given in (shapes(2, 64, tree=True), shapes(2, 4), shapes(2, 64, dtype="float32")):
+    for given in (shapes(2, 64, tree=True), shapes(2, 64, dtype="float32")):
         assert calls(given, target="H100") == []
     assert calls(shapes(2, 64), target="A100") == [], "192 numbers are too many there"
-    with pytest.raises(ValueError, match=r'"gpu" has no kernel for append_and_attend_latent yet, expected "auto"'):
-        calls(shapes(2, 4), target="H100", implementation="gpu")
     with pytest.raises(ValueError, match="serve this attend_chunk: it needs tokens in a row, got a tree"):
         calls(shapes(2, 64, tree=True), target="H100", implementation="gpu")
     with pytest.raises(ValueError, match=r"serve this attend_chunk: it needs head_dim .* at most 128 .*, got 192"):
         calls(shapes(2, 64), target="A100", implementation="gpu")
+
+
+@pytest.mark.parametrize(
+    "rows, time, heads, trees",
+    [
+        (128, 1, 32, False),  # Kimi-Linear, Ling 3.0
+        pytest.param(64, 5, 32, True, marks=pytest.mark.slow),
+        pytest.param(64, 1, 128, False, marks=pytest.mark.slow),  # DeepSeek-V3
+        pytest.param(64, 2, 16, False, marks=pytest.mark.slow),  # one of 8 devices
+        pytest.param(2, 16, 128, True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(rows, time, heads, trees):
+    given, where = shapes(rows, time, dataclasses.replace(KIMI, heads=heads), tree=trees)
+    where |= {"order": jax.ShapeDtypeStruct((rows + 1, 16), jnp.int32)} if trees else {}
+    text = lowered((given, where), target="H100")
+    assert text.count("@mosaic_gpu") == 2, "the kernel, and the one that joins"
+    assert text.count("output_operand_alias<output_tuple_indices") >= 2, "the pages and the outputs, in place"
+
+
+@pytest.mark.slow
+def test_the_gpu_kernel_is_the_definition_in_float64():
+    environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
+    command = [sys.executable, "tests/pallas/attending_latent.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == len(LATENT_CASES)
+
+
+def test_the_gpu_kernel_is_left_out_where_it_does_not_serve():
+    assert "mosaic_gpu" in lowered(shapes(2, 4), target="H100", implementation="gpu")
+    for given, how in (
+        (shapes(2, 4), {"target": "A100"}),
+        (shapes(2, 4), {"target": "H100", "implementation": "xla"}),
+        (shapes(2, 4, dtype="float32"), {"target": "H100"}),
+        (shapes(2, 16, dataclasses.replace(KIMI, heads=129)), {"target": "H100"}),
+    ):
+        assert "mosaic_gpu" not in lowered(given, **how)
+
+
+@pytest.mark.parametrize(
+    "change, more, reason",
+    [
+        ({"rank": 384}, {}, "a rank of 128, 256 or 512, got 384"),
+        ({"shared": 128}, {}, "latents of a multiple of 64 and at most 576 numbers, got 640"),
+        ({"rank": 256, "shared": 32}, {}, "latents of a multiple of 64 and at most 576 numbers, got 288"),
+        ({"heads": 256}, {"time": 9}, r"tokens · heads at most 2048, got 9 · 256"),
+        ({}, {"dtype": "float32"}, "pages in bfloat16 or float16, got float32"),
+    ],
+)
+def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(change, more, reason):
+    given, where = shapes(**({"rows": 2, "time": 4} | more), dims=dataclasses.replace(KIMI, **change))
+    how = {"implementation": "gpu", "target": "H100"}
+    with pytest.raises(ValueError, match=f"serve this append_and_attend_latent: it needs {reason}"):
+        jax.eval_shape(lambda *x: append_and_attend_latent(*x[:-1], **x[-1], **how), *given, where)
 
 
 @pytest.mark.parametrize("name", ["pages", "rank", "shared_dim", "page_size"])

@@ -26,6 +26,19 @@ def test_the_bytes_are_those_of_every_array_that_a_call_reads_or_writes():
     assert ragged.bytes - attention.Case(16, 4, 256, 64, 1024, 1024, 1).bytes == (65_536 - 1024) * 2 * 2 * 4 * 256
 
 
+def test_latents_are_read_once_and_their_floor_is_at_least_that_of_the_products():
+    case = attention.Case(32, 1, 576, 128, 1024, 1024, 1, rank=512)
+    committed, new = 128 * 1024, 128
+    assert case.bytes == 2 * (576 * (committed + 2 * new) + new * 32 * (576 + 512))
+    assert case.operations == 2 * 32 * (576 + 512) * (committed + new)
+    row = attention.add_floor({"us": 50.0}, case, 4e12)
+    np.testing.assert_allclose(row["floor_us"], 1e6 * case.bytes / 4e12)
+    drafts = dataclasses.replace(case, time=16)
+    row = attention.add_floor({"us": 300.0}, drafts, 4e12)
+    np.testing.assert_allclose(row["floor_us"], 1e6 * drafts.operations / 800e12)
+    assert row["achieved"] == row["floor_us"] / 300
+
+
 def test_every_token_of_every_row_has_a_page_of_its_own(rng):
     table = attention.make_table(CASE, rng)
     assert CASE.start.tolist() == [21, 5, 5] and table.shape == (4, 3)
@@ -71,6 +84,17 @@ def test_the_usual_cases_are_those_of_the_targets_and_a_row_alone():
     assert {(case.heads, case.kv_heads, case.head_dim) for case in cases} == {(4, 2, 8)}
 
 
+def test_a_call_on_latents_is_xlas_in_float32(rng):
+    options = attention.parse([*"--implementation xla --heads 4 --head-dim 24 --rank 16 --dtype float32".split(),
+                               *"--batches 3 --contexts 5:21 --tokens 2 --page-size 8".split()])  # fmt: skip
+    (case,) = attention.plan(options)
+    assert (case.heads, case.kv_heads, case.head_dim, case.rank, case.time) == (4, 1, 24, 16, 2)
+    errors, bounds = attention.check([case], rng)
+    assert errors == {"4/1 heads x 24, 2 tokens": 0.0} and bounds.keys() == errors.keys()
+    row = attention.measure(case, 1, options, attention.compile_case(case, 1), rng)
+    assert row["us"] > 0 and row["rank"] == 16
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -79,6 +103,8 @@ def test_the_usual_cases_are_those_of_the_targets_and_a_row_alone():
         ([*SMALL, "--batches", "3,4", "--contexts", "5"], "must name as many cases, got 2 and 1"),
         ([*SMALL, "--batches", "3", "--contexts", "5:6:7"], "two of them with a colon between, got '5:6:7'"),
         ([*SMALL, "--kv-heads", "3"], "--heads must be a multiple of --kv-heads, got 4 and 3"),
+        (["--rank", "16", "--kv-heads", "2"], "--rank must be at most --head-dim (576), with one KV head, got 16"),
+        (["--rank", "577"], "--rank must be at most --head-dim (576), with one KV head, got 577"),
         ([*SMALL, "--tokens", "17"], "--tokens must be at most 16 each, got 17"),
     ],
 )
@@ -147,8 +173,8 @@ def test_the_table_has_the_kernel_beside_the_others_and_the_targets(capsys):
     figures += [row("gpu", 125.0, batch=64, longest=65_536)]
     targets = attention_figures.judge(figures)
     assert [(target["measured"], target["hit"]) for target in targets[:2]] == [(140.0, False), (None, None)]
-    np.testing.assert_allclose(targets[-1]["measured"], 125 / 114)
-    assert targets[-1]["hit"]
+    np.testing.assert_allclose(targets[4]["measured"], 125 / 114)
+    assert targets[4]["hit"]
     attention_figures.show(Console(width=120), figures, targets)
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if "128 x 1,024" in line and "│" in line)

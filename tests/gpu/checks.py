@@ -20,6 +20,8 @@ QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 MAMBA = RecurrenceSpec(heads=32, key_heads=4, key_dim=128, value_dim=64, delta=False)
 KDA = RecurrenceSpec(heads=8, key_heads=8, key_dim=128, value_dim=128, decay="channel")
 GLA = dataclasses.replace(KDA, key_heads=4, delta=False)
+NANO = RecurrenceSpec(heads=24, key_heads=2, key_dim=128, value_dim=80, delta=False)  # in windows of 64 values
+WIDE = RecurrenceSpec(heads=16, key_heads=16, key_dim=128, value_dim=256)  # in windows of 128
 DELTA_NET, LINEAR = (dataclasses.replace(spec, decay="none") for spec in (QWEN, MAMBA))
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
 BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}  # of a vector, relative to XLA's path; by entry dtype
@@ -477,6 +479,25 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "nan_reaches_no_mamba_2_row_that_it_does_not_belong_to": lambda rng: check_poison(rng, MAMBA),
     "rejected_mamba_2_drafts_that_are_not_finite_change_no_bit": lambda rng: check_rejected(rng, spec=MAMBA),
     "no_pool_sized_write_in_a_loop_of_mamba_2_steps": lambda rng: check_loop(MAMBA),
+    "a_step_with_heads_of_80_is_xlas": lambda rng: {
+        f"{entry}, {name}": error for entry in BOUNDS for name, error in check_errors(rng, entry, spec=NANO).items()
+    },
+    "a_step_with_heads_of_80_is_xlas_with_split_checkpoints": lambda rng: {
+        f"{state}, {name}": error
+        for state in ("split", "split8")
+        for name, error in check_errors(rng, "bfloat16", state, spec=NANO).items()
+    },
+    "a_recurrent_step_with_heads_of_80_is_xlas": lambda rng: (
+        check_recurrent(rng, "bfloat16", spec=NANO) | check_recurrent(rng, "float32", "split", spec=NANO)
+    ),
+    "tokens_at_once_with_heads_of_80_store_the_bits_of_one_by_one": lambda rng: check_at_once(
+        rng, "bfloat16", spec=NANO
+    ),
+    "nan_reaches_no_row_with_heads_of_80_that_it_does_not_belong_to": lambda rng: check_poison(rng, NANO),
+    "no_pool_sized_write_in_a_loop_of_steps_with_heads_of_80": lambda rng: check_loop(NANO),
+    "a_step_with_heads_of_256_is_xlas": lambda rng: (
+        check_errors(rng, "bfloat16", spec=WIDE) | check_recurrent(rng, "bfloat16", spec=WIDE)
+    ),
     "a_kda_step_is_xlas": lambda rng: {
         f"{entry}, {name}": error for entry in BOUNDS for name, error in check_errors(rng, entry, spec=KDA).items()
     },

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbuf.attention.latent import append_and_attend_latent
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.bench import companions
 from jaxbuf.models.experts import mixture
@@ -18,7 +19,7 @@ from jaxbuf.models.residual import add_and_norm
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.recurrence.convolution import extend_ring, init_ring
-from tests.attention import launches
+from tests.attention import latent_launches, launches
 from tests.gpu.checks import SMALL, Figures, extend, new_inputs, poisoned
 
 CHANNELS = dataclasses.replace(SMALL, key_heads=4, decay="channel")
@@ -103,6 +104,13 @@ def tiny_layers(rng, implementation: str) -> None:
             launch = launches.make_launch(rng, sizes)
         arrays, integers = jax.device_put((launch.arrays, launch.integers), jax.devices()[0])
         jax.block_until_ready(append_and_attend(*arrays, **integers, implementation=implementation))
+    for heads, time, trees in ((4, 1, False), (32, 3, True)):
+        print(f"latent attention of {heads} heads, {time} tokens at once", flush=True)
+        with jax.default_device(jax.devices("cpu")[0]):
+            dims = latent_launches.Dims(heads, 64, 64, 64, 128)
+            launch, given = latent_launches.random_launch(rng, dims, time, "bfloat16", (9, 70, 33), trees=trees)
+        given, integers = jax.device_put((given, launch.integers), jax.devices()[0])
+        jax.block_until_ready(append_and_attend_latent(*given, **integers, implementation=implementation))
     hidden = 256
 
     def draw(*shape):

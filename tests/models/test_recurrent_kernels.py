@@ -32,7 +32,7 @@ MAMBA, WIDE = (RecurrenceSpec(heads, 4, 128, dim, delta=False) for heads, dim in
         (KimiDeltaAttention(KIMI, 4, 1e-5, rank=128), {"prepare_heads", "extend_channels", "gated_norm_heads"}),
         (Mamba2(MAMBA, 4, 1e-5), {"convolve_channels", "extend_heads", "gated_norm_groups"}),
         (Mamba2(MAMBA, 4, 1e-5, norm=None), {"convolve_channels", "extend_heads"}),
-        (Mamba2(WIDE, 4, 1e-5), {"convolve_channels", "gated_norm_groups"}),  # heads of 80: the recurrence is XLA's
+        (Mamba2(WIDE, 4, 1e-5), {"convolve_channels", "extend_heads", "gated_norm_groups"}),
     ],
 )
 def test_a_step_takes_each_kernel_once(mixer, kernels):

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
+from jaxbuf.attention.kernel_integers import divide_blocks
 from jaxbuf.attention.paged import PagedKV
-from jaxbuf.attention.paged_launch import _divide, append_and_attend
+from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.pallas.attend import tpu, tpu_call
 from tests.attention.launches import Sizes, make_launch, worst_error
 from tests.pallas.attending import BOUNDS, CASES, EARLY, LATE
@@ -78,10 +79,11 @@ def test_xlas_path_is_attention_in_float64(rng, trees):
     np.testing.assert_array_equal(kv.keys, launch.pool.keys)
 
 
+@pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("workers", [1, 5, 264])
-def test_workers_share_all_blocks_equally(rng, workers):
+def test_workers_share_all_blocks_equally(rng, workers, alike):
     blocks, heads = rng.integers(1, 30, 7), 3
-    shares, joins = map(np.asarray, _divide(jnp.asarray(blocks, jnp.int32), heads, workers))
+    shares, joins = map(np.asarray, divide_blocks(jnp.asarray(blocks, jnp.int32), heads, workers, alike=alike))
     units = [(row, head, block) for row in range(7) for head in range(heads) for block in range(blocks[row])]
     read, at = [[] for _ in range(workers)], 0
     for worker, (row, head, block, count, segments) in enumerate(shares):
@@ -91,7 +93,8 @@ def test_workers_share_all_blocks_equally(rng, workers):
             assert len({unit[:2] for unit in read[worker]}) == segments
         at += count
     assert at == len(units)
-    assert shares[:, 3].max() - shares[shares[:, 3] > 0, 3].min() <= 1
+    counts, most = shares[shares[:, 3] > 0, 3], -(-len(units) // workers)
+    assert (counts[:-1] == most).all() and counts[-1] <= most if alike else counts.max() - counts.min() <= 1
     by_item = {}
     for worker, its in enumerate(read):
         for row, head, _ in its:

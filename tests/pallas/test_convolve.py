@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.recurrence.convolution import extend_ring, init_ring
-from tests.gpu import layer_checks
+from tests.gpu import around_checks
 
 MAX_PENDING = 8
 
@@ -15,9 +15,9 @@ def new_ring(channels, rows, dtype, max_pending=MAX_PENDING, width=4):
     return init_ring(slots=rows, channels=channels, width=width, max_pending=max_pending, dtype=dtype)
 
 
-@pytest.mark.parametrize("family", layer_checks.CONVOLUTIONS)
+@pytest.mark.parametrize("family", around_checks.CONVOLUTIONS)
 def test_the_kernel_lowers_for_cuda_at_the_real_sizes(family):
-    channels, time, dtype, tree, biased, parts = layer_checks.CONVOLUTIONS[family]
+    channels, time, dtype, tree, biased, parts = around_checks.CONVOLUTIONS[family]
     rows, dtype = 64, jnp.dtype(dtype)
     ring = jax.eval_shape(lambda: new_ring(channels, rows, dtype, max(MAX_PENDING, time)))
     shapes = (channels, 4), (channels,), (rows, time, channels)
@@ -50,7 +50,7 @@ def test_the_kernel_lowers_for_cuda_at_the_real_sizes(family):
 )
 def test_the_kernel_is_the_xla_path_over_ragged_steps(rng, channels, time, dtype, tree, biased, parts):
     case = {"interpreted": (channels, time, dtype, tree, biased, parts)}
-    layer_checks.check_convolutions(rng, case, rows=4, steps=3, interpret=True)
+    around_checks.check_convolutions(rng, case, rows=4, steps=3, interpret=True)
 
 
 @pytest.mark.parametrize("width", [2, 3])

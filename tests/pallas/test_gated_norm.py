@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.recurrence.gated_norm import gated_norm, grouped_norm
-from tests.gpu import layer_checks
+from tests.gpu import around_checks
 from tests.pallas.attending import LATE
 
 
@@ -30,10 +30,10 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(rows, time, dtype, dim
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("family", layer_checks.GROUPED)
+@pytest.mark.parametrize("family", around_checks.GROUPED)
 @pytest.mark.parametrize("rows, time, dtype", [(1, 1, "bfloat16"), (256, 5, "float32")])
 def test_the_gpu_kernel_of_groups_lowers_for_cuda_at_the_real_sizes(rows, time, dtype, family):
-    heads, dim, groups = layer_checks.GROUPED[family]
+    heads, dim, groups = around_checks.GROUPED[family]
     arrays = jax.eval_shape(lambda: new_groups(np.random.default_rng(0), rows, time, heads, jnp.dtype(dtype), dim))
     how = {"groups": groups, "eps": 1e-5, "form": "gated", "target": "H100"}
     traced = jax.jit(lambda arrays, skip: grouped_norm(*arrays, **how, skip=skip)).trace(*arrays)

@@ -10,12 +10,12 @@ import pytest
 from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.recurrence.convolution import extend_ring, init_ring, init_ring_order
 from jaxbuf.recurrence.prepare import Inputs, Weights, prepare
-from tests.gpu import checks, layer_checks
+from tests.gpu import around_checks, checks
 
 SMALL = RecurrenceSpec(heads=4, key_heads=4, key_dim=128, value_dim=128)
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 CHANNEL = dataclasses.replace(SMALL, decay="channel")
-KIMI = layer_checks.KIMI
+KIMI = around_checks.KIMI
 ROWS, TIME, MAX_PENDING = 3, 3, 4
 
 
@@ -219,7 +219,7 @@ def test_a_kernel_follows_trees_over_permuted_rings(rng, platform, finish):
 
 @pytest.mark.slow
 def test_the_check_of_trees_on_a_gpu_holds_in_the_interpreter(rng):
-    layer_checks.check_prepared_trees(rng, SMALL, (4,), rows=3, interpret=True)
+    around_checks.check_prepared_trees(rng, SMALL, (4,), rows=3, interpret=True)
 
 
 @pytest.mark.parametrize("target, words", [("H100", "@mosaic_gpu"), ("v6e", "tpu_custom_call")])

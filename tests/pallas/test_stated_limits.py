@@ -1,6 +1,7 @@
 """What docs/not_served.rst says that kernels need is what `supports` takes and refuses, on both sides of a limit."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -29,6 +30,7 @@ STEP = extend.Call(
 )  # fmt: skip
 CHANNELS = dataclasses.replace(STEP, heads=16, decay="channel")
 PAGES = AttendCall(rows=4, time=1, heads=16, kv_heads=4, head_dim=128, page_size=16, max_pages=64, listed=0, dtype=BF16)
+LATENTS = dataclasses.replace(PAGES, kv_heads=1, head_dim=576)
 SOLVED = ChunkedCall(rows=4, time=64, heads=8, key_heads=8, key_dim=128, value_dim=128, q=BF16, k=BF16, v=BF16)
 CONVOLVED = Convolution(rows=4, time=1, channels=1280, width=4, ring=24, dtype=BF16, stored=BF16, tree=False)
 PREPARED = PrepareCall(
@@ -57,6 +59,10 @@ def paged(call):
 
 def paged_on_tpu(call):
     return attend.supports(call, q=call.dtype, k=call.dtype, v=call.dtype, platform="tpu", generation="v6e")
+
+
+def latent(call, rank=512):
+    return attend.supports(call, q=call.dtype, k=call.dtype, v=call.dtype, rank=rank)
 
 
 def prepared(call, **changes):
@@ -89,8 +95,9 @@ def experts_on_tpu(call):
 
 # A row of the page's table, words in it; a call, one of its fields, values of it that are served, and that are not.
 LIMITS = [
-    ("extend", "key_dim and value_dim 64 or 128", step, STEP, "key_dim", [64, 128], [32, 256]),
-    ("extend", "key_dim and value_dim 64 or 128", step, STEP, "value_dim", [64, 128], [80]),
+    ("extend", "key_dim 64 or 128", step, STEP, "key_dim", [64, 128], [32, 256]),
+    ("extend", "value_dim 64, or more if the values of a key head are a multiple of 64", step, STEP, "value_dim",
+     [64, 96, 128, 160, 256], [48, 80]),
     ("extend", "128 for a decay a key channel", step, CHANNELS, "key_dim", [128], [64]),
     ("extend", "which also takes no split checkpoints", step, CHANNELS, "low", [None], [BF16]),
     ("extend", "the high half of a split one", step, dataclasses.replace(STEP, state=BF16), "low", [None, BF16], []),
@@ -140,6 +147,15 @@ LIMITS = [
      [4 * 8], [4 * 9]),
     ("append_and_attend", "pages of 8 to 128 tokens", paged_on_tpu, PAGES, "page_size", [8, 128], [4, 256]),
     ("append_and_attend", "in bfloat16 or float32", paged_on_tpu, PAGES, "dtype", [BF16, F32], [F16]),
+    ("append_and_attend_latent", "a rank of 128, 256 or 512", functools.partial(latent, LATENTS), None, "",
+     [128, 256, 512], [64, 384, 1024]),
+    ("append_and_attend_latent", "latents in multiples of 64, at most 576", latent, LATENTS, "head_dim", [512, 576],
+     [544, 640]),
+    ("append_and_attend_latent", "the same pages and tokens", latent, LATENTS, "page_size", [8, 64], [4, 128]),
+    ("append_and_attend_latent", "the same pages and tokens", latent, LATENTS, "dtype", [BF16, F16], [F32]),
+    ("append_and_attend_latent", "the same pages and tokens", latent, LATENTS, "time", [1, 16], [17]),
+    ("append_and_attend_latent", "tokens times heads at most 2,048", latent, dataclasses.replace(LATENTS, time=16),
+     "heads", [1, 128], [129]),
     ("attend_chunk", "at most 256 on Hopper and 128 elsewhere", chunk, CHUNK, "head_dim", [8, 256], [264, 100]),
     ("attend_chunk", "at most 256 on Hopper and 128 elsewhere", chunk, AMPERE, "head_dim", [128], [136]),
     ("project", "1 to 256 tokens", project.supports, ProjectCall(1, 64, (8,), (), BF16), "tokens", [1, 256], [257]),

@@ -31,6 +31,7 @@ RUN_BY = {
     "experts": "experts_are_",
     "convolve": "convolutions_are_",
     "gated_norm": "gated_norms_are_",
+    "append_and_attend_latent": "latent_attention_is_",
 }
 RECORDS = {"gpu": "gpu_checks*.json", "tpu": "tpu_checks*.json"}
 XLA_ON = "v5e"  # where XLA's path is compiled; it knows no generation from another

@@ -13,7 +13,7 @@ from jaxbuf.models import decoder
 from jaxbuf.models.admission import WriteGate
 from jaxbuf.models.loading import checkpoint
 from jaxbuf.train import write_gate
-from jaxbuf.train.retrieval import PRESETS, RetrievalTraining, answer_loss, run_for
+from jaxbuf.train.retrieval import PRESETS, Recurrence, RetrievalTraining, answer_loss, run_for
 from jaxbuf.train.retrieval_plan import PLANS
 from jaxbuf.train.retrieval_tasks import Mixture, Vocabulary
 from jaxbuf.train.schedule import Phase, Rate
@@ -125,7 +125,8 @@ def test_the_model_is_loaded_and_gates_are_trained_on_the_tasks(trained, tmp_pat
 
 @pytest.mark.slow
 def test_a_hybrid_is_trained_and_its_softmax_layers_get_gates(tmp_path):
-    training = RetrievalTraining(dataclasses.replace(RECIPE, attention_every=2, steps=2))
+    recurrence = Recurrence(value_heads=2, key_heads=1, key_dim=16, value_dim=32)
+    training = RetrievalTraining(dataclasses.replace(RECIPE, attention_every=2, recurrence=recurrence, steps=2))
     assert [found["step"] for found in training.run(every=1)] == [1, 2]
     checkpoint.save(training.model, training.recipe.config, tmp_path / "model", dtype="float32")
     lm = jaxbuf.load(tmp_path / "model")
@@ -144,5 +145,7 @@ def test_errors_name_what_is_wrong():
         dataclasses.replace(RECIPE, steps=0)
     with pytest.raises(ValueError, match="attention_every must be at least 1, got 0"):
         dataclasses.replace(RECIPE, attention_every=0)
+    with pytest.raises(ValueError, match="recurrence must be given if attention_every is above 1"):
+        dataclasses.replace(RECIPE, attention_every=2)
     with pytest.raises(ValueError, match="length must be at most 48"):
         dataclasses.replace(RECIPE, phases=(Phase(1.0, 64, 4),))

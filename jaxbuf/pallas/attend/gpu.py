@@ -21,7 +21,6 @@ pages' dtype for the second product.
 """
 
 import dataclasses
-import enum
 import functools
 import math
 from collections.abc import Callable
@@ -43,29 +42,36 @@ from jaxbuf.pallas.attend.call import (
     FIRST_BLOCK,
     FIRST_HEAD,
     FIRST_ROW,
-    FIRST_WORKER,
-    ITEM,
     KEYS,
-    LAST_WORKER,
-    REAL,
     SEGMENTS,
     TILE,
     Call,
     Integers,
 )
-from jaxbuf.pallas.threads import COMPILER, THREADS, load, store, store_inside
+from jaxbuf.pallas.attend.gpu_parts import (
+    MASKED,
+    ROWS,
+    SHARED_MEMORY,
+    WGMMA,
+    Kind,
+    Sight,
+    add_values,
+    block_pages,
+    clear,
+    filled,
+    join_segments,
+    multiply_keys,
+    share,
+    spread,
+    vector_layout,
+    weigh,
+)
+from jaxbuf.pallas.threads import COMPILER, load, store, store_inside
 
 PROCESSORS = 132  # of an H100 or H200
-SHARED_MEMORY = 226 * 2**10  # of a multiprocessor, for tiles and queries
-MOST_TOKENS, HEAD_DIMS, PAGE_SIZES = 16, (64, 128, 256), (8, 16, 32, 64)
+HEAD_DIMS = 64, 128, 256
 MOST_RING_TILES = 10
-MASKED = np.float32(-1e30)  # a score, in the exponent of 2: finite, so that differences are no NaN
-
-WGMMA, ACC = plgpu.Layout.WGMMA, plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-ROWS, COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
-PART = 64  # columns of values that are cleared at once
 APPENDED = 8  # tokens that are appended at once
-JOINING = 16  # blocks of threads that share the queries of an item that is joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +138,14 @@ def append_and_attend(
     given = integers.table, integers.rows, integers.append, integers.visible, integers.workers, *order, *inputs
     out, parts, sums = _attend_blocks(call, interpret)(*given, *refs)
     out = jax.new_ref(out)
-    _join_segments(call, interpret)(integers.joins, parts, sums, out)
+    join_segments(
+        arrange(call).all_workers,
+        call.queries,
+        call.head_dim,
+        call.dtype,
+        lambda item, first, worker: item + worker,
+        interpret,
+    )(integers.joins, parts, sums, out)
     out = jax.freeze(out).reshape(call.rows, call.kv_heads, call.time, call.group, call.head_dim)
     out = jnp.swapaxes(out, 1, 2).reshape(call.rows, call.time, call.heads, call.head_dim)
     keys, values = (jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, pages, strict=True))
@@ -147,12 +160,6 @@ class Segment(NamedTuple):
     first: Array
     count: Array
     ends: Array
-
-
-class Kind(enum.Enum):
-    """What lies in a block: committed tokens alone; or others among them; or new tokens."""
-
-    CLEAN, MASKED, NEW = range(3)
 
 
 class Memory(NamedTuple):
@@ -293,7 +300,7 @@ def _bring(worker: Worker, integers, inputs, pools, segment: Segment, state):
     plgpu.copy_gmem_to_smem(q.at[item], target.at[pl.ds(0, q.shape[1])], full)
 
     def bring_block(j, tile):
-        pages, size = _pages(call, table, row, segment.first + j), call.page_size
+        pages, size = block_pages(call, table, row, segment.first + j), call.page_size
         for offset, pool in enumerate(pools):
             target, full, free, _ = worker.tile(tile + offset)
             pl.when(tile + offset >= worker.schedule.ring)(functools.partial(plgpu.barrier_wait, free))
@@ -309,7 +316,7 @@ def _bring(worker: Worker, integers, inputs, pools, segment: Segment, state):
         tokens = [i * APPENDED + t for t in range(min(APPENDED, call.time))]
         kept = [jnp.minimum(t, call.time - 1) for t in tokens]
         places = [append[row, t] for t in kept]
-        found = [[load(x.at[item, t], _vector(call)) for x in (k, v)] for t in kept]
+        found = [[load(x.at[item, t], vector_layout(call.head_dim)) for x in (k, v)] for t in kept]
         for t, place, pair in zip(tokens, places, found, strict=True):
             page, inside = (op(place, np.int32(call.page_size)) for op in (lax.div, lax.rem))
 
@@ -330,20 +337,6 @@ def _bring(worker: Worker, integers, inputs, pools, segment: Segment, state):
     return tile + 2 * segment.ends.astype(jnp.int32), number + 1
 
 
-def _pages(call: Call, table, row: Array, block: Array) -> list[Array]:
-    """The pages that a block of a row lies on."""
-    return [table[row, block * call.block_pages + i] for i in range(call.block_pages)]
-
-
-def _spread(x: Array, axis: int, dims: tuple[int, int]) -> Array:
-    """x [dims[axis]], repeated along the other axis."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, dims, [axis]), WGMMA)
-
-
-def _filled(value, dims: tuple[int, ...], layout, dtype=jnp.float32) -> Array:
-    return plgpu.layout_cast(jnp.full(dims, value, dtype), layout)
-
-
 def _compute(worker: Worker, role, integers, found, interpret: bool, segment: Segment, state):
     """Attends to the blocks of a segment, and in an item's last one to its new tokens, with the queries of a tile.
 
@@ -352,72 +345,39 @@ def _compute(worker: Worker, role, integers, found, interpret: bool, segment: Se
     call, (table, rows, order, visible), (tile, number) = worker.call, integers, state
     row = segment.row
     scale = np.float32(call.head_dim**-0.5 * math.log2(math.e))
-    dims, out_dims = (TILE, KEYS), (TILE, call.head_dim)
-    end, clean = rows[row, END], rows[row, CLEAN]
+    out_dims, end, clean = (TILE, call.head_dim), rows[row, END], rows[row, CLEAN]
+    sight = Sight(call, table, rows, order, visible, row, end, role * TILE)
     all_queries, queries_full, queries_free = worker.queries(number)
     queries = all_queries.at[pl.ds(role * TILE, TILE)]
     plgpu.barrier_wait(queries_full)
-
-    def index(axis: int) -> Array:
-        return plgpu.broadcasted_iota(jnp.int32, dims, axis, layout=WGMMA)
-
-    def has_bit(bits: Array, t: Array) -> Array:
-        """bool [64, 64]: whether bit t is set; there are none for what is no new token."""
-        return (t < call.time) & ((lax.shift_right_logical(bits, jnp.minimum(t, MOST_TOKENS)) & 1) > 0)
-
-    def is_live(axis: int, kind: Kind, block: Array) -> Array:
-        """bool [64, 64]: whether there is something at the place that the index along the axis numbers."""
-        inside = index(axis)
-        if kind is Kind.NEW:
-            return has_bit(_filled(rows[row, REAL], dims, WGMMA, jnp.int32), inside)
-        place = inside + block * KEYS
-        live = place < end
-        for i, page in enumerate(_pages(call, table, row, block)):
-            live &= (lax.div(inside, np.int32(call.page_size)) != i) | (page > 0)
-        for i in range(call.listed):
-            live &= place != order[row, i]
-        return live
-
-    def is_used(kind: Kind, block: Array) -> Array:
-        """bool [64, 64]: whether a query sees a key."""
-        if kind is Kind.NEW:
-            return has_bit(_spread(load(visible.at[row, pl.ds(role * TILE, TILE)], ROWS), 0, dims), index(1))
-        return is_live(1, kind, block)
 
     def add_block(kind: Kind, j, carry):
         highest, total, out, tile = carry
         block = segment.first + j
         keys, full, free, _ = worker.tile(tile)
         plgpu.barrier_wait(full)
-        scores = _multiply_keys(queries, keys, interpret) * scale
+        scores = multiply_keys(queries, keys, interpret) * scale
         plgpu.barrier_arrive(free)
-        used = None if kind is Kind.CLEAN else is_used(kind, block)
-        if used is not None:
-            scores = jnp.where(used, scores, _filled(MASKED, dims, WGMMA))
-        before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - _spread(highest, 0, dims))
-        if used is not None:  # Where nothing is used yet, `highest` is MASKED itself.
-            weights = jnp.where(used, weights, _filled(0, dims, WGMMA))
-        kept = jnp.exp2(before - highest)
-        total = total * kept + jnp.sum(weights, axis=1)
-        out = out * _spread(kept, 0, out_dims)
+        used = None if kind is Kind.CLEAN else sight.is_used(kind, block)
+        weights, kept, highest, total = weigh(scores, used, highest, total)
+        out = out * spread(kept, 0, out_dims)
         values, full, free, cleared = worker.tile(tile + 1)
         plgpu.barrier_wait(full)
         if kind is not Kind.CLEAN:
 
             @pl.when(role == 0)
             def _():
-                _clear(values, is_live(0, kind, block))
+                clear(values, sight.is_live(0, kind, block))
                 if call.tiles > 1:
                     plgpu.barrier_arrive(cleared)
 
             if call.tiles > 1:
                 pl.when(role > 0)(lambda: plgpu.barrier_wait(cleared))
-        out = _add_values(out, weights.astype(call.dtype), values, interpret)
+        out = add_values(out, weights.astype(call.dtype), values, interpret)
         plgpu.barrier_arrive(free)
         return highest, total, out, tile + 2
 
-    carry = _filled(MASKED, (TILE,), ROWS), _filled(0, (TILE,), ROWS), _filled(0, out_dims, WGMMA), tile
+    carry = filled(MASKED, (TILE,), ROWS), filled(0, (TILE,), ROWS), filled(0, out_dims, WGMMA), tile
     masked_from = jnp.clip(clean - segment.first, 0, segment.count)
     new = segment.ends.astype(jnp.int32)
     loops = (Kind.CLEAN, 0, masked_from), (Kind.MASKED, masked_from, segment.count), (Kind.NEW, 0, new)
@@ -430,9 +390,7 @@ def _compute(worker: Worker, role, integers, found, interpret: bool, segment: Se
 
     @pl.when(alone)
     def _():
-        # The best key weighs 1; without any key, 0 / 1.
-        share = 1 / jnp.where(total > 0, total, _filled(1, (TILE,), ROWS))
-        result = (out * _spread(share, 0, out_dims)).astype(call.dtype)
+        result = (out * spread(share(total), 0, out_dims)).astype(call.dtype)
         store_inside(result, WGMMA, outs.at[item], role * TILE, np.int32(0), interpret)
 
     @pl.when(~alone)
@@ -444,84 +402,3 @@ def _compute(worker: Worker, role, integers, found, interpret: bool, segment: Se
 
     plgpu.barrier_arrive(queries_free)
     return tile, number + 1
-
-
-def _multiply_keys(queries, keys, interpret: bool) -> Array:
-    """float32 [64, 64]: queries [64, head_dim] times keys [64, head_dim], both in shared memory."""
-    if interpret:  # The interpreter does not know the instruction.
-        a, b = (x[...].astype(jnp.float32) for x in (queries, keys))
-        return jnp.dot(a, b.T, precision="highest")
-
-    def multiply(ref):
-        plgpu.wgmma(ref, queries, keys.transpose((1, 0)))
-        return ref[...]
-
-    return pl.run_scoped(multiply, ACC((TILE, KEYS), jnp.float32))
-
-
-def _add_values(total: Array, weights: Array, values, interpret: bool) -> Array:
-    """total + weights · values: [64, head_dim] in registers, [64, 64] in registers, [64, head_dim] in shared memory."""
-    if interpret:
-        a, b = (x.astype(jnp.float32) for x in (weights, values[...]))
-        return total + jnp.dot(a, b, precision="highest")
-
-    def add(ref):
-        plgpu.wgmma(ref, weights, values)
-
-    return pl.run_state(add)(ACC.init(total))  # pyright: ignore[reportReturnType]
-
-
-def _clear(values, live: Array) -> None:
-    """Writes zeros in place of dead values: theirs may be NaN, of which no weight makes zero."""
-    for part in range(0, values.shape[1], PART):
-        columns = pl.ds(part, PART)
-        x = load(values.at[:, columns], WGMMA)
-        store(values.at[:, columns], jnp.where(live, x, jnp.zeros_like(x)))
-    plgpu.commit_smem()
-
-
-def _vector(call: Call):
-    """The layout of a vector of head_dim numbers."""
-    return ROWS if call.head_dim < THREADS else plgpu.Layout.WG_STRIDED((call.head_dim,), call.head_dim // THREADS)
-
-
-def _join_segments(call: Call, interpret: bool):
-    """Writes the outputs of the items that workers share."""
-    layout, blocks = _vector(call), min(call.queries, JOINING)
-
-    def join_segments(joins, parts, sums, out):  # A profile shows this name.
-        place = lax.axis_index("worker")
-        item, first, last = (joins[place, field] for field in (ITEM, FIRST_WORKER, LAST_WORKER))
-
-        def join(query, worker, carry):
-            highest, total, x = carry
-            segment = jnp.maximum(item, 0) + worker
-            its, its_total = sums[segment, 0, query], sums[segment, 1, query]
-            part = load(parts.at[segment, query], layout)
-            before, highest = highest, jnp.maximum(highest, its)
-            kept, weight = jnp.exp2(before - highest), jnp.exp2(its - highest)
-            x = x * jnp.broadcast_to(kept, x.shape) + part * jnp.broadcast_to(weight, x.shape)
-            return highest, total * kept + its_total * weight, x
-
-        def join_query(i, _):
-            query = lax.axis_index("query") + i * blocks
-            carry = jnp.float32(MASKED), jnp.float32(0), _filled(0, (call.head_dim,), layout)
-            for worker in (first, first + 1):  # There are two at least, and their loads do not wait for each other.
-                carry = join(query, worker, carry)
-            _, total, x = lax.fori_loop(first + 2, last + 1, functools.partial(join, query), carry)
-            x = x / jnp.broadcast_to(jnp.where(total > 0, total, 1), x.shape)
-            store(out.at[item, query], x.astype(call.dtype))
-
-        @pl.when(item >= 0)
-        def _():
-            count = lax.div(call.queries - lax.axis_index("query") + (blocks - 1), np.int32(blocks))
-            lax.fori_loop(0, count, join_query, None)
-
-    return plgpu.kernel(
-        join_segments,
-        out_type=(),
-        grid=(arrange(call).all_workers, blocks),
-        grid_names=("worker", "query"),
-        compiler_params=COMPILER,  # There are no barriers: no thread reads what another one wrote.
-        interpret=plgpu.InterpretGPUParams() if interpret else False,
-    )

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.axes import Array
@@ -48,6 +49,8 @@ class Call:
       tree: Whether the new tokens are those of a tree. One token is none.
       stacked: How many heads, one on the other, count as one here: `heads` is the number of such stacks, and
         `value_dim` that of one. Only the decays and write strengths of a stack's heads are their own.
+      head_values: Values of one head, where a stack has other than whole heads: `heads` and `value_dim` are then those
+        of windows on the values of all heads. 0: a stack has whole heads.
       entry: The dtype of the entries' keys and updates.
       probe: The dtype of the new keys and queries.
       out: The outputs' dtype.
@@ -70,6 +73,7 @@ class Call:
     delta: bool = True
     tree: bool = False
     stacked: int = 1
+    head_values: int = 0
 
     @property
     def items(self) -> int:
@@ -85,20 +89,39 @@ class Call:
     def gates(self) -> int:
         """Numbers of an entry besides key and update: of each head its log_decay, as far as entries have one, and,
         without the delta rule, its beta."""
-        return self.heads * self.stacked * (self.decay_width + (not self.delta))
+        return self.all_heads * (self.decay_width + (not self.delta))
 
     @property
     def decay_width(self) -> int:
         """As in `RecurrenceSpec`."""
         return {"none": 0, "head": 1, "channel": self.key_dim}[self.decay]
 
-    def log_decay(self, head, i: int):
-        """Which of them is the log_decay of head i of a stack, if the decay is one a head."""
-        return (head * self.stacked + i) * (1 if self.delta else 2)
+    @property
+    def all_heads(self) -> int:
+        """Heads, however they are stacked."""
+        return self.heads * self.value_dim // self.head_values if self.head_values else self.heads * self.stacked
 
-    def beta(self, head, i: int):
+    def head(self, stack, i: int):
+        """Which head is number i of a stack. A window that has rows of one head alone has that, or another, twice."""
+        if not self.head_values:
+            return stack * self.stacked + i
+        if self.head_values % self.value_dim == 0:
+            return stack // (self.head_values // self.value_dim)
+        return jnp.minimum(stack * self.value_dim // self.head_values + i, self.all_heads - 1)
+
+    def first_rows(self, stack):
+        """Rows of a stack that are its first head's; those behind are its second head's."""
+        if not self.head_values:
+            return self.value_dim // self.stacked
+        return self.head_values * (self.head(stack, 0) + 1) - self.value_dim * stack
+
+    def log_decay(self, stack, i: int):
+        """Which number of `gates` is the log_decay of head i of a stack, if the decay is one a head."""
+        return self.head(stack, i) * (1 if self.delta else 2)
+
+    def beta(self, stack, i: int):
         """Which of them is its beta: without the delta rule, and if the decay is not one a channel."""
-        return (head * self.stacked + i) * (1 + self.decay_width) + self.decay_width
+        return self.head(stack, i) * (1 + self.decay_width) + self.decay_width
 
     @property
     def max_live(self) -> int:

@@ -87,17 +87,18 @@ def extend(
     # No kernel takes an array without numbers, which the gates of a DeltaNet are.
     of_entry = gates.shape[2:] if call.decay == "channel" else (call.gates,)
     flat.append(gates.reshape(-1, *of_entry) if call.gates else jnp.zeros((1, 1)))
-    by_step = serves(call)
+    given, by_step = call, serves(call)
+    call = window(call) if by_step else call if call.decay == "channel" else stack(call)
+    heads = call.heads, call.value_dim
+    v, flat[1] = v.reshape(*v.shape[:2], *heads), flat[1].reshape(-1, *heads)
+    checkpoints, *low = (x.reshape(-1, *heads, *x.shape[3:]) for x in (checkpoints, *low))
     if by_step or call.decay == "channel":
         refs = [jax.new_ref(x) for x in (checkpoints, *flat, *low)]
         if not by_step:
             integers = integers._replace(entries=_padded(integers.entries, padded_entries(call)))
         kernel = extend_step if by_step else extend_channels
-        return kernel(call, integers, refs, q, k, v, log_decay, beta, interpret=interpret), _frozen(refs, arrays)
-    given, call = call, stack(call)
-    heads = call.heads, call.value_dim
-    v, flat[1] = v.reshape(*v.shape[:2], *heads), flat[1].reshape(-1, *heads)
-    checkpoints, *low = (x.reshape(-1, *heads, *x.shape[3:]) for x in (checkpoints, *low))
+        out = kernel(call, integers, refs, q, k, v, log_decay, beta, interpret=interpret)
+        return out.reshape(*out.shape[:2], given.heads, given.value_dim), _frozen(refs, arrays)
     schedule = arrange(call)
     positions = _padded(integers.entries, schedule.padded_entries)
     refs = [jax.new_ref(x) for x in (checkpoints, *flat, *low)]
@@ -116,8 +117,29 @@ def _padded(positions: Array, length: int) -> Array:
     return jnp.pad(positions, ((0, 0), (0, length - positions.shape[1])))
 
 
+def window(call: Call) -> Call:
+    """The call with windows of 64 or 128 values in place of heads, if heads have other numbers of values.
+
+    Rows of a state do not depend on each other, and the states of all heads of a key head lie one behind the other. So
+    a window is served like a head. One of 64 values has rows of two heads at most, if a head has more than 64.
+    """
+    if call.value_dim in VECTORS:
+        return call
+    width = max((n for n in VECTORS if call.value_dim % n == 0), default=BAND)
+    heads, stacked = call.heads * call.value_dim // width, 1 if call.value_dim % width == 0 else 2
+    return dataclasses.replace(call, heads=heads, value_dim=width, stacked=stacked, head_values=call.value_dim)
+
+
+def has_windows(call: Call) -> bool:
+    """Whether the values of a key head's heads are whole windows, each with rows of two heads at most."""
+    return call.value_dim > BAND and call.heads_per_key * call.value_dim % BAND == 0
+
+
 def stack(call: Call) -> Call:
-    """The call with two heads of 64 values as one of 128, if they read the same key head and differ in decays alone."""
+    """The call in windows, if it needs some; or with two heads of 64 values as one of 128, if they read the same key
+    head and differ in decays alone."""
+    if call.value_dim not in VECTORS:
+        return window(call)
     if call.delta or call.decay == "channel" or 2 * call.value_dim != THREADS or call.heads_per_key % 2:
         return call
     return dataclasses.replace(call, heads=call.heads // 2, value_dim=THREADS, stacked=2)
@@ -199,6 +221,7 @@ def _kernel(schedule: Schedule, interpret: bool):
             """Serves an item; asks for the next one's inputs, and for where those of the one after that lie."""
             next_turn = carry.turn + 1
             item, following = read_item(carry.line, carry.head, carry.fields), carry.upcoming
+            lane.first_rows = call.first_rows(item.head)
             number = count_up(*counter) if draws else None
 
             next_fields = lane.read_words(0, ROW_FIELDS, jnp.int32)

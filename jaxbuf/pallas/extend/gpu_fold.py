@@ -42,14 +42,15 @@ def fold(lane: Lane, item: Item, totals: list[list[Array]], read_band: Callable[
     Args:
       lane: Its `decays` hold the entries' decays, or their exponentials.
       item: The item that is served. It folds, so it has at least one entry.
-      totals: For each head of a stack, which then is a band, the sum of the entries' gates, in parts.
+      totals: For each head of a stack the sum of the entries' gates, in parts. A head of a stack is a band, but if
+        stacks are windows: then a band has rows of both heads.
       read_band: Multiplies a band of a folded split state with the probes; its shared memory is `Lane.halves`' first.
     """
     if lane.arrays.low is None:
 
         def add(c, chunks_in_memory, last):
             weigh = functools.partial(_weigh, lane, totals, c, chunks_in_memory)
-            same = weigh(0) if len(totals) == 1 else None
+            same = weigh(0) if len(totals) == 1 or lane.call.head_values else None
 
             def add_to(i):
                 decay, steps = same or weigh(i)
@@ -161,16 +162,20 @@ def _each_chunk(lane: Lane, item: Item, add: Callable, begun: Array | bool) -> N
 
 
 def _weigh(lane: Lane, totals: list[list[Array]], c: Array | int, chunks_in_memory: list, band: Array | int):
-    """What a band is multiplied with before chunks are added, and in which steps: chunk, first entry, weights."""
-    total, head = totals[0], 0
-    if len(totals) > 1:
-        total, head = [jnp.where(jnp.equal(band, 0), x, y) for x, y in zip(*totals, strict=True)], band
-    decay = jnp.where(jnp.equal(c, 0), factor(total), np.float32(1))
-    steps = []
+    """What a band is multiplied with before chunks are added, and in which steps: chunk, first entry, and weights for
+    each head that the band has rows of."""
+    heads: list[Array | int] = [0]
+    if len(totals) > 1 and not lane.call.head_values:
+        heads = [band]
+        totals = [[jnp.where(jnp.equal(band, 0), x, y) for x, y in zip(*totals, strict=True)]]
+    elif len(totals) > 1:
+        heads = [0, 1]
+    decays = [jnp.where(jnp.equal(c, 0), factor(total), np.float32(1)) for total in totals]
+    decay, steps = lane.by_row(decays), []
     for chunk, entry, n in chunks_in_memory:
         for i in range(0, n, CHUNK):
             start = min(i, n - CHUNK)  # The last step of a chunk may take some entries again, with weight 0.
-            steps.append((chunk, start, _load_weights(lane, entry + start, i - start, head)))
+            steps.append((chunk, start, [_load_weights(lane, entry + start, i - start, head) for head in heads]))
     return decay, steps
 
 
@@ -186,10 +191,13 @@ def _add(lane: Lane, item: Item, c: Array | int, rows, decay: Array, steps: list
     """
     interpret = lane.interpret
     updates, rests = [], []
-    for chunk, start, weight in steps:
+    for chunk, start, weights in steps:
         refs = [x.at[pl.ds(chunk.updates + start, CHUNK), rows].transpose((1, 0)) for x in chunk.planes]
         update = join([load(x, TALL_LEFT) for x in refs])
-        updates.append(cut(update * spread(weight, update.shape, 1, TALL_LEFT)))
+        weight, *others = [spread(weight, update.shape, 1, TALL_LEFT) for weight in weights]
+        for other in others:
+            weight = jnp.where(count(update.shape, 0, TALL_LEFT) < lane.first_rows, weight, other)
+        updates.append(cut(update * weight))
     scales = None if lane.low_scales is None else lane.low_scales.at[rows]
     scale = None if scales is None else load(scales, TALL.reduce(1))
     for columns in lane.schedule.state_strips:
@@ -197,7 +205,8 @@ def _add(lane: Lane, item: Item, c: Array | int, rows, decay: Array, steps: list
         old = [load(strip, TALL).astype(jnp.float32) for strip in strips]
         if scale is not None:
             old[1] = old[1] * spread(scale, old[1].shape, 0, TALL)
-        new = where(item.has_checkpoint | jnp.not_equal(c, 0), join(old) * decay)
+        by_row = spread(decay, old[0].shape, 0, TALL) if decay.ndim else decay
+        new = where(item.has_checkpoint | jnp.not_equal(c, 0), join(old) * by_row)
         for (chunk, start, _), update in zip(steps, updates, strict=True):
             keys = [load(x.at[pl.ds(chunk.keys + start, CHUNK), columns], TALL_RIGHT) for x in chunk.planes]
             new = multiply(new, update, keys, interpret)

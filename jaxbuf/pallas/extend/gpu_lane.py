@@ -187,6 +187,7 @@ class Lane:
       low_scales: Where the scales of an int8 low half lie in shared memory: [value_dim]. None without one.
       planes: References to the one or two planes of `vectors`, bfloat16 [2 · CHUNK + probe_rows, pitch].
       first_chunk: Where the first chunk lies: in `planes`, before and behind the probes.
+      first_rows: `Call.first_rows` of the item that is served.
     """
 
     def __init__(self, schedule: Schedule, interpret: bool, arrays: Arrays, memory: SharedMemory):
@@ -213,6 +214,7 @@ class Lane:
         self._layouts = vectors_layout(call.key_dim, call.entry), vectors_layout(call.value_dim, call.entry)
         # The next item's scalars are loaded as vectors, a word in each of the last threads, and read from shared memory
         # when they are used. A thread would wait for a value loaded as a scalar right where it is loaded.
+        self.first_rows: Array | int = 0
         self._word = count((THREADS,), 0, PER_THREAD) - (THREADS - schedule.passed_words)
         last = self.decays.at[0, pl.ds(schedule.padded_entries - THREADS, THREADS)]
         self._words = last if memory.words is None else memory.words.at[warpgroup]
@@ -224,7 +226,7 @@ class Lane:
             return numbers[0]
         first, second = numbers
         row = count((self.call.value_dim,), 0, VECTORS[self.call.value_dim])
-        return jnp.where(row < self.call.value_dim // 2, first, second)
+        return jnp.where(row < self.first_rows, first, second)
 
     def band(self, i: Array | int):
         """Band i of a checkpoint: its rows, its shared memory, and the barrier that opens when it has arrived."""
@@ -415,7 +417,7 @@ class Lane:
         entries = [] if schedule.copies_first_chunk else self._gather(head, upcoming.first_positions)
         values = [load(arrays.v.at[row, t, head], value_vector) for t in time]
         stack = range(call.stacked)
-        tokens = [x.at[row, :, head * call.stacked + i] for x in (arrays.log_decay, arrays.beta) for i in stack]
+        tokens = [x.at[row, :, call.head(head, i)] for x in (arrays.log_decay, arrays.beta) for i in stack]
         tokens += [ref.at[upcoming.line] for ref in (arrays.append, arrays.paths) if ref is not None]
         starts = [ROW_FIELDS + i * call.time for i in range(len(tokens))]
         tokens = [self._load_words(ref, start, call.time) for ref, start in zip(tokens, starts, strict=True)]

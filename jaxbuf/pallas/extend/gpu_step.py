@@ -90,17 +90,25 @@ def _kernel(call: Call, interpret: bool):
         row, length, live = (fields[line, i] for i in (ROW, LENGTH, LIVE))
         checkpoint, has_checkpoint, fold_to = (fields[line, i] for i in (CHECKPOINT, HAS_CHECKPOINT, FOLD_TO))
         first, appended = entries[line, 0], append[line, 0]
+        stack = range(call.stacked)
+
+        def by_row(numbers):
+            """A number of each head that the band has rows of: itself if there is one, else [BAND]."""
+            if call.stacked == 1:
+                return numbers[0]
+            row = plgpu.broadcasted_iota(jnp.int32, (BAND,), 0, layout=along_values)
+            return jnp.where(row < call.first_rows(head), *numbers)
 
         def load_entry(at):
             key = load(keys.at[at, key_head], along_keys).astype(jnp.float32)
             update = load(updates.at[at, head, values], along_values).astype(jnp.float32)
             if not call.delta:
-                update = gates[at, call.beta(head, 0)] * update
+                update = by_row([gates[at, call.beta(head, i)] for i in stack]) * update
             gate = ZERO
             if channel:
                 gate = load(gates.at[at, head, pl.ds(0, key_dim)], along_keys)
             elif call.decay == "head":
-                gate = gates[at, call.log_decay(head, 0)]
+                gate = by_row([gates[at, call.log_decay(head, i)] for i in stack])
             return gate, key, update
 
         state = load(checkpoints.at[checkpoint, head, values], layout).astype(jnp.float32)
@@ -115,11 +123,17 @@ def _kernel(call: Call, interpret: bool):
         gate, key, update = load_entry(first)
         new_key, query = (load(ref.at[row, 0, key_head], along_keys) for ref in (k_ref, q_ref))
         value = load(v_ref.at[row, 0, head, values], along_values).astype(jnp.float32)
-        new_gate = load(decay_ref.at[row, 0, head], along_keys) if channel else decay_ref[row, 0, head]
-        new_beta = beta_ref[row, 0, head]
+        if channel:
+            new_gates = [load(decay_ref.at[row, 0, head], along_keys)]
+        else:
+            new_gates = [decay_ref[row, 0, call.head(head, i)] for i in stack]
+        new_betas = [beta_ref[row, 0, call.head(head, i)] for i in stack]
+        new_gate, new_beta = by_row(new_gates), by_row(new_betas)
 
         def add(state, gate, key, update):
-            decay = spread(jnp.exp(gate), 1) if channel else jnp.exp(gate)
+            decay = jnp.exp(gate)
+            if decay.ndim:
+                decay = spread(decay, 1 if channel else 0)
             return state * decay + spread(update, 0) * spread(key, 1)
 
         state = where(has_checkpoint > 0, state)
@@ -146,10 +160,11 @@ def _kernel(call: Call, interpret: bool):
         def _():
             if channel:
                 store(gates.at[appended, head, pl.ds(0, key_dim)], new_gate)
-            elif call.decay == "head":
-                store(gates.at[appended, call.log_decay(head, 0)], new_gate)
-            if not call.delta:
-                store(gates.at[appended, call.beta(head, 0)], new_beta)
+            for i in stack:
+                if call.decay == "head":
+                    store(gates.at[appended, call.log_decay(head, i)], new_gates[i])
+                if not call.delta:
+                    store(gates.at[appended, call.beta(head, i)], new_betas[i])
 
             @pl.when(lax.rem(head, call.heads_per_key) == 0)
             def _():

@@ -1,0 +1,457 @@
+"""`append_and_attend_latent` on NVIDIA GPUs (Hopper): Pallas Mosaic GPU.
+
+To absorbed queries a token's latent is key and value, so a block is brought to shared memory once and multiplied twice.
+A float32 output of 64 queries and 512 numbers fills the registers of two warpgroups, so the values' columns are divided
+among two. The first one multiplies queries and keys, computes the softmax, and adds up the first half; it leaves the
+weights in shared memory for the second one, which adds up the other half meanwhile. (Both computing the scores would be
+half as much work again for the tensor cores, which are busy two thirds of the time as it is.) A third warpgroup brings
+the pages of block after block, and appends the new tokens.
+
+New tokens are not read from the pages. They are a block of their own before an item's first one, from the launch's
+inputs: it is multiplied while the first pages are on their way.
+
+An item is a row. More than 64 queries (tokens times heads) are tiles of 64, which the workers of a group read the same
+blocks for at the same time, so that the L2 cache has them for all but the first. Groups read equal shares of the blocks
+of all rows, as the workers of `jaxbuf.pallas.attend.gpu` do; what several have of a row, a second kernel joins.
+
+Floor: the larger of (latents of the committed tokens + new ones, their appends + q + out) / read bandwidth, and the
+products' time, 2 · queries · (latent + rank) operations a token.
+
+Precision: as there.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxbuf.axes import Array
+from jaxbuf.pallas.attend.call import (
+    BLOCKS,
+    CLEAN,
+    COUNT,
+    END,
+    FIRST_BLOCK,
+    FIRST_ROW,
+    KEYS,
+    SEGMENTS,
+    TILE,
+    Call,
+    Integers,
+)
+from jaxbuf.pallas.attend.gpu_parts import (
+    MASKED,
+    ROWS,
+    SHARED_MEMORY,
+    WGMMA,
+    Kind,
+    Sight,
+    add_values,
+    block_pages,
+    clear,
+    filled,
+    join_segments,
+    multiply_keys,
+    share,
+    spread,
+    weigh,
+)
+from jaxbuf.pallas.threads import COMPILER, load, store, store_inside, store_vectors
+
+PROCESSORS = 132  # of an H100 or H200
+MOST_QUERIES = 2048
+RANKS, MOST_LATENT = (128, 256, 512), 576
+MOST_RING_TILES = 4
+REGISTERS = 216, 72  # of each thread that multiplies, and of each that brings
+WEIGH, FOLLOW, BRING = range(3)  # warpgroups
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """How a call is arranged.
+
+    Attributes:
+      call: The call; its head_dim is the numbers of a latent.
+      rank: Values are the first so many of them.
+      scale: The scores q · k are multiplied with it.
+      groups: Of workers, a worker for each tile of queries.
+    """
+
+    call: Call
+    rank: int
+    scale: float
+    groups: int
+
+    @property
+    def half(self) -> int:
+        """Columns of the values that a warpgroup adds up."""
+        return self.rank // 2
+
+    @property
+    def ring(self) -> int:
+        """Blocks that are in shared memory at once."""
+        row = self.call.head_dim * self.call.dtype.itemsize
+        others = TILE * row + TILE * KEYS * self.call.dtype.itemsize + TILE * 4
+        return min(MOST_RING_TILES, (SHARED_MEMORY - others) // (KEYS * row))
+
+
+def arrange(call: Call, *, rank: int, scale: float) -> Arrangement:
+    """How a call is arranged; arguments as in `Arrangement`."""
+    return Arrangement(call, rank, scale, max(1, PROCESSORS // call.tiles))
+
+
+def append_and_attend(
+    plan: Arrangement, integers: Integers, pages: Array, q: Array, latents: Array, *, interpret: bool = False
+) -> tuple[Array, Array]:
+    """The kernel of `jaxbuf.attention.latent.append_and_attend_latent`, for queries that were absorbed.
+
+    Args:
+      plan: How the call is arranged.
+      integers: Of the launch. What a group begins with and how much it reads are in units: unit 0 of a row is its new
+        tokens, unit j its block j - 1.
+      pages: As in `LatentPages`. They are written in place.
+      q: [rows, time, heads, latent].
+      latents: The new tokens', [rows, time, latent].
+      interpret: Run in Pallas' GPU interpreter.
+
+    Returns:
+      out [rows, time, heads, rank], and the pages.
+    """
+    call, rank = plan.call, plan.rank
+    pool = jax.new_ref(pages.reshape(-1, call.head_dim))
+    q = q.reshape(call.rows, call.queries, call.head_dim)
+    # Tiles have rows by eight; several are copied whole.
+    whole = call.tiles * TILE if call.tiles > 1 else -(-call.queries // 8) * 8
+    q, latents = (
+        jnp.pad(x, ((0, 0), (0, n - x.shape[1]), (0, 0))) for x, n in ((q, whole), (latents, -(-call.time // 8) * 8))
+    )
+    order = () if integers.order is None else (integers.order,)
+    given = integers.table, integers.rows, integers.append, integers.visible, integers.workers, *order, q, latents
+    out, parts, sums = _attend_latents(plan, interpret)(*given, pool)
+    out = jax.new_ref(out)
+    join_segments(plan.groups, call.queries, rank, call.dtype, _join_place, interpret)(integers.joins, parts, sums, out)
+    out = jax.freeze(out).reshape(call.rows, call.time, call.heads, rank)
+    return out, jax.freeze(pool).reshape(pages.shape)
+
+
+def _part(group: Array, begins: Array) -> Array:
+    """Where a group writes what it found of a row that it shares: of the row whose first unit it reads, or of the one
+    that another group has begun. There is at most one of each."""
+    return 2 * group + begins.astype(jnp.int32)
+
+
+def _join_place(item: Array, first: Array, group: Array) -> Array:
+    return _part(group, group == first)
+
+
+class Segment(NamedTuple):
+    """What a worker reads of a row: `count` units from `first` on, the last of which is its unit `until - 1`; `alone`:
+    that is all of them."""
+
+    row: Array
+    first: Array
+    until: Array
+    alone: Array
+
+
+class Memory(NamedTuple):
+    """Shared memory: blocks [ring, KEYS, latent], queries [TILE, latent], and for the warpgroup that follows the
+    weights [TILE, KEYS] of a block and what its sums are multiplied with [TILE]. Barriers open when a block or the
+    queries of a segment are there (`full`), when they were used (`free`), when the weights are there (`told`), and when
+    these were used (`heard`)."""
+
+    blocks: Any
+    queries: Any
+    weights: Any
+    factors: Any
+    full: Any
+    free: Any
+    queries_full: Any
+    queries_free: Any
+    told: Any
+    heard: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """What a worker's warpgroups go by.
+
+    Attributes:
+      plan: How the call is arranged.
+      memory: The shared memory.
+      group: Which part of all blocks it reads.
+      tile: Which queries it has.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+
+    plan: Arrangement
+    memory: Memory
+    group: Array
+    tile: Array
+    interpret: bool
+
+    def block(self, number: Array):
+        """Block `number` of all that the worker brings: its shared memory, and its barriers full and free."""
+        at = lax.rem(number, np.int32(self.plan.ring))
+        return self.memory.blocks.at[at], self.memory.full.at[at], self.memory.free.at[at]
+
+    def write(self, out: Array, first_column: int, segment: Segment, outs, parts) -> None:
+        """Writes what a warpgroup has added up of a segment, from a column on."""
+        first_query, column = self.tile * TILE, np.int32(first_column)
+
+        @pl.when(segment.alone)
+        def _():
+            result = out.astype(self.plan.call.dtype)
+            store_inside(result, WGMMA, outs.at[segment.row], first_query, column, self.interpret)
+
+        @pl.when(~segment.alone)
+        def _():
+            at = _part(self.group, segment.first == 0)
+            store_inside(out, WGMMA, parts.at[at], first_query, column, self.interpret)
+
+
+def _attend_latents(plan: Arrangement, interpret: bool):
+    call = plan.call
+    # The type checker takes them for abstract, and some of Pallas' names for private.
+    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+
+    def attend_latents(table, rows, append, visible, shares, *rest):  # A profile shows this name.
+        order, (q, new, pool, out, parts, sums, *memory) = (rest[0], rest[1:]) if call.listed else (None, rest)
+        warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("block")
+        group, tile = lax.div(number, np.int32(call.tiles)), lax.rem(number, np.int32(call.tiles))
+        worker = Worker(plan, Memory(*memory), group, tile, interpret)
+        integers = table, rows, order, visible
+
+        def each_segment(function: Callable[[Segment, Any], Any]) -> Any:
+            """Calls a function with each segment, and with how many blocks and segments there were before."""
+
+            def step(_, carry):
+                row, first, left, state = carry
+                units = rows[row, BLOCKS] + 1
+                count = jnp.minimum(left, units - first)
+                state = function(Segment(row, first, first + count, count == units), state)
+                return row + 1, jnp.int32(0), left - count, state
+
+            begin = shares[group, FIRST_ROW], shares[group, FIRST_BLOCK], shares[group, COUNT]
+            state = jnp.int32(0), jnp.int32(0)
+            return lax.fori_loop(0, shares[group, SEGMENTS], step, (*begin, state))[-1]
+
+        def set_registers(which: int, action) -> None:
+            if not interpret:
+                plgpu.set_max_registers(REGISTERS[which], action=action)
+
+        @pl.when(warpgroup == WEIGH)
+        def _():
+            set_registers(0, "increase")
+            _await_last(worker, *each_segment(functools.partial(_weigh, worker, integers, (out, parts, sums))))
+
+        @pl.when(warpgroup == FOLLOW)
+        def _():
+            set_registers(0, "increase")
+            each_segment(functools.partial(_follow, worker, integers, (out, parts)))
+
+        @pl.when(warpgroup == BRING)
+        def _():
+            set_registers(1, "decrease")
+            bring = functools.partial(_bring, worker, (table, append), (q, new), pool)
+            _await_used(worker, *each_segment(bring))
+
+    blocks = plgpu.SMEM((plan.ring, KEYS, call.head_dim), call.dtype, transforms=transforms)
+    return plgpu.kernel(
+        attend_latents,
+        out_type=(
+            jax.ShapeDtypeStruct((call.rows, call.queries, plan.rank), call.dtype),
+            jax.ShapeDtypeStruct((2 * plan.groups, call.queries, plan.rank), jnp.float32),
+            jax.ShapeDtypeStruct((2 * plan.groups, 2, call.tiles * TILE), jnp.float32),
+        ),
+        grid=(plan.groups * call.tiles,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=[
+            blocks,
+            plgpu.SMEM((TILE, call.head_dim), call.dtype, transforms=transforms),
+            plgpu.SMEM((TILE, KEYS), call.dtype, transforms=transforms),
+            plgpu.SMEM((TILE,), jnp.float32),
+            plgpu.Barrier(num_arrivals=call.block_pages, num_barriers=plan.ring),
+            plgpu.Barrier(num_arrivals=2, num_barriers=plan.ring),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
+        ],
+        compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+    )
+
+
+def _bring(worker: Worker, integers, inputs, pool, segment: Segment, state):
+    """Brings the queries and blocks of a segment to shared memory, and appends the row's new tokens if it begins here.
+
+    The state is as in `each_segment`.
+    """
+    call, memory, (table, append), (q, new) = worker.plan.call, worker.memory, integers, inputs
+    block, number = state
+    row, begins, first = segment.row, segment.first == 0, jnp.maximum(segment.first, 1)
+
+    def pages_of(unit: Array) -> tuple[Array, ...]:
+        return tuple(block_pages(call, table, row, jnp.maximum(unit - 1, 0)))
+
+    def await_free(block, free) -> None:
+        pl.when(block >= worker.plan.ring)(lambda: plgpu.barrier_wait(free))
+
+    pages = pages_of(first)  # on their way before anything is waited for
+
+    @pl.when(begins)
+    def _():
+        target, full, free = worker.block(block)
+        await_free(block, free)
+        for _ in range(call.block_pages):  # The barrier counts copies: as many as of pages, all the same.
+            plgpu.copy_gmem_to_smem(new.at[row], target.at[pl.ds(0, new.shape[1])], full)
+
+    pl.when(number >= 1)(lambda: plgpu.barrier_wait(memory.queries_free))
+    size = min(TILE, q.shape[1])
+    queries = q.at[row, pl.ds(worker.tile * TILE, size)]
+    plgpu.copy_gmem_to_smem(queries, memory.queries.at[pl.ds(0, size)], memory.queries_full)
+
+    def bring_block(unit, carry):
+        block, pages = carry
+        target, full, free = worker.block(block)
+        await_free(block, free)
+        for i, page in enumerate(pages):
+            source = pool.at[pl.ds(page * call.page_size, call.page_size)]
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(i * call.page_size, call.page_size)], full)
+        return block + 1, pages_of(jnp.minimum(unit + 1, segment.until - 1))
+
+    block, _ = lax.fori_loop(first, segment.until, bring_block, (block + begins.astype(jnp.int32), pages))
+
+    @pl.when(begins & (worker.tile == 0))
+    def _():
+        store_vectors(new.at[row], pool, [append[row, t] for t in range(call.time)], worker.interpret)
+
+    return block, number + 1
+
+
+def _await_used(worker: Worker, blocks: Array, segments: Array) -> None:
+    """Waits until everything that was brought was used."""
+
+    def wait(i, _):
+        plgpu.barrier_wait(worker.block(i)[2])
+
+    lax.fori_loop(jnp.maximum(blocks - worker.plan.ring, 0), blocks, wait, None)
+    pl.when(segments >= 1)(lambda: plgpu.barrier_wait(worker.memory.queries_free))
+
+
+def _await_last(worker: Worker, blocks: Array, segments: Array) -> None:
+    """Waits until the last weights and factors were used."""
+    pl.when(blocks + segments > 0)(lambda: plgpu.barrier_wait(worker.memory.heard))
+
+
+def _units(segment: Segment, clean: Array) -> tuple[tuple[Kind, Any, Any], ...]:
+    """The units of a segment, from one on and before another, of each kind; `clean`: the row's CLEAN."""
+    first, new = jnp.maximum(segment.first, 1), jnp.minimum(segment.until, 1)
+    masked = jnp.clip(clean + 1, first, jnp.maximum(segment.until, first))
+    return (Kind.NEW, segment.first, new), (Kind.CLEAN, first, masked), (Kind.MASKED, masked, segment.until)
+
+
+def _weigh(worker: Worker, integers, found, segment: Segment, state):
+    """Computes the weights of a segment's blocks, and adds up the first half of the values' columns.
+
+    The state is as in `each_segment`.
+    """
+    plan, memory, (table, rows, order, visible), (block, number) = worker.plan, worker.memory, integers, state
+    call, half, interpret, row = plan.call, plan.half, worker.interpret, segment.row
+    scale = np.float32(plan.scale * math.log2(math.e))
+    sight = Sight(call, table, rows, order, visible, row, rows[row, END], worker.tile * TILE)
+    plgpu.barrier_wait(memory.queries_full)
+
+    def tell(factors: Array, weights: Array | None, count: Array) -> None:
+        """Leaves something for the warpgroup that follows; `count`: how often it was told something before."""
+        pl.when(count > 0)(lambda: plgpu.barrier_wait(memory.heard))
+        store(memory.factors, factors)
+        if weights is not None:
+            store(memory.weights, weights)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(memory.told)
+
+    def add_block(kind: Kind, unit, carry):
+        highest, total, out, block = carry
+        latents, full, free = worker.block(block)
+        values = latents.at[:, pl.ds(0, half)]
+        plgpu.barrier_wait(full)
+        # From row 0, which the compiler does not know: it would compute the addresses of all parts of the queries once,
+        # and then spill them.
+        queries = memory.queries.at[pl.ds(jnp.minimum(block, 0) * TILE, TILE)]
+        scores = multiply_keys(queries, latents, interpret) * scale
+        pl.when(unit + 1 == segment.until)(lambda: plgpu.barrier_arrive(memory.queries_free))
+        used = None if kind is Kind.CLEAN else sight.is_used(kind, unit - 1)
+        weights, kept, highest, total = weigh(scores, used, highest, total)
+        weights = weights.astype(call.dtype)
+        tell(kept, weights, block + number)
+        out = out * spread(kept, 0, (TILE, half))
+        if kind is not Kind.CLEAN:
+            clear(values, sight.is_live(0, kind, unit - 1))
+        out = add_values(out, weights, values, interpret)
+        plgpu.barrier_arrive(free)
+        return highest, total, out, block + 1
+
+    carry = filled(MASKED, (TILE,), ROWS), filled(0, (TILE,), ROWS), filled(0, (TILE, half), WGMMA), block
+    for kind, begin, until in _units(segment, rows[row, CLEAN]):
+        carry = lax.fori_loop(begin, until, functools.partial(add_block, kind), carry)
+    highest, total, out, block = carry
+    factor = jnp.where(segment.alone, share(total), filled(1, (TILE,), ROWS))
+    tell(factor, None, block + number)
+    outs, parts, sums = found
+    worker.write(out * spread(factor, 0, (TILE, half)), 0, segment, outs, parts)
+
+    @pl.when(~segment.alone)
+    def _():
+        at, queries = _part(worker.group, segment.first == 0), pl.ds(worker.tile * TILE, TILE)
+        store(sums.at[at, 0, queries], highest)
+        store(sums.at[at, 1, queries], total)
+
+    return block, number + 1
+
+
+def _follow(worker: Worker, integers, found, segment: Segment, state):
+    """Adds up the second half of the values' columns of a segment, with the weights that the first warpgroup leaves.
+
+    The state is as in `each_segment`.
+    """
+    plan, memory, (table, rows, order, visible), (block, number) = worker.plan, worker.memory, integers, state
+    half, row, dims = plan.half, segment.row, (TILE, plan.half)
+    sight = Sight(plan.call, table, rows, order, visible, row, rows[row, END], worker.tile * TILE)
+
+    def hear() -> Array:
+        plgpu.barrier_wait(memory.told)
+        return spread(load(memory.factors, ROWS), 0, dims)
+
+    def add_block(kind: Kind, unit, carry):
+        out, block = carry
+        latents, full, free = worker.block(block)
+        values = latents.at[:, pl.ds(half, half)]
+        plgpu.barrier_wait(full)
+        if kind is not Kind.CLEAN:  # Scores of dead keys are selected away: they may be multiplied meanwhile.
+            clear(values, sight.is_live(0, kind, unit - 1))
+        out = out * hear()
+        out = add_values(out, memory.weights, values, worker.interpret)
+        plgpu.barrier_arrive(memory.heard)
+        plgpu.barrier_arrive(free)
+        return out, block + 1
+
+    carry = filled(0, dims, WGMMA), block
+    for kind, begin, until in _units(segment, rows[row, CLEAN]):
+        carry = lax.fori_loop(begin, until, functools.partial(add_block, kind), carry)
+    out, block = carry
+    out = out * hear()
+    plgpu.barrier_arrive(memory.heard)
+    worker.write(out, half, segment, *found)
+    return block, number + 1
