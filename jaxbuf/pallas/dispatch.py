@@ -79,7 +79,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "extend": _hopper("extend") | _tpu("extend"),
     "fold": _hopper("extend") | _tpu("extend"),  # one new token, which is appended nowhere
     "prepare": _hopper("prepare") | _tpu("prepare"),
-    "convolve": _tpu("prepare"),
+    "convolve": _hopper("prepare") | _tpu("prepare"),
     "put_rows": _tpu("put"),  # of prompts: steps are written by the kernels that read them
     "gated_norm": _hopper("gated_norm") | _tpu("gated_norm"),
     "project": _hopper("project"),

@@ -5,6 +5,9 @@ themselves. A `reference` is an array in global or shared memory. Functions with
 GPU interpreter, which has neither threads nor instructions.
 """
 
+import itertools
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -192,6 +195,112 @@ def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
 
     out = plgpu.ShapeDtypeStruct(positions.shape, ref.dtype, layout=PER_THREAD)
     return inline_mlir(load_numbers, (plgpu.RefType(), PER_THREAD), out)(ref, positions)
+
+
+def load_columns(ref, columns: int, layout, interpret: bool) -> list[Array]:
+    """Loads a matrix [n, columns] as its columns; each thread loads its rows, sixteen bytes at once.
+
+    Args:
+      ref: [n · columns] in global memory, row by row.
+      columns: How many columns it has.
+      layout: The layout of a column [n].
+      interpret: Whether this runs in Pallas' interpreter.
+
+    Returns:
+      The columns, [n] each.
+    """
+    n = ref.shape[0] // columns
+    if interpret:
+        matrix = ref[...].reshape(n, columns)
+        return [matrix[:, column] for column in range(columns)]
+
+    def load_rows(_, ref):
+        tiled, kind = layout.to_mgpu(), ir.MemRefType(ref.type).element_type
+        numbers = tiled.vector_length * columns  # in the rows of a register
+        piece = math.gcd(numbers, 16 * 8 // mgpu.utils.bitwidth(kind))
+        registers = [np.empty(tiled.registers_shape((n,)), object) for _ in range(columns)]
+        start = mgpu.utils.memref_ptr(ref)
+        for (i, _), (row,) in zip(np.ndenumerate(registers[0]), tiled.thread_idxs((n,)), strict=True):
+            number = arith.index_cast(ir.IntegerType.get_signless(64), arith.muli(row, _number(columns)))
+            at = llvm.getelementptr(start.type, start, [number], [-(2**31)], kind, [])
+            pieces = []
+            for j in range(0, numbers, piece):
+                pointer = llvm.getelementptr(start.type, at, [], [j], kind, [])
+                pieces.append(llvm.load(ir.VectorType.get((piece,), kind), pointer))
+            for column, found in enumerate(registers):
+                each = [divmod(j * columns + column, piece) for j in range(tiled.vector_length)]
+                each = [vector.extract(pieces[j], [], [k]) for j, k in each]
+                found[i] = vector.broadcast(ir.VectorType.get((tiled.vector_length,), kind), each[0])
+                for j, number in enumerate(each):
+                    found[i] = vector.insert(number, found[i], [], [j])
+        return [mgpu.FragmentedArray(_registers=found, _layout=tiled, _is_signed=None) for found in registers]
+
+    out = [plgpu.ShapeDtypeStruct((n,), ref.dtype, layout=layout)] * columns
+    return inline_mlir(load_rows, (plgpu.RefType(),), out)(ref)
+
+
+def load_repeated(ref, times: int, layout, interpret: bool) -> Array:
+    """Loads numbers, each of which stands for `times` neighbours.
+
+    Args:
+      ref: float32 [..., m] in global memory.
+      times: How often each number stands in the result; a multiple of the neighbours that a thread has.
+      layout: The result's layout.
+      interpret: Whether this runs in Pallas' interpreter.
+
+    Returns:
+      [..., m · times].
+    """
+    if interpret:
+        return jnp.repeat(ref[...], times, axis=-1)
+    dims = *ref.shape[:-1], ref.shape[-1] * times
+
+    def load_numbers(_, ref):
+        tiled, kind = layout.to_mgpu(), ir.MemRefType(ref.type).element_type
+        registers = np.empty(tiled.registers_shape(dims), object)
+        filled = tiled.registers_element_type(kind)
+        for (i, _), (*rows, column) in zip(np.ndenumerate(registers), tiled.thread_idxs(dims), strict=True):
+            place = [*rows, arith.divui(column, _number(times))]
+            number = vector.extract(vector.load(ir.VectorType.get((1,), kind), ref, place), [], [0])
+            registers[i] = vector.broadcast(filled, number)
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+
+    return inline_mlir(load_numbers, (plgpu.RefType(),), plgpu.ShapeDtypeStruct(dims, ref.dtype, layout=layout))(ref)
+
+
+def store_parts(x: Array, layout, refs, first, interpret: bool) -> None:
+    """Writes neighbouring numbers to arrays in global memory that count on from one to the next.
+
+    Args:
+      x: [n], in `layout`; a thread's neighbours belong to the same array.
+      layout: x's layout.
+      refs: Several references, [m] each with an m of its own.
+      first: A scalar: the number of x's first element, counted from the first array's beginning.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    starts = [0, *itertools.accumulate(ref.shape[0] for ref in refs)]
+    if interpret:
+        for ref, start in zip(refs, starts, strict=False):
+            place = jnp.arange(ref.shape[0], dtype=jnp.int32) + start - first
+            inside = (place >= 0) & (place < x.shape[0])
+            ref[...] = jnp.where(inside, jnp.take(x, jnp.clip(place, 0, x.shape[0] - 1), axis=0), ref[...])
+        return
+
+    def write(_, x, *given):
+        *targets, first = given
+        i64 = ir.IntegerType.get_signless(64)
+        first = arith.index_cast(ir.IndexType.get(), first.registers.flat[0])
+        bases = [mgpu.utils.memref_ptr(target) for target in targets]
+        for (number,), numbers in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
+            number, pointer = arith.addi(first, number), None
+            for place in reversed(range(len(bases))):
+                within = arith.index_cast(i64, arith.subi(number, _number(starts[place])))
+                own = llvm.getelementptr(bases[place].type, bases[place], [within], [-(2**31)], x.mlir_dtype, [])
+                before = arith.cmpi(arith.CmpIPredicate.ult, number, _number(starts[place + 1]))
+                pointer = own if pointer is None else llvm.select(before, own, pointer)
+            llvm.store(numbers, pointer)
+
+    inline_mlir(write, (layout, *[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT), None)(x, *refs, first)
 
 
 def select_positive(x: Array, positions: Array, layout, interpret: bool) -> Array:

@@ -9,8 +9,9 @@ An input lies in the ring as rows of 128 channels (`channel_rows`). On a TPU suc
 input can be copied by itself; of an array that ends with all channels, tiles would hold several inputs each.
 """
 
+import itertools
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,15 @@ def causal_convolution(
     return jax.lax.optimization_barrier(y) if time >= LONG else y
 
 
+def activated(
+    y: Float[Array, "rows time channels"], bias: Float[Array, "channels"] | None, activation: Literal["silu"] | None
+) -> Float[Array, "rows time channels"]:
+    """y, to which the bias was added, after the activation; in y's dtype. None: without it."""
+    if bias is not None:
+        y = y + bias.astype(y.dtype)[None, None]
+    return jax.nn.silu(y) if activation == "silu" else y
+
+
 def extend_ring(
     ring: Float[Array, "slots ring channel_rows lanes"],
     weight: Float[Array, "channels width"],
@@ -105,10 +115,13 @@ def extend_ring(
     lengths: Int[Array, "rows"],
     order: Int32[Array, "slots ring"] | None = None,
     parents: Int[Array, "rows time"] | None = None,
+    bias: Float[Array, "channels"] | None = None,
+    activation: Literal["silu"] | None = None,
+    parts: tuple[int, ...] = (),
     implementation: str = "auto",
     interpret: bool = False,
     target: Target | str | None = None,
-) -> tuple[Float[Array, "rows time channels"], Float[Array, "slots ring channel_rows lanes"]]:
+) -> tuple[Any, Float[Array, "slots ring channel_rows lanes"]]:
     """Convolves the next inputs of each slot with what its ring holds before them, and writes them into the ring.
 
     Serves prefill (any time) and decoding alike. Pending inputs (at most the ring's max_pending, see `init_ring`) are
@@ -126,45 +139,86 @@ def extend_ring(
         first = start brings an accepted path to the front.
       parents: The input before each one, of a lower index, -1 for the committed tail; needs `order` and at most
         max_pending inputs. None: each follows the one before.
+      bias: Is added to the convolution's output, both in x's dtype.
+      activation: Of the sum. None: the sum itself comes back.
+      parts: Channels of each part of y, if it is to come back in parts.
       implementation, interpret, target: As in `jaxbuf.recurrence.launch.extend_pool`; target None: what x lies on.
 
     Returns:
-      y in x's dtype, before the activation, and the ring.
+      y [rows, time, channels] in x's dtype, or a tuple of its parts, [rows, time, part] each; and the ring.
 
     Raises:
       ValueError: Shapes or integers that do not fit; or, where they are known, out of range (under jit a slot out of
-        range is a null one, and start and lengths are clamped), or a slot repeated; or the implementation asked for
-        can't serve the call; it says why.
+        range is a null one, and start and lengths are clamped), or a slot repeated; or no such activation; or the
+        implementation asked for can't serve the call; it says why.
     """
     check_ring(ring, x.shape[2])
+    if bias is not None and bias.shape != x.shape[2:]:
+        raise ValueError(f"bias must have shape {x.shape[2:]}, got {bias.shape}")
+    if activation not in ("silu", None):
+        raise ValueError(f"activation must be 'silu' or None, got {activation!r}")
+    if parts and (sum(parts) != x.shape[2] or min(parts) < 1):
+        raise ValueError(f"parts must be numbers from 1 whose sum is channels ({x.shape[2]}), got {parts}")
     slots, start, lengths = launch_integers(ring, slots, start, lengths, x.shape[1])
     parents = launch_parents(ring, weight, x, order, parents)
     asked = ask("convolve", implementation, target, (x,), interpret=interpret)
-    return _extend_ring(asked, ring, weight, x, slots, start, lengths, order, parents)
+    return extend_checked_ring(asked, activation, parts, ring, weight, bias, x, slots, start, lengths, order, parents)
 
 
-@partial(jax.jit, static_argnums=0)
-def _extend_ring(
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def extend_checked_ring(
     asked: Asked | None,
+    activation: Literal["silu"] | None,
+    parts: tuple[int, ...],
     ring: Array,
     weight: Array,
+    bias: Array | None,
     x: Array,
     slots: Array,
     start: Array,
     lengths: Array,
     order: Array | None,
     parents: Array | None,
-) -> tuple[Array, Array]:
+) -> tuple[Any, Array]:
+    """`extend_ring` of arguments that were checked, by a kernel or compiled by XLA."""
+    y = None
     if asked is not None:
         # Imported here: Pallas takes a while, and a CPU has no use for it.
-        from jaxbuf.pallas.prepare import Convolution, convolution_reason, tpu
+        from jaxbuf.pallas import prepare as kernels
 
-        call = Convolution(**call_sizes(ring, weight, x), tree=parents is not None)
-        if asked.takes(convolution_reason(call, generation=asked.generation)):
-            places = tpu.Places(*ring_places(ring, weight.shape[1], x.shape[1], slots, start, lengths, order), parents)
+        call = kernels.Convolution(**call_sizes(ring, weight, x), tree=parents is not None, parts=parts)
+        reason = kernels.convolution_reason(call, platform=asked.platform, generation=asked.generation)
+        if asked.takes(reason) and asked.platform == "gpu":
+            out, ring = kernels.gpu_convolve.convolve(
+                call,
+                ring,
+                weight,
+                x,
+                (slots, start, lengths),
+                bias=None if bias is None else bias.astype(x.dtype),
+                order=order,
+                parents=parents,
+                silu=activation == "silu",
+                interpret=asked.interpret,
+            )
+            return out if parts else out[0], ring
+        if asked.takes(reason):
+            found = ring_places(ring, weight.shape[1], x.shape[1], slots, start, lengths, order)
+            places = kernels.tpu.Places(*found, parents)
             how = {"generation": asked.generation, "interpret": asked.interpret}
-            return tpu.convolve(call, ring, weight, x, places, **how)
-    return convolve_with_xla(ring, weight, x, slots, start, lengths, order, parents, asked)
+            y, ring = kernels.tpu.convolve(call, ring, weight, x, places, **how)
+    if y is None:
+        y, ring = convolve_with_xla(ring, weight, x, slots, start, lengths, order, parents, asked)
+    y = activated(y, bias, activation)
+    if bias is not None:  # of which what is no token would have some
+        real = (jnp.arange(x.shape[1])[None] < lengths[:, None]) & (slots > 0)[:, None]
+        y = jnp.where(real[..., None], y, jnp.zeros((), y.dtype))
+    return split_channels(y, parts) if parts else y, ring
+
+
+def split_channels(y: Float[Array, "rows time channels"], parts: tuple[int, ...]) -> tuple[Array, ...]:
+    """y as arrays of so many channels each."""
+    return tuple(jnp.split(y, list(itertools.accumulate(parts))[:-1], axis=-1))
 
 
 def call_sizes(
@@ -213,7 +267,7 @@ def convolve_with_xla(
     parents: Int32[Array, "rows time"] | None,
     asked: Asked | None = None,
 ) -> tuple[Float[Array, "rows time channels"], Float[Array, "slots ring channel_rows lanes"]]:
-    """`extend_ring` compiled by XLA, on arguments that were checked: the definition of its kernels. `asked` is as in
+    """`extend_ring` without bias and activation, compiled by XLA, on arguments that were checked. `asked` is as in
     `put_within`."""
     (rows, time, channels), size, history = x.shape, ring.shape[1], weight.shape[1] - 1
 

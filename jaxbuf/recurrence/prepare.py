@@ -1,9 +1,10 @@
-"""From a Gated DeltaNet layer's projections to what `extend` and `chunked` take.
+"""From the projections of a Gated DeltaNet or Kimi Delta Attention layer to what `extend` and `chunked` take.
 
 The short convolution, SiLU, normalised queries and keys, and the gates: `prepare_sequence` for sequences that start
 from nothing, `prepare` for what follows on the inputs in a ring.
 """
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from jaxbuf.recurrence.convolution import (
     call_sizes,
     causal_convolution,
     check_ring,
-    convolve_with_xla,
+    extend_checked_ring,
     launch_integers,
     launch_parents,
     ring_places,
@@ -34,12 +35,12 @@ class Weights(NamedTuple):
     Attributes:
       convolution: The channels ordered q | k | v.
       A_log: The logarithm of the rate of decay.
-      dt_bias: Is added to a.
+      dt_bias: Is added to a: a number for each head, or for each of its key channels where these have decays.
     """
 
     convolution: Float[Array, "channels width"]
     A_log: Float32[Array, "heads"]
-    dt_bias: Float32[Array, "heads"]
+    dt_bias: Float32[Array, "..."]
 
 
 class Inputs(NamedTuple):
@@ -48,7 +49,7 @@ class Inputs(NamedTuple):
     q: Float[Array, "batch time key_heads key_dim"]
     k: Float[Array, "batch time key_heads key_dim"]
     v: Float[Array, "batch time heads value_dim"]
-    log_decay: Float32[Array, "batch time heads"]
+    log_decay: Float32[Array, "batch time heads ..."]
     beta: Float32[Array, "batch time heads"]
 
 
@@ -57,27 +58,34 @@ def prepare_sequence(
     spec: RecurrenceSpec,
     weights: Weights,
     qkv: Float[Array, "batch time channels"],
-    a: Float32[Array, "batch time heads"],
+    a: Float32[Array, "batch time heads ..."],
     b: Float32[Array, "batch time heads"],
+    *,
+    lower_bound: float | None = None,
 ) -> Inputs:
     """The inputs of the recurrence over sequences that start from nothing. Differentiable.
 
     Args:
-      spec: A family with decay="head".
+      spec: A family with decay="head" or "channel".
       weights: Of the layer.
       qkv: Ordered q | k | v; channels = 2 · key_heads · key_dim + heads · value_dim.
-      a, b: The projections behind decay and write strength.
+      a: The projection behind the decay, in the shape of log_decay.
+      b: The one behind the write strength.
+      lower_bound: No logarithm of a decay is below it; None: there is no bound.
 
     Returns:
-      q, k and v in qkv's dtype; log_decay = -exp(A_log) · softplus(a + dt_bias) and beta = sigmoid(b).
+      q, k and v in qkv's dtype; beta = sigmoid(b); log_decay = -exp(A_log) · softplus(a + dt_bias), or with a bound
+      lower_bound · sigmoid(exp(A_log) · (a + dt_bias)).
 
     Raises:
       ValueError: A shape or dtype does not fit.
 
-    Source: Yang et al., Gated Delta Networks (2024), section 3.4, with the gates of Mamba-2, as Qwen3.5 has it.
+    Source: Yang et al., Gated Delta Networks (2024), section 3.4, with the gates of Mamba-2, as Qwen3.5 has it; Kimi
+    Team, Kimi Linear (2025), section 4.
     """
     _check(spec, weights, qkv, a, b)
-    return _inputs(spec, weights, causal_convolution(qkv, weights.convolution), a, b)
+    mixed = jax.nn.silu(causal_convolution(qkv, weights.convolution))
+    return _inputs(spec, weights, mixed, a, b, lower_bound)
 
 
 def prepare(
@@ -85,9 +93,10 @@ def prepare(
     weights: Weights,
     ring: Float[Array, "slots ring channel_rows lanes"],
     qkv: Float[Array, "rows time channels"],
-    a: Float32[Array, "rows time heads"],
+    a: Float32[Array, "rows time heads ..."],
     b: Float32[Array, "rows time heads"],
     *,
+    lower_bound: float | None = None,
     slots: Int[Array, "rows"],
     start: Int[Array, "rows"],
     lengths: Int[Array, "rows"],
@@ -100,7 +109,7 @@ def prepare(
     """The inputs of the recurrence for the next tokens of each slot, which its ring of the last inputs takes in.
 
     Args:
-      spec, weights, qkv, a, b: As in `prepare_sequence`.
+      spec, weights, qkv, a, b, lower_bound: As in `prepare_sequence`.
       ring: From `init_ring`.
       slots, start, lengths, order, parents: As in `extend_ring`. Past its length, and for slot 0, a row's q, k and v
         are zeros and nothing is written.
@@ -117,14 +126,15 @@ def prepare(
     check_rows("slots", slots, qkv.shape[0])
     asked = ask("prepare", implementation, target, (qkv,), interpret=interpret)
     where = {"slots": slots, "start": start, "lengths": lengths, "order": order, "parents": parents}
-    return _prepare(spec, asked, weights, ring, qkv, a, b, **where)
+    return _prepare(spec, asked, lower_bound, weights, ring, qkv, a, b, **where)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 @jax.named_scope("convolution")
 def _prepare(
     spec: RecurrenceSpec,
     asked: Asked | None,
+    lower_bound: float | None,
     weights: Weights,
     ring: Array,
     qkv: Array,
@@ -139,6 +149,7 @@ def _prepare(
 ) -> tuple[Inputs, Array]:
     # A kernel must not be given a slot past the ring: it would write where another array lies.
     slots, start, lengths = launch_integers(ring, slots, start, lengths, qkv.shape[1])
+    parents = launch_parents(ring, weights.convolution, qkv, order, parents)
     if asked is not None:
         # Imported here: Pallas takes a while, and a CPU has no use for it.
         from jaxbuf.pallas import prepare as kernels
@@ -150,25 +161,27 @@ def _prepare(
             key_dim=spec.key_dim,
             value_dim=spec.value_dim,
             tree=parents is not None,
-            ordered=order is not None,
             eps=EPS,
+            decay=spec.decay,
+            lower_bound=lower_bound,
         )
         reason = kernels.supports(call, platform=asked.platform, generation=asked.generation)
         if asked.takes(reason):
             if asked.platform == "tpu":
-                parents = launch_parents(ring, weights.convolution, qkv, order, parents)
                 found = ring_places(ring, call.width, call.time, slots, start, lengths, order)
                 places = kernels.tpu.Places(*found, parents)
                 how = {"generation": asked.generation, "interpret": asked.interpret}
                 inputs, ring = kernels.tpu.prepare(call, ring, weights, (qkv, a, b), places, **how)
             else:
-                integers = slots, start, lengths
-                by_gpu = kernels.gpu.prepare
-                inputs, ring = by_gpu(call, ring, weights, (qkv, a, b), integers, interpret=asked.interpret)
+                tree = {"order": order, "parents": parents}
+                by_gpu, integers = kernels.gpu.prepare, (slots, start, lengths)
+                inputs, ring = by_gpu(call, ring, weights, (qkv, a, b), integers, **tree, interpret=asked.interpret)
             return Inputs(*inputs), ring
-    parents = launch_parents(ring, weights.convolution, qkv, order, parents)
-    mixed, ring = convolve_with_xla(ring, weights.convolution, qkv, slots, start, lengths, order, parents, asked)
-    return _inputs(spec, weights, mixed, a, b), ring
+        # What serves no head of this size may serve the convolution.
+        asked = dataclasses.replace(asked, operation="convolve")
+    where = slots, start, lengths, order, parents
+    mixed, ring = extend_checked_ring(asked, "silu", (), ring, weights.convolution, None, qkv, *where)
+    return _inputs(spec, weights, mixed, a, b, lower_bound), ring
 
 
 def l2_normalise(x: Float[Array, "..."], *, scale: float = 1.0) -> Float[Array, "..."]:
@@ -178,12 +191,16 @@ def l2_normalise(x: Float[Array, "..."], *, scale: float = 1.0) -> Float[Array, 
     return wide.astype(x.dtype)
 
 
-def _inputs(spec: RecurrenceSpec, weights: Weights, mixed: Array, a: Array, b: Array) -> Inputs:
-    """Everything after the convolution, whose output is `mixed`."""
+def _inputs(
+    spec: RecurrenceSpec, weights: Weights, mixed: Array, a: Array, b: Array, lower_bound: float | None
+) -> Inputs:
+    """Everything after the convolution and SiLU, whose output is `mixed`."""
     keys, rows = spec.key_heads * spec.key_dim, mixed.shape[:2]
-    q, k, v = jnp.split(jax.nn.silu(mixed), [keys, 2 * keys], axis=-1)
+    q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
     q, k = (x.reshape(*rows, spec.key_heads, spec.key_dim) for x in (q, k))
-    log_decay = -jnp.exp(weights.A_log)[None, None] * jax.nn.softplus(a + weights.dt_bias[None, None])
+    rate = jnp.exp(weights.A_log).reshape(-1, *[1] * (a.ndim - 3))[None, None]
+    raw = a + weights.dt_bias.reshape(a.shape[2:])[None, None]
+    log_decay = -rate * jax.nn.softplus(raw) if lower_bound is None else lower_bound * jax.nn.sigmoid(rate * raw)
     return Inputs(
         q=l2_normalise(q, scale=spec.key_dim**-0.5),
         k=l2_normalise(k),
@@ -194,16 +211,17 @@ def _inputs(spec: RecurrenceSpec, weights: Weights, mixed: Array, a: Array, b: A
 
 
 def _check(spec: RecurrenceSpec, weights: Weights, qkv: Array, a: Array, b: Array) -> None:
-    if spec.decay != "head":
-        raise ValueError(f'spec.decay must be "head", got {spec.decay!r}')
+    if spec.decay == "none":
+        raise ValueError(f'spec.decay must be "head" or "channel", got {spec.decay!r}')
     channels = spec.channels
     if qkv.ndim != 3 or qkv.shape[2] != channels:
         raise ValueError(f"qkv must be [batch, time, {channels}], got shape {qkv.shape}")
     if weights.convolution.ndim != 2 or weights.convolution.shape[0] != channels:
         raise ValueError(f"convolution must be [{channels}, width], got shape {weights.convolution.shape}")
     heads = (spec.heads,)
-    gates = {"a": (a, (*qkv.shape[:2], *heads)), "b": (b, (*qkv.shape[:2], *heads))}
-    gates |= {"A_log": (weights.A_log, heads), "dt_bias": (weights.dt_bias, heads)}
+    biases = heads if spec.decay == "head" else (spec.heads * spec.key_dim,)
+    gates = {"a": (a, spec.decay_shape(*qkv.shape[:2])), "b": (b, (*qkv.shape[:2], *heads))}
+    gates |= {"A_log": (weights.A_log, heads), "dt_bias": (weights.dt_bias, biases)}
     for name, (array, shape) in gates.items():
         if array.shape != shape or array.dtype != jnp.float32:
             raise ValueError(f"{name} must be float32 {shape}, got {array.dtype} {array.shape}")

@@ -1,7 +1,7 @@
 """What a recurrent mixer does with its memory: on whole sequences without one, or in a launch on a cache.
 
-Both plans have the same functions, so that a mixer is written once: `prepare` (Gated DeltaNet's inputs, the convolution
-among them), `convolve` (the convolution alone) and `recur`.
+Both plans have the same functions, so that a mixer is written once: `prepare` (the inputs of Gated DeltaNet and Kimi
+Delta Attention, the convolution among them), `convolve` (the convolution alone) and `recur`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxbuf.axes import Array, Float, Int32
 from jaxbuf.recurrence import buffered
 from jaxbuf.recurrence.begin import PrefillStep, Step
 from jaxbuf.recurrence.chunked import chunked
-from jaxbuf.recurrence.convolution import causal_convolution, extend_ring
+from jaxbuf.recurrence.convolution import activated, causal_convolution, extend_ring, split_channels
 from jaxbuf.recurrence.prepare import Inputs, Weights, prepare, prepare_sequence
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.target import Target
@@ -44,15 +44,22 @@ class WholeRecurrence(_Plan):
     chunk_size: int = dataclasses.field(default=64, metadata={"static": True})
     target: Target | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def prepare(self, memory: None, spec: RecurrenceSpec, weights: Weights, *inputs: Array) -> tuple[Inputs, None]:
-        """Gated DeltaNet's inputs from its projections, see `prepare_sequence`."""
-        return prepare_sequence(spec, weights, *inputs), None
+    def prepare(
+        self, memory: None, spec: RecurrenceSpec, weights: Weights, *inputs: Array, lower_bound: float | None = None
+    ) -> tuple[Inputs, None]:
+        """The recurrence's inputs from projections, see `prepare_sequence`."""
+        return prepare_sequence(spec, weights, *inputs, lower_bound=lower_bound), None
 
     def convolve(
-        self, memory: None, weight: Float[Array, "channels width"], x: Float[Array, "rows time channels"]
-    ) -> tuple[Float[Array, "rows time channels"], None]:
-        """The causal convolution of x, before bias and activation."""
-        return causal_convolution(x, weight), None
+        self,
+        memory: None,
+        weight: Float[Array, "channels width"],
+        bias: Float[Array, "channels"] | None,
+        x: Float[Array, "rows time channels"],
+        parts: tuple[int, ...],
+    ) -> tuple[tuple[Array, ...], None]:
+        """SiLU of the causal convolution of x, plus the bias if there is one; in parts of so many channels each."""
+        return split_channels(activated(causal_convolution(x, weight), bias, "silu"), parts), None
 
     def recur(
         self, memory: None, spec: RecurrenceSpec, *inputs: Any
@@ -79,19 +86,31 @@ class LaunchedRecurrence(_Plan):
     target: Target | None = dataclasses.field(default=None, metadata={"static": True})
 
     def prepare(
-        self, memory: "RecurrentCache", spec: RecurrenceSpec, weights: Weights, *inputs: Array
+        self,
+        memory: "RecurrentCache",
+        spec: RecurrenceSpec,
+        weights: Weights,
+        *inputs: Array,
+        lower_bound: float | None = None,
     ) -> tuple[Inputs, "RecurrentCache"]:
-        """Gated DeltaNet's inputs from its projections, see `jaxbuf.recurrence.prepare.prepare`."""
+        """The recurrence's inputs from projections, see `jaxbuf.recurrence.prepare.prepare`."""
         assert memory.ring is not None  # a mixer with a convolution has made it
-        found, ring = prepare(spec, weights, memory.ring, *inputs, **self._where, target=self.target)
+        how = {"lower_bound": lower_bound, "target": self.target}
+        found, ring = prepare(spec, weights, memory.ring, *inputs, **self._where, **how)
         return found, dataclasses.replace(memory, ring=ring)
 
     def convolve(
-        self, memory: "RecurrentCache", weight: Float[Array, "channels width"], x: Float[Array, "rows time channels"]
-    ) -> tuple[Float[Array, "rows time channels"], "RecurrentCache"]:
-        """The causal convolution of x, before bias and activation."""
+        self,
+        memory: "RecurrentCache",
+        weight: Float[Array, "channels width"],
+        bias: Float[Array, "channels"] | None,
+        x: Float[Array, "rows time channels"],
+        parts: tuple[int, ...],
+    ) -> tuple[tuple[Array, ...], "RecurrentCache"]:
+        """SiLU of the causal convolution of x, plus the bias if there is one; in parts of so many channels each."""
         assert memory.ring is not None  # a mixer with a convolution has made it
-        y, ring = extend_ring(memory.ring, weight, x, **self._where, target=self.target)
+        how = {"bias": bias, "activation": "silu", "parts": parts, "target": self.target}
+        y, ring = extend_ring(memory.ring, weight, x, **self._where, **how)
         return y, dataclasses.replace(memory, ring=ring)
 
     def recur(

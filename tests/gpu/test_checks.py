@@ -21,11 +21,11 @@ from jaxbuf.pallas.dispatch import unserved
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import GenerationResult
 from jaxbuf.target import resolve_target
-from tests.gpu import checks, layer_checks, mesh_checks, model_checks, tiny
+from tests.gpu import around_checks, checks, layer_checks, mesh_checks, model_checks, tiny
 from tests.gpu.program import pool_sized_writes
 
 NO_HOPPER = unserved("extend", "gpu", resolve_target(None)) is not None
-ON_ONE = checks.CHECKS | model_checks.CHECKS | layer_checks.CHECKS | tiny.CHECKS
+ON_ONE = checks.CHECKS | model_checks.CHECKS | layer_checks.CHECKS | around_checks.CHECKS | tiny.CHECKS
 OF_FAMILY = model_checks.OF_FAMILY | mesh_checks.OF_FAMILY
 
 

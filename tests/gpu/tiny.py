@@ -18,6 +18,7 @@ from jaxbuf.models.projections import gated_project, project
 from jaxbuf.models.residual import add_and_norm
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.recurrence import RecurrenceSpec, buffered
+from jaxbuf.recurrence.convolution import extend_ring, init_ring
 from tests.attention import latent_launches, launches
 from tests.gpu.checks import SMALL, Figures, extend, new_inputs, poisoned
 
@@ -49,6 +50,9 @@ def tiny(implementation: str = "gpu") -> Figures:
         layer = jax.device_put(layer, jax.devices()[0])
         where = companions.odd_integers(case, rng)
         jax.block_until_ready(companions.call(spec, operation, implementation, layer, where))
+    for tree in (False, True):
+        print("the convolution alone" + (" of a tree" if tree else ""), flush=True)
+        tiny_convolution(rng, tree, implementation)
     tiny_layers(rng, implementation)
     return {}
 
@@ -73,6 +77,22 @@ def tiny_steps(rng, spec: RecurrenceSpec, limit: int, max_pending: int, held: tu
         cache = buffered.commit(cache, jnp.minimum(lengths, accepted), slots=slots)
         jax.block_until_ready((out, cache))
     assert int(cache.cursor.folded.max()) > 0, f"no row folded at limit {limit}"
+
+
+def tiny_convolution(rng, tree: bool, implementation: str) -> None:
+    """Three rows of so many channels that the second block of each begins within the first."""
+    channels, time = 1280, 3
+    with jax.default_device(jax.devices("cpu")[0]):
+        ring = init_ring(slots=3, channels=channels, width=4, max_pending=time, dtype=jnp.bfloat16)
+    arrays = [rng.standard_normal(shape) for shape in ((channels, 4), (3, time, channels), (channels,))]
+    ring, weight, x, bias = jax.device_put((ring, *(np.asarray(a, jnp.bfloat16) for a in arrays)), jax.devices()[0])
+    where = {"slots": np.array([3, 0, 1]), "start": np.array([7, 0, 1]), "lengths": np.array([3, 3, 2])}
+    if tree:
+        where["order"] = np.tile(np.arange(ring.shape[1], dtype=np.int32)[::-1], (4, 1))
+        where["parents"] = np.array([[-1, 0, 0], [-1, -1, -1], [-1, -1, 1]])
+    where = {name: jnp.asarray(integers, jnp.int32) for name, integers in where.items()}
+    out = extend_ring(ring, weight, x, **where, bias=bias, activation="silu", implementation=implementation)
+    jax.block_until_ready(out)
 
 
 def tiny_layers(rng, implementation: str) -> None:

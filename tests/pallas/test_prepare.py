@@ -1,5 +1,7 @@
 """The kernels of `prepare`: they lower for their platform at the real sizes, and compute what the XLA path computes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,12 @@ import pytest
 from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.recurrence.convolution import extend_ring, init_ring, init_ring_order
 from jaxbuf.recurrence.prepare import Inputs, Weights, prepare
-from tests.gpu import checks
+from tests.gpu import around_checks, checks
 
 SMALL = RecurrenceSpec(heads=4, key_heads=4, key_dim=128, value_dim=128)
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
+CHANNEL = dataclasses.replace(SMALL, decay="channel")
+KIMI = around_checks.KIMI
 ROWS, TIME, MAX_PENDING = 3, 3, 4
 
 
@@ -21,14 +25,16 @@ def channels(spec):
 
 def new_weights(rng, spec, dtype):
     taps = jnp.asarray(rng.standard_normal((channels(spec), 4)), dtype)
-    A_log, dt_bias = np.log(rng.uniform(1, 16, spec.heads)), rng.standard_normal(spec.heads)
+    biases = spec.heads * (spec.key_dim if spec.decay == "channel" else 1)
+    A_log, dt_bias = np.log(rng.uniform(1, 16, spec.heads)), rng.standard_normal(biases)
     return Weights(taps, jnp.asarray(A_log, jnp.float32), jnp.asarray(dt_bias, jnp.float32))
 
 
 def new_raw(rng, spec, rows, time, dtype):
     """qkv, a and b; the gates of two heads are far out."""
-    gates = 5 * rng.standard_normal((2, rows, time, spec.heads))
-    gates[..., :2] = 200, -200
+    gates = [5 * rng.standard_normal(shape) for shape in (spec.decay_shape(rows, time), (rows, time, spec.heads))]
+    for gate in gates:
+        gate[..., :2] = 200, -200
     qkv = rng.standard_normal((rows, time, channels(spec)))
     return jnp.asarray(qkv, dtype), *(jnp.asarray(x, jnp.float32) for x in gates)
 
@@ -38,17 +44,30 @@ def new_ring(spec, rows, dtype, max_pending=MAX_PENDING):
     return jnp.full_like(ring, jnp.nan)  # what no slot has written reaches nothing
 
 
-@pytest.mark.parametrize("time, rows, dtype", [(1, 256, "bfloat16"), (5, 1, "float32"), (16, 128, "bfloat16")])
-def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, rows, dtype):
+@pytest.mark.parametrize(
+    "spec, time, rows, dtype, tree",
+    [
+        (QWEN, 1, 256, "bfloat16", False),
+        (QWEN, 5, 1, "float32", False),
+        (QWEN, 16, 128, "bfloat16", False),
+        (QWEN, 5, 64, "bfloat16", True),
+        (QWEN, 16, 2, "float32", True),
+        (KIMI, 1, 64, "bfloat16", False),
+        (KIMI, 16, 2, "float32", True),
+    ],
+)
+def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(spec, time, rows, dtype, tree):
     rng, dtype = np.random.default_rng(0), jnp.dtype(dtype)
-    weights = jax.eval_shape(lambda: new_weights(rng, QWEN, dtype))
-    raw = jax.eval_shape(lambda: new_raw(rng, QWEN, rows, time, dtype))
-    ring = jax.eval_shape(lambda: new_ring(QWEN, rows, dtype, max_pending=max(8, time)))
-    integers = [jax.ShapeDtypeStruct((rows,), jnp.int32)] * 3
+    weights = jax.eval_shape(lambda: new_weights(rng, spec, dtype))
+    raw = jax.eval_shape(lambda: new_raw(rng, spec, rows, time, dtype))
+    ring = jax.eval_shape(lambda: new_ring(spec, rows, dtype, max_pending=max(8, time)))
+    shapes = (rows,), (rows,), (rows,), ring.shape[:2], (rows, time)
+    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
-    def step(ring, weights, raw, slots, start, lengths):
+    def step(ring, weights, raw, slots, start, lengths, order, parents):
         where = {"slots": slots, "start": start, "lengths": lengths}
-        return prepare(QWEN, weights, ring, *raw, **where, target="H100")
+        where |= {"order": order, "parents": parents} if tree else {}
+        return prepare(spec, weights, ring, *raw, **where, target="H100")
 
     traced = jax.jit(step, donate_argnums=0).trace(ring, weights, raw, *integers)
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -57,10 +76,13 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(time, rows, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["gpu", "tpu"])
+@pytest.mark.parametrize(
+    "implementation, spec, lower_bound",
+    [("gpu", SMALL, None), ("tpu", SMALL, None), ("gpu", CHANNEL, None), ("gpu", CHANNEL, -5.0)],
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_kernel_is_the_xla_path_over_ragged_steps(rng, dtype, implementation):
-    weights, ring, slots = new_weights(rng, SMALL, dtype), new_ring(SMALL, ROWS, dtype), jnp.array([2, 0, 3])
+def test_a_kernel_is_the_xla_path_over_ragged_steps(rng, dtype, implementation, spec, lower_bound):
+    weights, ring, slots = new_weights(rng, spec, dtype), new_ring(spec, ROWS, dtype), jnp.array([2, 0, 3])
     start = np.zeros(ROWS, np.int32)
     # A null slot, no token, fewer than all; in the later steps the ring has come round.
     for lengths, accepted in (
@@ -69,12 +91,12 @@ def test_a_kernel_is_the_xla_path_over_ragged_steps(rng, dtype, implementation):
         ([3, 1, 3], [3, 0, 3]),
         ([3, 0, 3], [0] * 3),
     ):
-        raw = new_raw(rng, SMALL, ROWS, TIME, dtype)
+        raw = new_raw(rng, spec, ROWS, TIME, dtype)
         raw = (jnp.where(np.arange(TIME)[None, :, None] < np.array(lengths)[:, None, None], raw[0], jnp.nan), *raw[1:])
-        where = {"slots": slots, "start": jnp.asarray(start), "lengths": jnp.array(lengths)}
-        expected, ring_expected = prepare(SMALL, weights, ring, *raw, **where, implementation="xla")
+        where = {"slots": slots, "start": jnp.asarray(start), "lengths": jnp.array(lengths), "lower_bound": lower_bound}
+        expected, ring_expected = prepare(spec, weights, ring, *raw, **where, implementation="xla")
         how = {"implementation": implementation, "interpret": True}
-        found, ring = prepare(SMALL, weights, ring, *raw, **where, **how)
+        found, ring = prepare(spec, weights, ring, *raw, **where, **how)
         np.testing.assert_array_equal(np.asarray(ring, np.float32), np.asarray(ring_expected, np.float32))
         for name, x, y in zip(Inputs._fields, found, expected, strict=True):
             assert x.dtype == y.dtype
@@ -114,14 +136,11 @@ def test_tokens_at_once_and_one_by_one_are_the_same_bits(rng, implementation):
         (RecurrenceSpec(4, 2, 128, 128), 1, {}, "key heads in fours, got 2"),
         (SMALL, MAX_PENDING + 1, {}, "1 to 4 tokens at once, got 5"),
         (SMALL, 1, {"ring": jnp.bfloat16}, "a ring of the inputs' dtype float32, got bfloat16"),
-        (SMALL, 1, {"order": jnp.int32}, "tokens in sequence, got order or parents"),
     ],
 )
 def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, time, change, reason):
     weights, raw = new_weights(rng, spec, jnp.float32), new_raw(rng, spec, 1, time, jnp.float32)
     where = {name: jnp.ones(1, jnp.int32) for name in ("slots", "start", "lengths")}
-    if "order" in change:
-        where["order"] = init_ring_order(slots=1, width=4, max_pending=MAX_PENDING)
     ring = new_ring(spec, 1, change.get("ring", jnp.float32))
     with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this prepare: it needs {reason}'):
         prepare(spec, weights, ring, *raw, **where, implementation="gpu", target="H100")
@@ -131,6 +150,7 @@ def test_what_the_gpu_kernel_cannot_serve_is_an_error_that_says_why(rng, spec, t
     "spec, time, change, reason",
     [
         (RecurrenceSpec(4, 4, 64, 64), 1, {}, "key_dim and value_dim 128, got 64, 64"),
+        (CHANNEL, 1, {}, "a decay for each head without a lower bound, got one for each channel"),
         (SMALL, MAX_PENDING + 1, {}, "1 to 4 tokens at once, got 5"),
         (SMALL, 1, {"ring": jnp.bfloat16}, "a ring of the inputs' dtype float32, got bfloat16"),
     ],
@@ -167,8 +187,8 @@ def test_which_convolutions_the_tpu_kernel_cannot_serve(channels, integers, reas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("finish", [False, True], ids=["convolution", "prepare"])
-def test_the_tpu_kernel_follows_trees_over_permuted_rings(rng, finish):
+@pytest.mark.parametrize("platform, finish", [("tpu", False), ("tpu", True), ("gpu", True)])
+def test_a_kernel_follows_trees_over_permuted_rings(rng, platform, finish):
     """Several programs, the last of which has rows to spare; null slots, dead tokens, NaN in what is dead."""
     rows, time, dtype = 11, 4, jnp.float32
     weights, ring = new_weights(rng, SMALL, dtype), new_ring(SMALL, rows, dtype)
@@ -184,7 +204,7 @@ def test_the_tpu_kernel_follows_trees_over_permuted_rings(rng, finish):
         integers = {"slots": slots, "start": start, "lengths": lengths, "parents": parents}
         where = {name: jnp.asarray(x, jnp.int32) for name, x in integers.items()} | {"order": order}
         both = []
-        for how in ({"implementation": "xla"}, {"implementation": "tpu", "interpret": True}):
+        for how in ({"implementation": "xla"}, {"implementation": platform, "interpret": True}):
             if finish:
                 found, after = prepare(SMALL, weights, ring, *raw, **where, **how)
             else:
@@ -195,6 +215,26 @@ def test_the_tpu_kernel_follows_trees_over_permuted_rings(rng, finish):
         for x, y in zip(found, expected, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
         start = start + np.where(slots > 0, rng.integers(0, lengths + 1), 0)
+
+
+@pytest.mark.slow
+def test_the_check_of_trees_on_a_gpu_holds_in_the_interpreter(rng):
+    around_checks.check_prepared_trees(rng, SMALL, (4,), rows=3, interpret=True)
+
+
+@pytest.mark.parametrize("target, words", [("H100", "@mosaic_gpu"), ("v6e", "tpu_custom_call")])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_where_no_kernel_prepares_one_convolves(target, words, decay):
+    """Heads of 64; on a TPU also decays of key channels."""
+    spec = RecurrenceSpec(heads=4, key_heads=4, key_dim=64, value_dim=64, decay=decay)
+    rng, one = np.random.default_rng(0), jnp.ones(1, jnp.int32)
+    arrays = new_ring(spec, 1, jnp.float32), new_weights(rng, spec, jnp.float32), new_raw(rng, spec, 1, 1, jnp.float32)
+
+    def step(ring, weights, raw):
+        return prepare(spec, weights, ring, *raw, slots=one, start=one, lengths=one, target=target)
+
+    lowered = jax.jit(step).trace(*arrays).lower(lowering_platforms=("cuda" if target == "H100" else "tpu",))
+    assert lowered.as_text().count(words) == 1
 
 
 @pytest.mark.slow

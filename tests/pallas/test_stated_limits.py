@@ -35,9 +35,11 @@ SOLVED = ChunkedCall(rows=4, time=64, heads=8, key_heads=8, key_dim=128, value_d
 CONVOLVED = Convolution(rows=4, time=1, channels=1280, width=4, ring=24, dtype=BF16, stored=BF16, tree=False)
 PREPARED = PrepareCall(
     **dataclasses.asdict(dataclasses.replace(CONVOLVED, channels=64 * 128)),
-    **{"heads": 32, "key_heads": 16, "key_dim": 128, "value_dim": 128, "eps": 1e-6, "ordered": False},
+    **{"heads": 32, "key_heads": 16, "key_dim": 128, "value_dim": 128, "eps": 1e-6},
 )
 PUT = PutCall(pool=(9, 2, 128), rows=4, stored=BF16, dtype=BF16)
+NORMED = GatedNormCall(32, 128, 1e-6, BF16, BF16)
+GROUPS = GatedNormCall(32, 960, 1e-6, BF16, BF16, groups=8, form="gated")
 EXPERTS = ExpertCall(8, 128, 128, 4, BF16)
 CHUNK = FlashCall(rows=4, time=64, keys=64, heads=8, kv_heads=4, head_dim=128, dtype=BF16, generation="Hopper")
 AMPERE = dataclasses.replace(CHUNK, generation="Ampere")
@@ -72,11 +74,19 @@ def prepared_on_tpu(call):
 
 
 def convolved(call):
-    return prepare.convolution_reason(call, generation="v6e")
+    return prepare.convolution_reason(call)
+
+
+def convolved_on_tpu(call):
+    return prepare.convolution_reason(call, platform="tpu", generation="v6e")
 
 
 def chunk(call):
     return flash.supports(call, k=call.dtype, v=call.dtype)
+
+
+def norm_on_tpu(call):
+    return gated_norm.supports(call, platform="tpu")
 
 
 def experts_on_tpu(call):
@@ -97,21 +107,38 @@ LIMITS = [
     ("extend", "1 to 16 tokens at once", step_on_tpu, STEP, "time", [1, 16], [17]),
     ("extend", "float32 or bfloat16 checkpoints, entries and values", step_on_tpu, STEP, "entry", [F32, BF16], [F16]),
     ("prepare", "key heads in fours", prepared, PREPARED, "key_heads", [4, 16], [2]),
-    ("prepare", "1 to 16 at once", prepared, PREPARED, "time", [1, 16], [17]),
+    ("prepare", "1 to 16 tokens at once", prepared, PREPARED, "time", [1, 16], [17]),
+    ("prepare", "a decay for each head or key channel", prepared, PREPARED, "decay", ["head", "channel"], []),
+    ("prepare", "a decay for each head, key_dim", prepared_on_tpu, PREPARED, "decay", ["head"], ["channel"]),
     ("prepare", "key_dim and value_dim 128, 1 to 16 tokens", prepared_on_tpu, PREPARED, "key_dim", [128], [64]),
     ("prepare", "key_dim and value_dim 128, 1 to 16 tokens", prepared_on_tpu, PREPARED, "time", [1, 16], [17]),
     ("prepare", "sequences and trees", prepared_on_tpu, PREPARED, "tree", [False, True], []),
-    ("convolve", "channels in multiples of 128", convolved, CONVOLVED, "channels", [128, 1280], [64, 1216]),
-    ("convolve", "1 to 16 tokens at once", convolved, CONVOLVED, "time", [1, 16], [17]),
+    ("prepare", "sequences and trees", prepared, PREPARED, "tree", [False, True], []),
+    ("convolve", "at least 128 channels", convolved, CONVOLVED, "channels", [128, 1216, 202], [127]),
+    ("convolve", "of width 2 to 4", convolved, CONVOLVED, "width", [2, 3, 4], [5]),
+    ("convolve", "1 to 16 tokens at once", convolved, CONVOLVED, "time", [1, 16], [0, 17]),
+    ("convolve", "sequences and trees", convolved, CONVOLVED, "tree", [False, True], []),
     ("convolve", "float32 or bfloat16", convolved, dataclasses.replace(CONVOLVED, stored=F32), "dtype", [F32], [F16]),
+    ("convolve", "channels in multiples of 128", convolved_on_tpu, CONVOLVED, "channels", [128, 1280], [64, 1216]),
+    ("convolve", "1 to 16 tokens at once", convolved_on_tpu, CONVOLVED, "time", [1, 16], [17]),
+    ("convolve", "float32 or bfloat16", convolved_on_tpu, dataclasses.replace(CONVOLVED, stored=F32), "dtype", [F32],
+     [F16]),
     ("put_rows", "in multiples of 128 (``key_dim``)", put.supports, PUT, "pool", [(9, 2, 128)], [(9, 2, 64)]),
     ("prefill", "key_dim a multiple of 64", chunked.supports, SOLVED, "key_dim", [64, 128], [96]),
     ("prefill", "value_dim of 16", chunked.supports, SOLVED, "value_dim", [64, 80], [72]),
-    ("gated_norm", "value_dim 128", lambda dim: gated_norm.supports(GatedNormCall(8, 1e-6, BF16, BF16), value_dim=dim),
-     None, "", [128], [64, 256]),
-    ("gated_norm", "a multiple of 128",
-     lambda dim: gated_norm.supports(GatedNormCall(8, 1e-6, BF16, BF16), value_dim=dim, platform="tpu"),
-     None, "", [128, 256], [64]),
+    ("gated_norm", "multiples of 16 up to 256, of 64 up to 1,024 and of 512 up to 8,192", gated_norm.supports, NORMED,
+     "dim", [64, 80, 128, 256, 960, 1024, 3072, 8192], [72, 336, 1088, 8704]),
+    ("gated_norm", "at least 4 of them, or up to 16 where 64 does not divide", gated_norm.supports, NORMED, "vectors",
+     [4, 5], [3]),
+    ("gated_norm", "at least 4 of them, or up to 16 where 64 does not divide", gated_norm.supports,
+     dataclasses.replace(NORMED, dim=80), "vectors", [16, 17], [15]),
+    ("gated_norm", "groups in fours, or one, where 512 does not", gated_norm.supports, GROUPS, "groups", [1, 4, 8],
+     [2]),
+    ("gated_norm", "groups in fours, or one, where 512 does not", gated_norm.supports,
+     dataclasses.replace(GROUPS, dim=1024), "groups", [2], []),
+    ("gated_norm", "float32 or bfloat16", gated_norm.supports, NORMED, "out", [F32, BF16], [F16]),
+    ("gated_norm", "a multiple of 128", norm_on_tpu, NORMED, "dim", [128, 256], [64]),
+    ("gated_norm", "not of groups", norm_on_tpu, NORMED, "form", ["head"], ["gated", "gated after"]),
     ("append_and_attend", "head_dim 64, 128 or 256", paged, PAGES, "head_dim", [64, 128, 256], [96, 512]),
     ("append_and_attend", "pages of 8, 16, 32 or 64 tokens", paged, PAGES, "page_size", [8, 16, 32, 64], [4, 128]),
     ("append_and_attend", "in bfloat16 or float16", paged, PAGES, "dtype", [BF16, F16], [F32]),
@@ -164,11 +191,9 @@ def test_a_kernel_takes_what_the_page_says_and_nothing_beyond(operation, words, 
 
 
 def test_what_prepare_refuses_beside_its_sizes():
-    assert "a convolution of width 4, tokens in sequence (no trees)" in rows()["prepare"]
+    assert "key_dim and value_dim 128, key heads in fours, a convolution of width 4" in rows()["prepare"]
     assert prepared(PREPARED) is None
-    assert all(
-        prepared(PREPARED, **wrong) for wrong in ({"key_dim": 64, "value_dim": 64}, {"width": 3}, {"tree": True})
-    )
+    assert all(prepared(PREPARED, **wrong) for wrong in ({"key_dim": 64, "value_dim": 64}, {"width": 3}))
 
 
 def test_the_page_has_every_operation_of_the_table():

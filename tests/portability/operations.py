@@ -26,7 +26,7 @@ from jaxbuf.pallas.dispatch import KERNELS
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.recurrence.chunked import chunked
 from jaxbuf.recurrence.convolution import extend_ring, init_ring
-from jaxbuf.recurrence.gated_norm import gated_norm
+from jaxbuf.recurrence.gated_norm import gated_norm, grouped_norm
 from jaxbuf.recurrence.prepare import Weights, prepare
 from jaxbuf.recurrence.put import put_rows
 from jaxbuf.target import Target, as_target, lowering_for
@@ -144,14 +144,16 @@ def preparing(spec: RecurrenceSpec, time: int = 1) -> Case:
     channels = 2 * spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
     ring = jax.eval_shape(lambda: init_ring(slots=ROWS, max_pending=8, channels=channels, width=4, dtype=jnp.bfloat16))
     heads = shape(spec.heads, dtype=jnp.float32)
-    gate = shape(ROWS, time, spec.heads, dtype=jnp.float32)
+    gate, decays = shape(ROWS, time, spec.heads, dtype=jnp.float32), spec.decay_shape(ROWS, time)
+    assert decays is not None
 
     def run(ring, weights, qkv, a, b, start, lengths, **how):
         where = {"slots": SLOTS, "start": start, "lengths": lengths}
         return prepare(spec, weights, ring, qkv, a, b, **where, **how)
 
-    weights = Weights(shape(channels, 4), heads, heads)
-    return Case(run, (ring, weights, shape(ROWS, time, channels), gate, gate, integers(ROWS), integers(ROWS)), (0,))
+    biases = shape(spec.heads * (spec.key_dim if spec.decay == "channel" else 1), dtype=jnp.float32)
+    weights, decay = Weights(shape(channels, 4), heads, biases), shape(*decays, dtype=jnp.float32)
+    return Case(run, (ring, weights, shape(ROWS, time, channels), decay, gate, integers(ROWS), integers(ROWS)), (0,))
 
 
 def convolving(channels: int, time: int = 1) -> Case:
@@ -170,6 +172,11 @@ def putting(pool: jax.ShapeDtypeStruct, rows: int) -> Case:
 def norming(heads: int, dim: int) -> Case:
     arrays = shape(ROWS, 1, heads, dim), shape(ROWS, 1, heads * dim), shape(dim)
     return Case(functools.partial(gated_norm, eps=1e-6), arrays)
+
+
+def norming_groups(heads: int, dim: int, groups: int) -> Case:
+    arrays = shape(ROWS, 1, heads, dim), shape(ROWS, 1, heads * dim), shape(heads * dim)
+    return Case(functools.partial(grouped_norm, groups=groups, eps=1e-5, form="gated"), arrays)
 
 
 def attending(heads: int, kv_heads: int, head_dim: int, time: int = 1, *, tree: bool = False, rows: int = ROWS) -> Case:
@@ -246,6 +253,7 @@ ALL_CASES: dict[str, dict[str, Callable[[], Case]]] = {
         "Gated DeltaNet (Qwen3.5-4B)": functools.partial(preparing, QWEN),
         "Gated DeltaNet, 5 tokens": functools.partial(preparing, QWEN, 5),
         "Gated DeltaNet, one of 8 devices": functools.partial(preparing, FAMILIES["Gated DeltaNet, one of 8 devices"]),
+        "Kimi Delta Attention (Kimi-Linear), 5 tokens": functools.partial(preparing, KIMI, 5),
     },
     "convolve": {
         "Mamba-2 (Nemotron-3-Nano-4B)": functools.partial(convolving, 96 * 80 + 2 * 8 * 128),
@@ -263,6 +271,8 @@ ALL_CASES: dict[str, dict[str, Callable[[], Case]]] = {
         "32 heads of 128 (Qwen3.5-4B)": functools.partial(norming, 32, 128),
         "4 heads of 128, one of 8 devices": functools.partial(norming, 4, 128),
         "16 heads of 64": functools.partial(norming, 16, 64),
+        "8 groups of 960 (Nemotron-3-Nano-4B)": functools.partial(norming_groups, 96, 80, 8),
+        "a group of 8192 (Granite-4.0-H-Small)": functools.partial(norming_groups, 128, 64, 1),
     },
     "project": {"Qwen3.5-4B": functools.partial(projecting, 2560)},
     "gated_project": {

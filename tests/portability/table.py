@@ -29,6 +29,8 @@ RUN_BY = {
     "extend": "a_step_is_xlas",
     "fold": "a_step_is_xlas",
     "experts": "experts_are_",
+    "convolve": "convolutions_are_",
+    "gated_norm": "gated_norms_are_",
     "append_and_attend_latent": "latent_attention_is_",
 }
 RECORDS = {"gpu": "gpu_checks*.json", "tpu": "tpu_checks*.json"}

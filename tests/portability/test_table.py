@@ -66,10 +66,12 @@ def test_lines_of_some_operations_replace_what_is_kept_of_them_alone(record):
 
 
 def test_a_line_is_found_without_the_compiler():
-    line = check("gated_norm", "16 heads of 64", "gpu", "Hopper")
-    assert not line["kernel"] and words(line) == "XLA: it needs value_dim 128, got 64"
+    line = check("prepare", "Gated DeltaNet, one of 8 devices", "gpu", "Hopper")
+    assert not line["kernel"] and words(line) == "XLA: it needs key heads in fours, got 2"
     line = check("gated_norm", "32 heads of 128 (Qwen3.5-4B)", "gpu", "Hopper")
     assert line["lowered"] and line["interpreted"] == "tests/pallas/test_gated_norm.py"
+    assert words(line).startswith("kernel: interpreted, lowered")
+    line = check("prepare", "Gated DeltaNet (Qwen3.5-4B)", "gpu", "Hopper")
     assert words(line).startswith("kernel: interpreted, lowered, run 20")
 
 

@@ -1,5 +1,7 @@
 """What stands between the projections and the recurrence, against a float64 definition."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,11 +41,16 @@ def norms(x):
     return np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def definition(spec, weights, qkv, a, b):
+def definition(spec, weights, qkv, a, b, lower_bound=None):
     """float64: q, k, v, log_decay and beta of whole sequences."""
     convolution, A_log, dt_bias = (float64(x) for x in weights)
     q, k, v = by_head(spec, silu(convolve(qkv, convolution)))
-    log_decay = -np.exp(A_log) * np.logaddexp(0, float64(a) + dt_bias)
+    rate, a = np.exp(A_log), float64(a)
+    if spec.decay == "channel":
+        rate, dt_bias = rate[:, None], dt_bias.reshape(spec.heads, spec.key_dim)
+    log_decay = -rate * np.logaddexp(0, a + dt_bias)
+    if lower_bound is not None:
+        log_decay = lower_bound / (1 + np.exp(-rate * (a + dt_bias)))
     return q / norms(q) / np.sqrt(spec.key_dim), k / norms(k), v, log_decay, 1 / (1 + np.exp(-float64(b)))
 
 
@@ -85,6 +92,24 @@ def empty_ring():
 def test_whole_sequences_are_the_definition(weights, raw):
     for found, expected in zip(prepare_sequence(SPEC, weights, *raw), definition(SPEC, weights, *raw), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_decays_of_key_channels_are_the_definition(weights, raw, rng, lower_bound):
+    spec = dataclasses.replace(SPEC, decay="channel")
+    weights = weights._replace(dt_bias=jnp.asarray(rng.standard_normal(spec.heads * spec.key_dim), jnp.float32))
+    qkv, _, b = raw
+    a = jnp.asarray(rng.standard_normal(spec.decay_shape(ROWS, TIME)), jnp.float32)
+    expected = definition(spec, weights, qkv, a, b, lower_bound)
+    for x, y in zip(prepare_sequence(spec, weights, qkv, a, b, lower_bound=lower_bound), expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6, rtol=2e-5)
+    assert lower_bound is None or expected[3].min() >= lower_bound
+    # And the first step of a ring.
+    where = {"slots": jnp.arange(1, ROWS + 1), "start": jnp.zeros(ROWS, jnp.int32), "lengths": jnp.full(ROWS, 2)}
+    step = (x[:, :2] for x in (qkv, a, b))
+    found, _ = prepare(spec, weights, empty_ring(), *step, **where, lower_bound=lower_bound)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y[:, :2], atol=2e-6, rtol=2e-5)
 
 
 def test_half_precision_inputs_give_half_precision_and_float32_gates(weights, raw):
@@ -159,7 +184,9 @@ def test_branches_of_a_tree_are_the_sequences_they_continue(weights, raw):
         ({"convolution": (43, 4)}, r"convolution must be \[44, width\], got shape \(43, 4\)"),
         ({"ring": (4, 7, 1, 43)}, r"ring must be \[slots \+ 1, ring, 1, 44\], got shape \(4, 7, 1, 43\)"),
         ({"start": (3,)}, r"start must be int32 \[3\], one number a row, got float32 \(3,\)"),
-        ({"decay": "none"}, """spec.decay must be "head", got 'none'"""),
+        ({"decay": "none"}, """spec.decay must be "head" or "channel", got 'none'"""),
+        ({"decay": "channel"}, r"a must be float32 \(3, 4, 4, 6\), got float32 \(3, 4, 4\)"),
+        ({"decay": "channel", "a": (3, 4, 4, 6)}, r"dt_bias must be float32 \(24,\), got float32 \(4,\)"),
         ({"implementation": "tpu"}, 'implementation="tpu" can not serve this prepare: its kernel is written for TPUs'),
     ],
 )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbuf.axes import Array, Float, Float32
+from jaxbuf.axes import Array, Float
 from jaxbuf.models.layers import (
     Initializer,
     linear,
@@ -24,7 +24,7 @@ from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.models.projections import Summands, project
 from jaxbuf.models.tensor_parallel import Part
 from jaxbuf.recurrence.gated_norm import gated_norm
-from jaxbuf.recurrence.prepare import l2_normalise
+from jaxbuf.recurrence.prepare import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,28 +62,13 @@ class KimiDeltaAttention(RecurrentMixer):
             qkv, decay, z, b = products
             if p.decay_up is not None and p.gate_up is not None:
                 decay, z = linear_float32(decay, p.decay_up), linear(z, p.gate_up)
-        with jax.named_scope("convolution"):
-            mixed, memory = plan.convolve(memory, p.conv1d[...], qkv)
-            keys = spec.key_heads * spec.key_dim
-            q, k, v = jnp.split(jax.nn.silu(mixed), [keys, 2 * keys], axis=-1)
-            q, k = (y.reshape(rows, time, spec.key_heads, spec.key_dim) for y in (q, k))
-            q, k = l2_normalise(q, scale=spec.key_dim**-0.5), l2_normalise(k)
-            v = v.reshape(rows, time, spec.heads, spec.value_dim)
-            log_decay = self._log_decay(p, decay.reshape(rows, time, spec.heads, spec.key_dim))
-        out, memory = plan.recur(memory, spec, q, k, v, log_decay, jax.nn.sigmoid(b))
+        weights = Weights(p.conv1d[...], p.A_log[...].reshape(spec.heads), p.dt_bias[...])
+        decay = decay.reshape(rows, time, spec.heads, spec.key_dim)
+        inputs, memory = plan.prepare(memory, spec, weights, qkv, decay, b, lower_bound=self.lower_bound)
+        out, memory = plan.recur(memory, spec, *inputs)
         out = gated_norm(out, z, p.norm[...], eps=self.eps, activation="sigmoid", target=plan.target)
         with jax.named_scope("output"):
             return output(out, p.out_proj, None, self.devices, plan.target), memory
-
-    def _log_decay(
-        self, p: "KimiDeltaAttentionParameters", x: Float32[Array, "rows time heads key_dim"]
-    ) -> Float32[Array, "rows time heads key_dim"]:
-        heads = self.spec.heads
-        rate = jnp.exp(p.A_log[...]).reshape(1, 1, heads, 1)
-        x = x + p.dt_bias[...].reshape(1, 1, heads, self.spec.key_dim)
-        if self.lower_bound is None:
-            return -rate * jax.nn.softplus(x)
-        return self.lower_bound * jax.nn.sigmoid(rate * x)
 
 
 class KimiDeltaAttentionParameters(nnx.Module):

@@ -25,6 +25,8 @@ from jaxbuf.models.layers import (
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
 from jaxbuf.models.projections import Summands, product_float32
 from jaxbuf.models.tensor_parallel import Part, add_devices
+from jaxbuf.recurrence.gated_norm import grouped_norm
+from jaxbuf.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,19 +74,16 @@ class Mamba2(RecurrentMixer):
         with jax.named_scope("projections"):
             z, mixed, raw_step = self._project(p, scaled(x, self.input_scale))
         with jax.named_scope("convolution"):
-            mixed, memory = plan.convolve(memory, p.conv1d[...], mixed)
-            if p.conv1d_bias is not None:
-                mixed = mixed + p.conv1d_bias[...][None, None]
+            bias = None if p.conv1d_bias is None else p.conv1d_bias[...]
             keys = spec.key_heads * spec.key_dim
-            values, b, c = jnp.split(jax.nn.silu(mixed), [self.inner, self.inner + keys], axis=-1)
+            (values, b, c), memory = plan.convolve(memory, p.conv1d[...], bias, mixed, (self.inner, keys, keys))
         values = values.reshape(batch, time, spec.heads, spec.value_dim)
         b, c = (y.reshape(batch, time, spec.key_heads, spec.key_dim) for y in (b, c))
         step = jnp.clip(jax.nn.softplus(raw_step + p.dt_bias[...][None, None]), self.least_step, self.most_step)
         log_decay = -jnp.exp(p.A_log[...])[None, None] * step
         out, memory = plan.recur(memory, spec, c, b, values, log_decay, step)
-        out = out + (p.D[...][None, None, :, None] * values.astype(jnp.float32)).astype(out.dtype)
         with jax.named_scope("output"):
-            out = self._norm(out.reshape(batch, time, self.inner), z, p.norm)
+            out = self._norm(out, z, p.norm, p.D[...], values, plan.target)
             return output(out, p.out_proj, p.out_bias, self.devices, plan.target, self.output_scale), memory
 
     def _project(self, p: "Mamba2Parameters", x: Array) -> tuple[Array, Array, Array]:
@@ -101,19 +100,21 @@ class Mamba2(RecurrentMixer):
             mixed = mixed * jnp.asarray(scales, mixed.dtype)[None, None]
         return scaled(both[..., : self.inner], of_z), mixed, scaled(step, of_step)
 
-    def _norm(self, out: Array, z: Array, weight: nnx.Param | None) -> Array:
-        """What is projected: out with the gate and the norm, in float32; returns out's dtype."""
-        gate = jax.nn.silu(z.astype(jnp.float32))
-        wide = out.astype(jnp.float32)
-        if weight is None:
-            return (wide * gate).astype(out.dtype)
-        wide = wide * gate if self.norm == "gated" else wide
-        grouped = wide.reshape(*out.shape[:2], self.spec.key_heads, -1)
-        squares = jnp.mean(grouped * grouped, axis=-1, keepdims=True)
-        squares = add_devices(squares, self.devices, among=self.same_key_head) / self.same_key_head
-        scale = jax.lax.rsqrt(squares + self.eps)
-        wide = (grouped * scale).reshape(out.shape) * weight[...].astype(jnp.float32)[None, None]
-        return (wide if self.norm == "gated" else wide * gate).astype(out.dtype)
+    def _norm(
+        self, out: Array, z: Array, weight: nnx.Param | None, D: Array, values: Array, target: Target | None
+    ) -> Array:
+        """What is projected: out + D · values with the gate and the norm, in float32; returns out's dtype."""
+        if weight is None or self.norm is None:
+            out = out + (D[None, None, :, None] * values.astype(jnp.float32)).astype(out.dtype)
+            wide = out.reshape(z.shape).astype(jnp.float32)
+            return (wide * jax.nn.silu(z.astype(jnp.float32))).astype(out.dtype)
+        among = self.same_key_head
+
+        def average(squares):
+            return add_devices(squares, self.devices, among=among) / among
+
+        how = {"groups": self.spec.key_heads, "eps": self.eps, "form": self.norm, "skip": (D, values), "target": target}
+        return grouped_norm(out, z, weight[...], **how, average=average if among > 1 else None)
 
 
 class Mamba2Parameters(nnx.Module):

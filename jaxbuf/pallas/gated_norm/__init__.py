@@ -1,6 +1,8 @@
-"""The kernels of `gated_norm`, and what they can serve."""
+"""The kernels of `gated_norm` and `grouped_norm`, and what they can serve."""
 
 import importlib
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,30 +19,39 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def supports(call: Call, *, value_dim: int, platform: str = "gpu") -> str | None:
-    """Whether a platform's kernel serves a call whose heads have `value_dim` numbers.
+def supports(call: Call, *, platform: str = "gpu") -> str | None:
+    """Whether a platform's kernel serves a call.
 
     Returns:
       None if it does; else what it needs, and what came instead.
     """
-    needs = (
-        *(_gpu_needs(call, value_dim) if platform == "gpu" else _tpu_needs(value_dim)),
+    dtypes = (
         (call.out in (jnp.float32, jnp.bfloat16), f"out in float32 or bfloat16, got {call.out.name}"),
         (call.z in (jnp.float32, jnp.bfloat16), f"z in float32 or bfloat16, got {call.z.name}"),
     )
+    needs = itertools.chain(dtypes, _gpu_needs(call) if platform == "gpu" else _tpu_needs(call))
     return next((f"it needs {need}" for met, need in needs if not met), None)
 
 
-def _gpu_needs(call: Call, value_dim: int) -> tuple[tuple[bool, str], ...]:
+def _gpu_needs(call: Call) -> Iterator[tuple[bool, str]]:
     from jaxbuf.pallas.gated_norm import gpu
 
-    return (
-        (value_dim == gpu.DIM, f"value_dim {gpu.DIM}, got {value_dim}"),
-        (call.heads % gpu.HEADS == 0, f"rows · time · heads in fours, got {call.heads}"),
-    )
+    lengths = (gpu.SHORTEST, gpu.SHORT), (gpu.MIDDLE, gpu.MIDDLEST), (gpu.LONG, gpu.LONGEST)
+    fits = any(call.dim % step == 0 and 0 < call.dim <= most for step, most in lengths)
+    in_steps = ", ".join(f"of {step} up to {most}" for step, most in lengths)
+    many, each = ("heads", "value_dim") if call.form == "head" else ("groups", "channels of a group")
+    yield fits, f"{each} in multiples {in_steps}, got {call.dim}"
+    together, _ = gpu.share(call)
+    yield call.vectors >= together, f"rows · time · {many} at least {together} for {call.dim}, got {call.vectors}"
+    in_blocks = call.groups == 1 or not together or call.groups % together == 0
+    if call.values is not None:
+        yield call.values in (jnp.float32, jnp.bfloat16), f"values in float32 or bfloat16, got {call.values.name}"
+        yield call.value_dim % gpu.PIECE == 0, f"value_dim in multiples of {gpu.PIECE}, got {call.value_dim}"
+    yield in_blocks, f"one group of {call.dim}, or a multiple of {together}, got {call.groups}"
 
 
-def _tpu_needs(value_dim: int) -> tuple[tuple[bool, str], ...]:
+def _tpu_needs(call: Call) -> Iterator[tuple[bool, str]]:
     from jaxbuf.pallas.gated_norm import tpu
 
-    return ((value_dim % tpu.LANES == 0, f"a value_dim that is a multiple of {tpu.LANES}, got {value_dim}"),)
+    yield call.form == "head", "a norm of each head, not of groups of channels"
+    yield call.dim % tpu.LANES == 0, f"a value_dim that is a multiple of {tpu.LANES}, got {call.dim}"

@@ -18,6 +18,7 @@ class Convolution:
       dtype: The dtype of inputs and outputs.
       stored: The ring's dtype.
       tree: Whether a token may follow another than the one before it.
+      parts: Channels of each of the arrays that the output is; none: it is one.
     """
 
     rows: int
@@ -28,6 +29,7 @@ class Convolution:
     dtype: np.dtype
     stored: np.dtype
     tree: bool
+    parts: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Call(Convolution):
     Attributes:
       heads, key_heads, key_dim, value_dim: As in `RecurrenceSpec`.
       eps: What is added to the sum of squares in the norms of q and k.
-      ordered: Whether the ring has a list of its rows, as where trees are served.
+      decay: As in `RecurrenceSpec`: a decay for each head, or for each key channel of it.
+      lower_bound: As in `jaxbuf.recurrence.prepare.prepare_sequence`.
     """
 
     heads: int
@@ -45,7 +48,8 @@ class Call(Convolution):
     key_dim: int
     value_dim: int
     eps: float
-    ordered: bool
+    decay: str = "head"
+    lower_bound: float | None = None
 
     @property
     def all_heads(self) -> int:

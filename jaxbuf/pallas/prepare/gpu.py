@@ -22,12 +22,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.prepare.call import Call
+from jaxbuf.pallas.prepare.gpu_inputs import convolve, find_row, read_windows, select, sigmoid
 from jaxbuf.pallas.threads import COMPILER, load, store
 
 HEADS = 4  # heads that a block serves, one with each warp
 DIM = 128  # channels of a head, four for each thread
 WIDTH = 4  # taps of a channel
-MOST_TOKENS = 16  # new tokens of a row
 
 # The layouts of taps [HEADS, DIM, WIDTH], of channels [HEADS, DIM] and of numbers [HEADS]. A thread reads the taps of a
 # channel at once, so that its four channels lie 32 apart.
@@ -43,6 +43,8 @@ def prepare(
     inputs: tuple[Array, Array, Array],
     integers: tuple[Array, Array, Array],
     *,
+    order: Array | None = None,
+    parents: Array | None = None,
     interpret: bool = False,
 ) -> tuple[tuple[Array, ...], Array]:
     """`jaxbuf.recurrence.prepare.prepare`; `supports` says for which sizes.
@@ -50,76 +52,91 @@ def prepare(
     Args:
       call: The call's sizes and dtypes.
       ring: [slots + 1, call.ring, channels / 128, 128]. It is written in place.
-      weights: The convolution's [channels, 4], A_log and dt_bias f32 [heads].
-      inputs: qkv [rows, T, channels]; a and b f32 [rows, T, heads].
+      weights: The convolution's [channels, 4]; A_log f32 [heads]; dt_bias f32 [heads], or [heads · 128] for decays of
+        key channels.
+      inputs: qkv [rows, T, channels]; a and b f32 [rows, T, heads], but a [rows, T, heads, 128] for decays of key
+        channels.
       integers: slots, start and lengths, int32 [rows].
+      order: int32 [slots + 1, call.ring], or None.
+      parents: int32 [rows, T], or None.
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
-      q and k [rows, T, key_heads, 128] and v [rows, T, heads, 128] in call.dtype, log_decay and beta
-      f32 [rows, T, heads]; and the ring.
+      q and k [rows, T, key_heads, 128] and v [rows, T, heads, 128] in call.dtype, log_decay in the shape
+      of a and beta f32 [rows, T, heads]; and the ring.
     """
     by_head = call.all_heads, DIM
-    (convolution, *rates), (qkv, *gates) = weights, inputs
+    (convolution, A_log, dt_bias), (qkv, *gates) = weights, inputs
     ref = jax.new_ref(ring)  # a head has 128 channels, and the ring rows of as many
+    rates = A_log, dt_bias.reshape(gates[0].shape[2:])
     arrays = convolution.reshape(*by_head, WIDTH), *rates, qkv.reshape(call.rows, call.time, *by_head), *gates
-    out = _kernel(call, interpret)(*integers, *arrays, ref)
+    given = {name: array for name, array in (("order", order), ("parents", parents)) if array is not None}
+    out = _kernel(call, tuple(given), interpret)(*integers, *arrays, *given.values(), ref)
     return tuple(out), jax.freeze(ref)
 
 
-def _kernel(call: Call, interpret: bool):
-    time, history = call.time, WIDTH - 1
+def _kernel(call: Call, given: tuple[str, ...], interpret: bool):
+    time = call.time
 
-    def prepare_heads(  # A profile shows this name.
-        slots, start, lengths, weight, A_log, dt_bias, qkv, a, b, ring, q_ref, k_ref, v_ref, log_decay_ref, beta_ref
-    ):
+    def spread(x: Array) -> Array:
+        """A number for each head, repeated along its channels: [HEADS, DIM]."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (HEADS, DIM), [0]), CHANNELS)
+
+    def prepare_heads(slots, start, lengths, weight, A_log, dt_bias, qkv, a, b, *refs):  # A profile shows this name.
+        *optional, ring, q_ref, k_ref, v_ref, log_decay_ref, beta_ref = refs
+        at = dict(zip(given, optional, strict=True))
         row, head = lax.axis_index("row"), HEADS * lax.axis_index("heads")
         heads = pl.ds(head, HEADS)
-        slot, first, length = slots[row], start[row], lengths[row]
-        new = [load(qkv.at[row, t, heads], CHANNELS) for t in range(time)]
+        found = find_row(call, row, slots, start, lengths, at.get("order"))
+        new, windows = read_windows(
+            call,
+            row,
+            found,
+            lambda t: load(qkv.at[row, t, heads], CHANNELS),
+            lambda place: load(ring.at[found.slot, place, heads], CHANNELS),
+            at.get("parents"),
+        )
         all_taps = load(weight.at[heads], TAPS).astype(jnp.float32)
-        past = []
-        for t in range(-history, 0):
-            position = first + t
-            inputs = ring.at[slot, lax.rem(jnp.maximum(position, 0), call.ring), heads]
-            past.append(_where((position >= 0) & (slot > 0), load(inputs, CHANNELS)))
 
         @pl.when(head >= 2 * call.key_heads)
         def _():
             own = pl.ds(head - 2 * call.key_heads, HEADS)
-            rate, bias = jnp.exp(load(A_log.at[own], HEAD)), load(dt_bias.at[own], HEAD)
+            decay_layout = HEAD if call.decay == "head" else CHANNELS
+            rate, bias = jnp.exp(load(A_log.at[own], HEAD)), load(dt_bias.at[own], decay_layout)
+            if call.decay == "channel":
+                rate = spread(rate)
             # All tokens are read before the first is written: no read has to wait for a write.
-            decays, strengths = ([load(ref.at[row, t, own], HEAD) for t in range(time)] for ref in (a, b))
+            decays = [load(a.at[row, t, own], decay_layout) for t in range(time)]
+            strengths = [load(b.at[row, t, own], HEAD) for t in range(time)]
             for t, (decay, strength) in enumerate(zip(decays, strengths, strict=True)):
-                store(log_decay_ref.at[row, t, own], -rate * _softplus(decay + bias))
-                store(beta_ref.at[row, t, own], _sigmoid(strength))
+                raw = decay + bias
+                if call.lower_bound is None:
+                    log_decay = -rate * _softplus(raw)
+                else:
+                    log_decay = np.float32(call.lower_bound) * sigmoid(rate * raw)
+                store(log_decay_ref.at[row, t, own], log_decay)
+                store(beta_ref.at[row, t, own], sigmoid(strength))
 
-        real = [(t < length) & (slot > 0) for t in range(time)]
         for t, x in enumerate(new):
 
-            @pl.when(real[t])
+            @pl.when(found.real[t])
             def _(t=t, x=x):
-                store(ring.at[slot, lax.rem(first + t, call.ring), heads], x)
+                store(ring.at[found.slot, found.places[WIDTH - 1 + t], heads], x)
 
         number = plgpu.broadcasted_iota(jnp.int32, all_taps.shape, 2, layout=TAPS)
         # These sums pick one tap each. The compiler leaves the additions out, for it knows that x + -0 is x.
         taps = [jnp.sum(jnp.where(number == i, all_taps, np.float32(-0.0)), axis=2) for i in range(WIDTH)]
-        window = [x.astype(jnp.float32) for x in (*past, *new)]
         tokens = []
-        for t in range(time):
-            y = window[t] * taps[0]
-            for i in range(1, WIDTH):
-                y = y + window[t + i] * taps[i]
-            y = y.astype(call.dtype).astype(jnp.float32)
-            tokens.append(_where(real[t], (y * _sigmoid(y)).astype(call.dtype)))
+        for t, window in enumerate(windows):
+            y = convolve(window, taps).astype(call.dtype).astype(jnp.float32)
+            tokens.append(select(found.real[t], (y * sigmoid(y)).astype(call.dtype)))
 
         def write(out_ref, first_head, scale=None):
             for t, y in enumerate(tokens):
                 if scale is not None:
                     y = y.astype(jnp.float32)
                     factor = lax.rsqrt(jnp.sum(y * y, axis=1) + np.float32(call.eps)) * np.float32(scale)
-                    factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, y.shape, [0]), CHANNELS)
-                    y = (y * factor).astype(call.dtype)
+                    y = (y * spread(factor)).astype(call.dtype)
                 store(out_ref.at[row, t, pl.ds(head - first_head, HEADS)], y)
 
         is_q, is_v = head < call.key_heads, head >= 2 * call.key_heads
@@ -131,20 +148,15 @@ def _kernel(call: Call, interpret: bool):
     keys = jax.ShapeDtypeStruct((*dims, call.key_heads, DIM), call.dtype)
     values = jax.ShapeDtypeStruct((*dims, call.heads, DIM), call.dtype)
     gate = jax.ShapeDtypeStruct((*dims, call.heads), jnp.float32)
+    decay = gate if call.decay == "head" else jax.ShapeDtypeStruct((*dims, call.heads, DIM), jnp.float32)
     return plgpu.kernel(
         prepare_heads,
-        out_type=(keys, keys, values, gate, gate),
+        out_type=(keys, keys, values, decay, gate),
         grid=(call.rows, call.all_heads // HEADS),
         grid_names=("row", "heads"),
         compiler_params=COMPILER,  # There are no barriers: no thread reads what another one wrote.
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )
-
-
-def _sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), as the square of a reciprocal root: that takes one instruction, and a division takes ten."""
-    root = lax.rsqrt(np.float32(1) + jnp.exp(-x))
-    return root * root
 
 
 def _softplus(x: Array) -> Array:
@@ -159,8 +171,3 @@ def _softplus(x: Array) -> Array:
     for odd in range(13, 1, -2):  # The ratio is at most 1/3, so the terms that are left out are below 2e-9 of the sum.
         series = (series + np.float32(1 / odd)) * square
     return jnp.maximum(x, np.float32(0)) + np.float32(2) * ratio * (series + np.float32(1))
-
-
-def _where(flag: Array, x: Array) -> Array:
-    """x if the scalar flag is set, else zeros. They are selected, not multiplied: x may be another owner's NaN."""
-    return jnp.where(jnp.broadcast_to(flag, x.shape), x, jnp.zeros_like(x))
