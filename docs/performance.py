@@ -116,6 +116,43 @@ def mamba2_layer() -> Table:
     return rows
 
 
+OTHER_FAMILIES = {
+    "kda": "Kimi Delta Attention",
+    "gla": "gated linear attention",
+    "deltanet": "DeltaNet",
+    "retention": "retention",
+}
+
+
+def families() -> Table:
+    rows = [["family", "rows", "buffered", "floor", "of the floor"]]
+    for family, title in OTHER_FAMILIES.items():
+        for batch in BATCHES:
+            if step := kernels("decode", batch, f"kernels_{family}"):
+                rows.append([title, str(batch), told(step, "us"), told(step, "floor_us"), told(step, "achieved", 2)])
+    return rows
+
+
+def heads_of_80() -> Table:
+    name, rows = "kernels_mamba2_80", [["rows", "states", "buffered", "floor", "of the floor"]]
+    for figure in record(name)["figures"]:
+        if figure["phase"] == "staggered" and figure["time"] == 1:
+            times = told(figure, "us"), told(figure, "floor_us"), told(figure, "achieved", 2)
+            rows.append([str(figure["batch"]), figure["state_dtype"], *times])
+    return rows
+
+
+def latent_attention() -> Table:
+    rows = [["rows x tokens", "jaxbuf", "floor", "of the floor", "XLA"]]
+    for figure in record("attention_latent")["figures"]:
+        if figure["implementation"] == "gpu":
+            case = {key: figure[key] for key in ("batch", "context", "time")}
+            times = told(figure, "us"), told(figure, "floor_us"), told(figure, "achieved", 2)
+            other = told(find("attention_latent", implementation="xla", **case), "us")
+            rows.append([f"{figure['batch']} x {figure['context']:,}", *times, other])
+    return rows
+
+
 def kv_only() -> Table:
     rows = [["entries of each KV-only row", "us", "floor, us", "of the floor"]]
     for figure in record("kernels_kv")["figures"]:
@@ -395,6 +432,21 @@ SECTIONS = (
         "No peer was timed in these runs.",
     ),
     Section(
+        "One layer's step of Mamba-2 with heads of 80",
+        "Sizes of Nemotron-3-Nano-4B (96 heads of 80, 8 groups, states of 128 numbers); microseconds.",
+        ("kernels_mamba2_80",),
+        heads_of_80,
+    ),
+    Section(
+        "One layer's step of other families",
+        "32 heads of 128, states of 128 numbers, one token a step; microseconds. The first two have a decay for each "
+        "key channel, which is half of an entry's bytes.",
+        tuple(f"kernels_{family}" for family in OTHER_FAMILIES),
+        families,
+        (("kernels_kda.png", "Kimi Delta Attention's step against its bytes."),),
+        "No peer was timed in these runs.",
+    ),
+    Section(
         "Rows without a checkpoint",
         "128 rows of the Gated DeltaNet layer, of which half are KV-only: they read their entries and no checkpoint.",
         ("kernels_kv",),
@@ -408,6 +460,13 @@ SECTIONS = (
         ("attention", "attention_llama"),
         attention,
         (("attention.png", "A softmax layer's step against the bytes of its keys and values."),),
+    ),
+    Section(
+        "Latent attention's step",
+        "Kimi-Linear's sizes: 32 heads on a latent of 512 numbers with 64 for positions, bfloat16, one new token, "
+        "behind the projections; microseconds. The floor is the larger of the bytes' time and the products'.",
+        ("attention_latent",),
+        latent_attention,
     ),
     Section(
         "Routed experts",
