@@ -8,7 +8,8 @@ half as much work again for the tensor cores, which are busy two thirds of the t
 the pages of block after block, and appends the new tokens.
 
 New tokens are not read from the pages. They are a block of their own before an item's first one, from the launch's
-inputs: it is multiplied while the first pages are on their way.
+inputs: it is multiplied while the first pages are on their way. Where a row has one new token and few queries, the
+token comes with the queries and lies behind them, so that it takes no block's place: all are for pages from the start.
 
 An item is a row. More than 64 queries (tokens times heads) are tiles of 64, which the workers of a group read the same
 blocks for at the same time, so that the L2 cache has them for all but the first. Groups read equal shares of the blocks
@@ -42,6 +43,7 @@ from jaxbuf.pallas.attend.call import (
     FIRST_BLOCK,
     FIRST_ROW,
     KEYS,
+    REAL,
     SEGMENTS,
     TILE,
     Call,
@@ -58,6 +60,7 @@ from jaxbuf.pallas.attend.gpu_parts import (
     block_pages,
     clear,
     filled,
+    index,
     join_segments,
     multiply_keys,
     share,
@@ -96,6 +99,19 @@ class Arrangement:
         return self.rank // 2
 
     @property
+    def query_rows(self) -> int:
+        """Rows of a tile of queries; tiles have rows by eight."""
+        return min(TILE, -(-self.call.queries // 8) * 8)
+
+    @property
+    def beside(self) -> bool:
+        """Whether new tokens lie behind the queries.
+
+        They are multiplied with all that lies there, of which some may be NaN: the queries of another token.
+        """
+        return self.call.time == 1 and self.query_rows + 8 <= TILE
+
+    @property
     def ring(self) -> int:
         """Blocks that are in shared memory at once."""
         row = self.call.head_dim * self.call.dtype.itemsize
@@ -128,11 +144,14 @@ def append_and_attend(
     call, rank = plan.call, plan.rank
     pool = jax.new_ref(pages.reshape(-1, call.head_dim))
     q = q.reshape(call.rows, call.queries, call.head_dim)
-    # Tiles have rows by eight; several are copied whole.
-    whole = call.tiles * TILE if call.tiles > 1 else -(-call.queries // 8) * 8
-    q, latents = (
-        jnp.pad(x, ((0, 0), (0, n - x.shape[1]), (0, 0))) for x, n in ((q, whole), (latents, -(-call.time // 8) * 8))
-    )
+    if plan.beside:
+        real = integers.rows[:, REAL] > 0
+        asked = real | (integers.rows[:, END] > 0)  # The others see nothing, whatever their queries are.
+        q, token = (jnp.where(some[:, None, None], x, 0) for some, x in ((asked, q), (real, latents)))
+        q = jnp.concatenate([_pad(q, plan.query_rows), _pad(token, 8)], axis=1)
+    else:  # Several tiles are copied whole.
+        q = _pad(q, call.tiles * TILE if call.tiles > 1 else plan.query_rows)
+    latents = _pad(latents, -(-call.time // 8) * 8)
     order = () if integers.order is None else (integers.order,)
     given = integers.table, integers.rows, integers.append, integers.visible, integers.workers, *order, q, latents
     out, parts, sums = _attend_latents(plan, interpret)(*given, pool)
@@ -140,6 +159,11 @@ def append_and_attend(
     join_segments(plan.groups, call.queries, rank, call.dtype, _join_place, interpret)(integers.joins, parts, sums, out)
     out = jax.freeze(out).reshape(call.rows, call.time, call.heads, rank)
     return out, jax.freeze(pool).reshape(pages.shape)
+
+
+def _pad(x: Array, n: int) -> Array:
+    """x [rows, m, latent] with zeros behind: [rows, n, latent]."""
+    return jnp.pad(x, ((0, 0), (0, n - x.shape[1]), (0, 0)))
 
 
 def _part(group: Array, begins: Array) -> Array:
@@ -231,7 +255,8 @@ def _attend_latents(plan: Arrangement, interpret: bool):
         integers = table, rows, order, visible
 
         def each_segment(function: Callable[[Segment, Any], Any]) -> Any:
-            """Calls a function with each segment, and with how many blocks and segments there were before."""
+            """Calls a function with each segment, and with how many blocks were brought before, and how many units and
+            segments there were."""
 
             def step(_, carry):
                 row, first, left, state = carry
@@ -241,7 +266,7 @@ def _attend_latents(plan: Arrangement, interpret: bool):
                 return row + 1, jnp.int32(0), left - count, state
 
             begin = shares[group, FIRST_ROW], shares[group, FIRST_BLOCK], shares[group, COUNT]
-            state = jnp.int32(0), jnp.int32(0)
+            state = (jnp.int32(0),) * 3
             return lax.fori_loop(0, shares[group, SEGMENTS], step, (*begin, state))[-1]
 
         def set_registers(which: int, action) -> None:
@@ -284,7 +309,7 @@ def _attend_latents(plan: Arrangement, interpret: bool):
             plgpu.Barrier(num_arrivals=call.block_pages, num_barriers=plan.ring),
             plgpu.Barrier(num_arrivals=2, num_barriers=plan.ring),
             plgpu.Barrier(),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(),
             plgpu.Barrier(),
         ],
@@ -298,24 +323,27 @@ def _bring(worker: Worker, integers, inputs, pool, segment: Segment, state):
 
     The state is as in `each_segment`.
     """
-    call, memory, (table, append), (q, new) = worker.plan.call, worker.memory, integers, inputs
-    block, number = state
+    plan, memory, (table, append), (q, new) = worker.plan, worker.memory, integers, inputs
+    call, (block, units, number) = plan.call, state
     row, begins, first = segment.row, segment.first == 0, jnp.maximum(segment.first, 1)
 
     def pages_of(unit: Array) -> tuple[Array, ...]:
         return tuple(block_pages(call, table, row, jnp.maximum(unit - 1, 0)))
 
     def await_free(block, free) -> None:
-        pl.when(block >= worker.plan.ring)(lambda: plgpu.barrier_wait(free))
+        pl.when(block >= plan.ring)(lambda: plgpu.barrier_wait(free))
 
     pages = pages_of(first)  # on their way before anything is waited for
 
-    @pl.when(begins)
-    def _():
-        target, full, free = worker.block(block)
-        await_free(block, free)
-        for _ in range(call.block_pages):  # The barrier counts copies: as many as of pages, all the same.
+    if not plan.beside:
+
+        @pl.when(begins)
+        def _():
+            target, full, free = worker.block(block)
+            await_free(block, free)
             plgpu.copy_gmem_to_smem(new.at[row], target.at[pl.ds(0, new.shape[1])], full)
+            for _ in range(call.block_pages - 1):  # The barrier counts the copies of pages.
+                plgpu.barrier_arrive(full)
 
     pl.when(number >= 1)(lambda: plgpu.barrier_wait(memory.queries_free))
     size = min(TILE, q.shape[1])
@@ -331,16 +359,17 @@ def _bring(worker: Worker, integers, inputs, pool, segment: Segment, state):
             plgpu.copy_gmem_to_smem(source, target.at[pl.ds(i * call.page_size, call.page_size)], full)
         return block + 1, pages_of(jnp.minimum(unit + 1, segment.until - 1))
 
-    block, _ = lax.fori_loop(first, segment.until, bring_block, (block + begins.astype(jnp.int32), pages))
+    block = block if plan.beside else block + begins.astype(jnp.int32)
+    block, _ = lax.fori_loop(first, segment.until, bring_block, (block, pages))
 
     @pl.when(begins & (worker.tile == 0))
     def _():
         store_vectors(new.at[row], pool, [append[row, t] for t in range(call.time)], worker.interpret)
 
-    return block, number + 1
+    return block, units, number + 1
 
 
-def _await_used(worker: Worker, blocks: Array, segments: Array) -> None:
+def _await_used(worker: Worker, blocks: Array, _, segments: Array) -> None:
     """Waits until everything that was brought was used."""
 
     def wait(i, _):
@@ -350,9 +379,9 @@ def _await_used(worker: Worker, blocks: Array, segments: Array) -> None:
     pl.when(segments >= 1)(lambda: plgpu.barrier_wait(worker.memory.queries_free))
 
 
-def _await_last(worker: Worker, blocks: Array, segments: Array) -> None:
+def _await_last(worker: Worker, _, units: Array, segments: Array) -> None:
     """Waits until the last weights and factors were used."""
-    pl.when(blocks + segments > 0)(lambda: plgpu.barrier_wait(worker.memory.heard))
+    pl.when(units + segments > 0)(lambda: plgpu.barrier_wait(worker.memory.heard))
 
 
 def _units(segment: Segment, clean: Array) -> tuple[tuple[Kind, Any, Any], ...]:
@@ -367,10 +396,10 @@ def _weigh(worker: Worker, integers, found, segment: Segment, state):
 
     The state is as in `each_segment`.
     """
-    plan, memory, (table, rows, order, visible), (block, number) = worker.plan, worker.memory, integers, state
+    plan, memory, rows, (block, units, number) = worker.plan, worker.memory, integers[1], state
     call, half, interpret, row = plan.call, plan.half, worker.interpret, segment.row
     scale = np.float32(plan.scale * math.log2(math.e))
-    sight = Sight(call, table, rows, order, visible, row, rows[row, END], worker.tile * TILE)
+    sight = _sight(worker, integers, row)
     plgpu.barrier_wait(memory.queries_full)
 
     def tell(factors: Array, weights: Array | None, count: Array) -> None:
@@ -383,32 +412,40 @@ def _weigh(worker: Worker, integers, found, segment: Segment, state):
         plgpu.barrier_arrive(memory.told)
 
     def add_block(kind: Kind, unit, carry):
-        highest, total, out, block = carry
-        latents, full, free = worker.block(block)
-        values = latents.at[:, pl.ds(0, half)]
-        plgpu.barrier_wait(full)
+        highest, total, out, block, units = carry
+        beside = plan.beside and kind is Kind.NEW
         # From row 0, which the compiler does not know: it would compute the addresses of all parts of the queries once,
         # and then spill them.
-        queries = memory.queries.at[pl.ds(jnp.minimum(block, 0) * TILE, TILE)]
+        queries = memory.queries.at[pl.ds(jnp.minimum(units, 0) * TILE, TILE)]
+        latents, full, free = (queries, None, None) if beside else worker.block(block)
+        values = latents.at[:, pl.ds(0, half)]
+        if not beside:
+            plgpu.barrier_wait(full)
         scores = multiply_keys(queries, latents, interpret) * scale
-        pl.when(unit + 1 == segment.until)(lambda: plgpu.barrier_arrive(memory.queries_free))
+        if not beside:
+            pl.when(unit + 1 == segment.until)(lambda: plgpu.barrier_arrive(memory.queries_free))
         used = None if kind is Kind.CLEAN else sight.is_used(kind, unit - 1)
         weights, kept, highest, total = weigh(scores, used, highest, total)
         weights = weights.astype(call.dtype)
-        tell(kept, weights, block + number)
+        tell(kept, weights, units + number)
         out = out * spread(kept, 0, (TILE, half))
         if kind is not Kind.CLEAN:
-            clear(values, sight.is_live(0, kind, unit - 1))
+            clear(values, live(kind, unit))
         out = add_values(out, weights, values, interpret)
+        if beside:
+            pl.when(unit + 1 == segment.until)(lambda: plgpu.barrier_arrive(memory.queries_free))
+            return highest, total, out, block, units + 1
         plgpu.barrier_arrive(free)
-        return highest, total, out, block + 1
+        return highest, total, out, block + 1, units + 1
 
-    carry = filled(MASKED, (TILE,), ROWS), filled(0, (TILE,), ROWS), filled(0, (TILE, half), WGMMA), block
+    live = functools.partial(_is_live, plan, sight)
+    none = filled(MASKED, (TILE,), ROWS), filled(0, (TILE,), ROWS), filled(0, (TILE, half), WGMMA)
+    carry = *none, block, units
     for kind, begin, until in _units(segment, rows[row, CLEAN]):
         carry = lax.fori_loop(begin, until, functools.partial(add_block, kind), carry)
-    highest, total, out, block = carry
+    highest, total, out, block, units = carry
     factor = jnp.where(segment.alone, share(total), filled(1, (TILE,), ROWS))
-    tell(factor, None, block + number)
+    tell(factor, None, units + number)
     outs, parts, sums = found
     worker.write(out * spread(factor, 0, (TILE, half)), 0, segment, outs, parts)
 
@@ -418,7 +455,7 @@ def _weigh(worker: Worker, integers, found, segment: Segment, state):
         store(sums.at[at, 0, queries], highest)
         store(sums.at[at, 1, queries], total)
 
-    return block, number + 1
+    return block, units, number + 1
 
 
 def _follow(worker: Worker, integers, found, segment: Segment, state):
@@ -426,9 +463,10 @@ def _follow(worker: Worker, integers, found, segment: Segment, state):
 
     The state is as in `each_segment`.
     """
-    plan, memory, (table, rows, order, visible), (block, number) = worker.plan, worker.memory, integers, state
+    plan, memory, rows, (block, units, number) = worker.plan, worker.memory, integers[1], state
     half, row, dims = plan.half, segment.row, (TILE, plan.half)
-    sight = Sight(plan.call, table, rows, order, visible, row, rows[row, END], worker.tile * TILE)
+    sight = _sight(worker, integers, row)
+    plgpu.barrier_wait(memory.queries_full)
 
     def hear() -> Array:
         plgpu.barrier_wait(memory.told)
@@ -436,22 +474,41 @@ def _follow(worker: Worker, integers, found, segment: Segment, state):
 
     def add_block(kind: Kind, unit, carry):
         out, block = carry
-        latents, full, free = worker.block(block)
+        beside = plan.beside and kind is Kind.NEW
+        latents, full, free = (memory.queries, None, None) if beside else worker.block(block)
         values = latents.at[:, pl.ds(half, half)]
-        plgpu.barrier_wait(full)
+        if not beside:
+            plgpu.barrier_wait(full)
         if kind is not Kind.CLEAN:  # Scores of dead keys are selected away: they may be multiplied meanwhile.
-            clear(values, sight.is_live(0, kind, unit - 1))
+            clear(values, _is_live(plan, sight, kind, unit))
         out = out * hear()
         out = add_values(out, memory.weights, values, worker.interpret)
         plgpu.barrier_arrive(memory.heard)
+        if beside:
+            return out, block
         plgpu.barrier_arrive(free)
         return out, block + 1
 
-    carry = filled(0, dims, WGMMA), block
-    for kind, begin, until in _units(segment, rows[row, CLEAN]):
-        carry = lax.fori_loop(begin, until, functools.partial(add_block, kind), carry)
+    new, *others = _units(segment, rows[row, CLEAN])
+    carry = lax.fori_loop(*new[1:], functools.partial(add_block, new[0]), (filled(0, dims, WGMMA), block))
+    plgpu.barrier_arrive(memory.queries_free)
+    for kind, *span in others:
+        carry = lax.fori_loop(*span, functools.partial(add_block, kind), carry)
     out, block = carry
     out = out * hear()
     plgpu.barrier_arrive(memory.heard)
     worker.write(out, half, segment, *found)
-    return block, number + 1
+    return block, units, number + 1
+
+
+def _sight(worker: Worker, integers, row: Array) -> Sight:
+    (table, rows, order, visible), plan = integers, worker.plan
+    first_new = plan.query_rows if plan.beside else 0
+    return Sight(plan.call, table, rows, order, visible, row, rows[row, END], worker.tile * TILE, first_new)
+
+
+def _is_live(plan: Arrangement, sight: Sight, kind: Kind, unit: Array) -> Array:
+    """bool [64, 64]: which keys of a unit may be multiplied with a weight of zero; along the first axis."""
+    if plan.beside and kind is Kind.NEW:
+        return index(0) < plan.query_rows + 8  # What lies behind was never written.
+    return sight.is_live(0, kind, unit - 1)

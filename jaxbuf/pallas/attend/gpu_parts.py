@@ -43,6 +43,7 @@ class Sight:
       row: Which row.
       end: Its END.
       first_query: The tile's first query.
+      first_new: Where the first new token lies in the block that has new tokens.
     """
 
     call: Call
@@ -53,10 +54,11 @@ class Sight:
     row: Array
     end: Array
     first_query: Any
+    first_new: int = 0
 
     def is_live(self, axis: int, kind: Kind, block: Array) -> Array:
         """bool [64, 64]: whether there is something at the place that the index along the axis numbers."""
-        inside = _index(axis)
+        inside = index(axis)
         if kind is Kind.NEW:
             return self._has_bit(filled(self.rows[self.row, REAL], SCORES, WGMMA, jnp.int32), inside)
         place = inside + block * KEYS
@@ -71,15 +73,18 @@ class Sight:
         """bool [64, 64]: whether a query sees a key."""
         if kind is Kind.NEW:
             seen = load(self.visible.at[self.row, pl.ds(self.first_query, TILE)], ROWS)
-            return self._has_bit(spread(seen, 0, SCORES), _index(1))
+            return self._has_bit(spread(seen, 0, SCORES), index(1))
         return self.is_live(1, kind, block)
 
-    def _has_bit(self, bits: Array, t: Array) -> Array:
-        """bool [64, 64]: whether bit t is set; there are none for what is no new token."""
-        return (t < self.call.time) & ((lax.shift_right_logical(bits, jnp.minimum(t, MOST_TOKENS)) & 1) > 0)
+    def _has_bit(self, bits: Array, inside: Array) -> Array:
+        """bool [64, 64]: whether the bit of the token at a place is set; there are none for what is no new token."""
+        t = inside - self.first_new if self.first_new else inside
+        is_new = (t >= 0) & (t < self.call.time) if self.first_new else t < self.call.time
+        return is_new & ((lax.shift_right_logical(bits, jnp.clip(t, 0, MOST_TOKENS)) & 1) > 0)
 
 
-def _index(axis: int) -> Array:
+def index(axis: int) -> Array:
+    """int32 [64, 64]: the index along an axis."""
     return plgpu.broadcasted_iota(jnp.int32, SCORES, axis, layout=WGMMA)
 
 
