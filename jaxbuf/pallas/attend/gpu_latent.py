@@ -9,7 +9,7 @@ the pages of block after block, and appends the new tokens.
 
 New tokens are not read from the pages. They are a block of their own before an item's first one, from the launch's
 inputs: it is multiplied while the first pages are on their way. Where a row has one new token and few queries, the
-token comes with the queries and lies behind them, so that it takes no block's place: all are for pages from the start.
+token lies between the queries, so that it takes no block's place: all are for pages from the start.
 
 An item is a row. More than 64 queries (tokens times heads) are tiles of 64, which the workers of a group read the same
 blocks for at the same time, so that the L2 cache has them for all but the first. Groups read equal shares of the blocks
@@ -51,7 +51,6 @@ from jaxbuf.pallas.attend.call import (
 )
 from jaxbuf.pallas.attend.gpu_parts import (
     MASKED,
-    ROWS,
     SHARED_MEMORY,
     WGMMA,
     Kind,
@@ -67,6 +66,7 @@ from jaxbuf.pallas.attend.gpu_parts import (
     spread,
     weigh,
 )
+from jaxbuf.pallas.attend.gpu_rows import GROUP, HALF, PITCH, REAL_ROWS, as_tile, multiply_rows, real_rows
 from jaxbuf.pallas.threads import COMPILER, load, store, store_inside, store_vectors
 
 PROCESSORS = 132  # of an H100 or H200
@@ -99,17 +99,27 @@ class Arrangement:
         return self.rank // 2
 
     @property
-    def query_rows(self) -> int:
-        """Rows of a tile of queries; tiles have rows by eight."""
-        return min(TILE, -(-self.call.queries // 8) * 8)
+    def spaced(self) -> bool:
+        """Whether there are so few queries that each thread has one (`jaxbuf.pallas.attend.gpu_rows`)."""
+        return self.call.queries <= REAL_ROWS
 
     @property
-    def beside(self) -> bool:
-        """Whether new tokens lie behind the queries.
+    def queries(self) -> int:
+        """Queries of a tile, real or padded."""
+        return REAL_ROWS if self.spaced else TILE
+
+    @property
+    def layout(self):
+        """The layout of an array of a tile's queries and a block's keys."""
+        return HALF if self.spaced else WGMMA
+
+    @property
+    def between(self) -> bool:
+        """Whether new tokens lie between the queries, behind the first group of them.
 
         They are multiplied with all that lies there, of which some may be NaN: the queries of another token.
         """
-        return self.call.time == 1 and self.query_rows + 8 <= TILE
+        return self.spaced and self.call.time == 1
 
     @property
     def ring(self) -> int:
@@ -144,13 +154,13 @@ def append_and_attend(
     call, rank = plan.call, plan.rank
     pool = jax.new_ref(pages.reshape(-1, call.head_dim))
     q = q.reshape(call.rows, call.queries, call.head_dim)
-    if plan.beside:
+    if plan.between:
         real = integers.rows[:, REAL] > 0
         asked = real | (integers.rows[:, END] > 0)  # The others see nothing, whatever their queries are.
         q, token = (jnp.where(some[:, None, None], x, 0) for some, x in ((asked, q), (real, latents)))
-        q = jnp.concatenate([_pad(q, plan.query_rows), _pad(token, 8)], axis=1)
-    else:  # Several tiles are copied whole.
-        q = _pad(q, call.tiles * TILE if call.tiles > 1 else plan.query_rows)
+        q = jnp.concatenate([_pad(q, REAL_ROWS), _pad(token, GROUP)], axis=1)
+    else:
+        q = _pad(q, call.tiles * plan.queries)
     latents = _pad(latents, -(-call.time // 8) * 8)
     order = () if integers.order is None else (integers.order,)
     given = integers.table, integers.rows, integers.append, integers.visible, integers.workers, *order, q, latents
@@ -227,19 +237,27 @@ class Worker:
         at = lax.rem(number, np.int32(self.plan.ring))
         return self.memory.blocks.at[at], self.memory.full.at[at], self.memory.free.at[at]
 
+    def multiply(self, out: Array, factors: Array) -> Array:
+        """What a warpgroup has added up, multiplied with a factor for each query."""
+        if self.plan.spaced:
+            return multiply_rows(out, factors, self.interpret)
+        return out * spread(factors, 0, out.shape)
+
     def write(self, out: Array, first_column: int, segment: Segment, outs, parts) -> None:
         """Writes what a warpgroup has added up of a segment, from a column on."""
-        first_query, column = self.tile * TILE, np.int32(first_column)
+        first_query, column, layout = self.tile * TILE, np.int32(first_column), self.plan.layout
+        if self.plan.spaced:
+            out = real_rows(out, self.interpret)
 
         @pl.when(segment.alone)
         def _():
             result = out.astype(self.plan.call.dtype)
-            store_inside(result, WGMMA, outs.at[segment.row], first_query, column, self.interpret)
+            store_inside(result, layout, outs.at[segment.row], first_query, column, self.interpret)
 
         @pl.when(~segment.alone)
         def _():
             at = _part(self.group, segment.first == 0)
-            store_inside(out, WGMMA, parts.at[at], first_query, column, self.interpret)
+            store_inside(out, layout, parts.at[at], first_query, column, self.interpret)
 
 
 def _attend_latents(plan: Arrangement, interpret: bool):
@@ -305,10 +323,10 @@ def _attend_latents(plan: Arrangement, interpret: bool):
             blocks,
             plgpu.SMEM((TILE, call.head_dim), call.dtype, transforms=transforms),
             plgpu.SMEM((TILE, KEYS), call.dtype, transforms=transforms),
-            plgpu.SMEM((TILE,), jnp.float32),
+            plgpu.SMEM((plan.queries,), jnp.float32),
             plgpu.Barrier(num_arrivals=call.block_pages, num_barriers=plan.ring),
             plgpu.Barrier(num_arrivals=2, num_barriers=plan.ring),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=REAL_ROWS // GROUP + int(plan.between) if plan.spaced else 1),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(),
             plgpu.Barrier(),
@@ -335,7 +353,7 @@ def _bring(worker: Worker, integers, inputs, pool, segment: Segment, state):
 
     pages = pages_of(first)  # on their way before anything is waited for
 
-    if not plan.beside:
+    if not plan.between:
 
         @pl.when(begins)
         def _():
@@ -346,9 +364,15 @@ def _bring(worker: Worker, integers, inputs, pool, segment: Segment, state):
                 plgpu.barrier_arrive(full)
 
     pl.when(number >= 1)(lambda: plgpu.barrier_wait(memory.queries_free))
-    size = min(TILE, q.shape[1])
-    queries = q.at[row, pl.ds(worker.tile * TILE, size)]
-    plgpu.copy_gmem_to_smem(queries, memory.queries.at[pl.ds(0, size)], memory.queries_full)
+    if plan.spaced:
+        groups = [(start, start // GROUP * PITCH) for start in range(0, REAL_ROWS, GROUP)]
+        groups += [(REAL_ROWS, GROUP)] * plan.between
+        for start, place in groups:
+            source, target = q.at[row, pl.ds(start, GROUP)], memory.queries.at[pl.ds(place, GROUP)]
+            plgpu.copy_gmem_to_smem(source, target, memory.queries_full)
+    else:
+        source = q.at[row, pl.ds(worker.tile * TILE, TILE)]
+        plgpu.copy_gmem_to_smem(source, memory.queries, memory.queries_full)
 
     def bring_block(unit, carry):
         block, pages = carry
@@ -359,7 +383,7 @@ def _bring(worker: Worker, integers, inputs, pool, segment: Segment, state):
             plgpu.copy_gmem_to_smem(source, target.at[pl.ds(i * call.page_size, call.page_size)], full)
         return block + 1, pages_of(jnp.minimum(unit + 1, segment.until - 1))
 
-    block = block if plan.beside else block + begins.astype(jnp.int32)
+    block = block if plan.between else block + begins.astype(jnp.int32)
     block, _ = lax.fori_loop(first, segment.until, bring_block, (block, pages))
 
     @pl.when(begins & (worker.tile == 0))
@@ -398,6 +422,7 @@ def _weigh(worker: Worker, integers, found, segment: Segment, state):
     """
     plan, memory, rows, (block, units, number) = worker.plan, worker.memory, integers[1], state
     call, half, interpret, row = plan.call, plan.half, worker.interpret, segment.row
+    size, layout = (plan.queries,), plan.layout.reduce(1)
     scale = np.float32(plan.scale * math.log2(math.e))
     sight = _sight(worker, integers, row)
     plgpu.barrier_wait(memory.queries_full)
@@ -413,45 +438,48 @@ def _weigh(worker: Worker, integers, found, segment: Segment, state):
 
     def add_block(kind: Kind, unit, carry):
         highest, total, out, block, units = carry
-        beside = plan.beside and kind is Kind.NEW
+        between = plan.between and kind is Kind.NEW
         # From row 0, which the compiler does not know: it would compute the addresses of all parts of the queries once,
         # and then spill them.
         queries = memory.queries.at[pl.ds(jnp.minimum(units, 0) * TILE, TILE)]
-        latents, full, free = (queries, None, None) if beside else worker.block(block)
+        place: tuple[Any, Any, Any] = (queries, None, None) if between else worker.block(block)
+        latents, full, free = place
         values = latents.at[:, pl.ds(0, half)]
-        if not beside:
+        if not between:
             plgpu.barrier_wait(full)
-        scores = multiply_keys(queries, latents, interpret) * scale
-        if not beside:
+        scores = multiply_keys(queries, latents, interpret)
+        scores = (real_rows(scores, interpret) if plan.spaced else scores) * scale
+        if not between:
             pl.when(unit + 1 == segment.until)(lambda: plgpu.barrier_arrive(memory.queries_free))
         used = None if kind is Kind.CLEAN else sight.is_used(kind, unit - 1)
-        weights, kept, highest, total = weigh(scores, used, highest, total)
+        weights, kept, highest, total = weigh(scores, used, highest, total, plan.layout)
         weights = weights.astype(call.dtype)
+        weights = as_tile(weights, interpret) if plan.spaced else weights
         tell(kept, weights, units + number)
-        out = out * spread(kept, 0, (TILE, half))
+        out = worker.multiply(out, kept)
         if kind is not Kind.CLEAN:
             clear(values, live(kind, unit))
         out = add_values(out, weights, values, interpret)
-        if beside:
+        if between:
             pl.when(unit + 1 == segment.until)(lambda: plgpu.barrier_arrive(memory.queries_free))
             return highest, total, out, block, units + 1
         plgpu.barrier_arrive(free)
         return highest, total, out, block + 1, units + 1
 
     live = functools.partial(_is_live, plan, sight)
-    none = filled(MASKED, (TILE,), ROWS), filled(0, (TILE,), ROWS), filled(0, (TILE, half), WGMMA)
+    none = filled(MASKED, size, layout), filled(0, size, layout), filled(0, (TILE, half), WGMMA)
     carry = *none, block, units
     for kind, begin, until in _units(segment, rows[row, CLEAN]):
         carry = lax.fori_loop(begin, until, functools.partial(add_block, kind), carry)
     highest, total, out, block, units = carry
-    factor = jnp.where(segment.alone, share(total), filled(1, (TILE,), ROWS))
+    factor = jnp.where(segment.alone, share(total, layout), filled(1, size, layout))
     tell(factor, None, units + number)
     outs, parts, sums = found
-    worker.write(out * spread(factor, 0, (TILE, half)), 0, segment, outs, parts)
+    worker.write(worker.multiply(out, factor), 0, segment, outs, parts)
 
     @pl.when(~segment.alone)
     def _():
-        at, queries = _part(worker.group, segment.first == 0), pl.ds(worker.tile * TILE, TILE)
+        at, queries = _part(worker.group, segment.first == 0), pl.ds(worker.tile * TILE, plan.queries)
         store(sums.at[at, 0, queries], highest)
         store(sums.at[at, 1, queries], total)
 
@@ -470,32 +498,33 @@ def _follow(worker: Worker, integers, found, segment: Segment, state):
 
     def hear() -> Array:
         plgpu.barrier_wait(memory.told)
-        return spread(load(memory.factors, ROWS), 0, dims)
+        return load(memory.factors, plan.layout.reduce(1))
 
     def add_block(kind: Kind, unit, carry):
         out, block = carry
-        beside = plan.beside and kind is Kind.NEW
-        latents, full, free = (memory.queries, None, None) if beside else worker.block(block)
+        between = plan.between and kind is Kind.NEW
+        place: tuple[Any, Any, Any] = (memory.queries, None, None) if between else worker.block(block)
+        latents, full, free = place
         values = latents.at[:, pl.ds(half, half)]
-        if not beside:
+        if not between:
             plgpu.barrier_wait(full)
         if kind is not Kind.CLEAN:  # Scores of dead keys are selected away: they may be multiplied meanwhile.
             clear(values, _is_live(plan, sight, kind, unit))
-        out = out * hear()
+        out = worker.multiply(out, hear())
         out = add_values(out, memory.weights, values, worker.interpret)
         plgpu.barrier_arrive(memory.heard)
-        if beside:
+        if between:
             return out, block
         plgpu.barrier_arrive(free)
         return out, block + 1
 
-    new, *others = _units(segment, rows[row, CLEAN])
-    carry = lax.fori_loop(*new[1:], functools.partial(add_block, new[0]), (filled(0, dims, WGMMA), block))
-    plgpu.barrier_arrive(memory.queries_free)
-    for kind, *span in others:
-        carry = lax.fori_loop(*span, functools.partial(add_block, kind), carry)
+    carry = filled(0, dims, WGMMA), block
+    for kind, begin, until in _units(segment, rows[row, CLEAN]):
+        carry = lax.fori_loop(begin, until, functools.partial(add_block, kind), carry)
+        if kind is Kind.NEW:
+            plgpu.barrier_arrive(memory.queries_free)
     out, block = carry
-    out = out * hear()
+    out = worker.multiply(out, hear())
     plgpu.barrier_arrive(memory.heard)
     worker.write(out, half, segment, *found)
     return block, units, number + 1
@@ -503,12 +532,12 @@ def _follow(worker: Worker, integers, found, segment: Segment, state):
 
 def _sight(worker: Worker, integers, row: Array) -> Sight:
     (table, rows, order, visible), plan = integers, worker.plan
-    first_new = plan.query_rows if plan.beside else 0
-    return Sight(plan.call, table, rows, order, visible, row, rows[row, END], worker.tile * TILE, first_new)
+    place = worker.tile * TILE, GROUP if plan.between else 0, plan.queries, plan.layout
+    return Sight(plan.call, table, rows, order, visible, row, rows[row, END], *place)
 
 
 def _is_live(plan: Arrangement, sight: Sight, kind: Kind, unit: Array) -> Array:
     """bool [64, 64]: which keys of a unit may be multiplied with a weight of zero; along the first axis."""
-    if plan.beside and kind is Kind.NEW:
-        return index(0) < plan.query_rows + 8  # What lies behind was never written.
+    if plan.between and kind is Kind.NEW:  # Whatever is neither a query nor the token was never written.
+        return (lax.rem(index(0), np.int32(PITCH)) < GROUP) | (index(0) < 2 * GROUP)
     return sight.is_live(0, kind, unit - 1)

@@ -44,6 +44,7 @@ class Sight:
       end: Its END.
       first_query: The tile's first query.
       first_new: Where the first new token lies in the block that has new tokens.
+      queries, layout: How many queries the tile has, and the layout of an array of these and a block's keys.
     """
 
     call: Call
@@ -55,12 +56,16 @@ class Sight:
     end: Array
     first_query: Any
     first_new: int = 0
+    queries: int = TILE
+    layout: Any = WGMMA
 
     def is_live(self, axis: int, kind: Kind, block: Array) -> Array:
         """bool [64, 64]: whether there is something at the place that the index along the axis numbers."""
-        inside = index(axis)
+        return self._is_live(index(axis), WGMMA, kind, block)
+
+    def _is_live(self, inside: Array, layout, kind: Kind, block: Array) -> Array:
         if kind is Kind.NEW:
-            return self._has_bit(filled(self.rows[self.row, REAL], SCORES, WGMMA, jnp.int32), inside)
+            return self._has_bit(filled(self.rows[self.row, REAL], inside.shape, layout, jnp.int32), inside)
         place = inside + block * KEYS
         live = place < self.end
         for i, page in enumerate(block_pages(self.call, self.table, self.row, block)):
@@ -70,22 +75,23 @@ class Sight:
         return live
 
     def is_used(self, kind: Kind, block: Array) -> Array:
-        """bool [64, 64]: whether a query sees a key."""
+        """bool [queries, 64]: whether a query sees a key."""
+        inside = index(1, self.queries, self.layout)
         if kind is Kind.NEW:
-            seen = load(self.visible.at[self.row, pl.ds(self.first_query, TILE)], ROWS)
-            return self._has_bit(spread(seen, 0, SCORES), index(1))
-        return self.is_live(1, kind, block)
+            seen = load(self.visible.at[self.row, pl.ds(self.first_query, self.queries)], self.layout.reduce(1))
+            return self._has_bit(spread(seen, 0, inside.shape, self.layout), inside)
+        return self._is_live(inside, self.layout, kind, block)
 
     def _has_bit(self, bits: Array, inside: Array) -> Array:
-        """bool [64, 64]: whether the bit of the token at a place is set; there are none for what is no new token."""
+        """bool [n, 64]: whether the bit of the token at a place is set; there are none for what is no new token."""
         t = inside - self.first_new if self.first_new else inside
         is_new = (t >= 0) & (t < self.call.time) if self.first_new else t < self.call.time
         return is_new & ((lax.shift_right_logical(bits, jnp.clip(t, 0, MOST_TOKENS)) & 1) > 0)
 
 
-def index(axis: int) -> Array:
-    """int32 [64, 64]: the index along an axis."""
-    return plgpu.broadcasted_iota(jnp.int32, SCORES, axis, layout=WGMMA)
+def index(axis: int, rows: int = TILE, layout=WGMMA) -> Array:
+    """int32 [rows, 64]: the index along an axis."""
+    return plgpu.broadcasted_iota(jnp.int32, (rows, KEYS), axis, layout=layout)
 
 
 def block_pages(call: Call, table, row: Array, block: Array) -> list[Array]:
@@ -93,9 +99,9 @@ def block_pages(call: Call, table, row: Array, block: Array) -> list[Array]:
     return [table[row, block * call.block_pages + i] for i in range(call.block_pages)]
 
 
-def spread(x: Array, axis: int, dims: tuple[int, int]) -> Array:
+def spread(x: Array, axis: int, dims: tuple[int, ...], layout=WGMMA) -> Array:
     """x [dims[axis]], repeated along the other axis."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, dims, [axis]), WGMMA)
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, dims, [axis]), layout)
 
 
 def filled(value, dims: tuple[int, ...], layout, dtype=jnp.float32) -> Array:
@@ -103,32 +109,35 @@ def filled(value, dims: tuple[int, ...], layout, dtype=jnp.float32) -> Array:
     return plgpu.layout_cast(jnp.full(dims, value, dtype), layout)
 
 
-def weigh(scores: Array, used: Array | None, highest: Array, total: Array) -> tuple[Array, Array, Array, Array]:
+def weigh(
+    scores: Array, used: Array | None, highest: Array, total: Array, layout=WGMMA
+) -> tuple[Array, Array, Array, Array]:
     """A block's part of an online softmax.
 
     Args:
-      scores: [64, 64], in exponents of 2.
-      used: bool [64, 64], whether a query sees a key; None: each sees all.
-      highest, total: [64], of the blocks before: each query's largest score, and the sum of its weights.
+      scores: [n, 64], in exponents of 2.
+      used: bool [n, 64], whether a query sees a key; None: each sees all.
+      highest, total: [n], of the blocks before: each query's largest score, and the sum of its weights.
+      layout: Of the scores.
 
     Returns:
-      The weights [64, 64], what is kept of all that was summed before [64], and the new `highest` and `total`.
+      The weights [n, 64], what is kept of all that was summed before [n], and the new `highest` and `total`.
     """
     if used is not None:
-        scores = jnp.where(used, scores, filled(MASKED, SCORES, WGMMA))
+        scores = jnp.where(used, scores, filled(MASKED, scores.shape, layout))
     before, highest = highest, jnp.maximum(highest, jnp.max(scores, axis=1))
-    weights = jnp.exp2(scores - spread(highest, 0, SCORES))
+    weights = jnp.exp2(scores - spread(highest, 0, scores.shape, layout))
     if used is not None:  # Where nothing is used yet, `highest` is MASKED itself.
-        weights = jnp.where(used, weights, filled(0, SCORES, WGMMA))
+        weights = jnp.where(used, weights, filled(0, scores.shape, layout))
     kept = jnp.exp2(before - highest)
     total = total * kept + jnp.sum(weights, axis=1)
     return weights, kept, highest, total
 
 
-def share(total: Array) -> Array:
-    """What each query's weighted sum is multiplied with at the end: 1 / total [64]."""
+def share(total: Array, layout=ROWS) -> Array:
+    """What each query's weighted sum is multiplied with at the end: 1 / total [n]; `layout`: the total's."""
     # The best key weighs 1; without any key, 0 / 1.
-    return 1 / jnp.where(total > 0, total, filled(1, (TILE,), ROWS))
+    return 1 / jnp.where(total > 0, total, filled(1, total.shape, layout))
 
 
 def multiply_keys(queries, keys, interpret: bool) -> Array:
