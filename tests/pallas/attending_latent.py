@@ -21,6 +21,7 @@ CASES = (
     (Dims(8, 64, 0, 64, 128), 5, (9, 1, 63, 150), 2, "bfloat16", {"trees": True, "page_size": 8}),
     (Dims(40, 64, 64, 64, 256), 2, (9, 200, 40), 5, "float16", {"trees": True, "page_size": 32}),  # two tiles
     (Dims(4, 64, 64, 64, 128), 16, (9, 70, 129), 1, "bfloat16", {"page_size": 64}),
+    (Dims(40, 64, 64, 64, 128), 1, (9, 0, 130), 2, "bfloat16", {}),  # a thread has two queries
 )
 BOUNDS = {"bfloat16": 8e-3, "float16": 1e-3}  # queries and outputs are rounded once more than over keys and values
 

@@ -89,7 +89,7 @@ class Sight:
         return is_new & ((lax.shift_right_logical(bits, jnp.clip(t, 0, MOST_TOKENS)) & 1) > 0)
 
 
-def index(axis: int, rows: int = TILE, layout=WGMMA) -> Array:
+def index(axis: int, rows: int = TILE, layout: Any = WGMMA) -> Array:
     """int32 [rows, 64]: the index along an axis."""
     return plgpu.broadcasted_iota(jnp.int32, (rows, KEYS), axis, layout=layout)
 
@@ -99,7 +99,7 @@ def block_pages(call: Call, table, row: Array, block: Array) -> list[Array]:
     return [table[row, block * call.block_pages + i] for i in range(call.block_pages)]
 
 
-def spread(x: Array, axis: int, dims: tuple[int, ...], layout=WGMMA) -> Array:
+def spread(x: Array, axis: int, dims: tuple[int, ...], layout: Any = WGMMA) -> Array:
     """x [dims[axis]], repeated along the other axis."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, dims, [axis]), layout)
 
@@ -110,7 +110,7 @@ def filled(value, dims: tuple[int, ...], layout, dtype=jnp.float32) -> Array:
 
 
 def weigh(
-    scores: Array, used: Array | None, highest: Array, total: Array, layout=WGMMA
+    scores: Array, used: Array | None, highest: Array, total: Array, layout: Any = WGMMA
 ) -> tuple[Array, Array, Array, Array]:
     """A block's part of an online softmax.
 
@@ -134,7 +134,7 @@ def weigh(
     return weights, kept, highest, total
 
 
-def share(total: Array, layout=ROWS) -> Array:
+def share(total: Array, layout: Any = ROWS) -> Array:
     """What each query's weighted sum is multiplied with at the end: 1 / total [n]; `layout`: the total's."""
     # The best key weighs 1; without any key, 0 / 1.
     return 1 / jnp.where(total > 0, total, filled(1, total.shape, layout))
