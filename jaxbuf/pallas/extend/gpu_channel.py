@@ -113,7 +113,7 @@ def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):
         @pl.when(first < call.items)
         def _():
             lane.keep_words(lane.ask_for_words(first), None)
-            lane.each_band(functools.partial(lane.fetch, first))
+            lane.fetch(first)
             lane.copy_short(first)
             start = first, first + lanes, jnp.int32(0)
             lax.while_loop(lambda carry: carry[0] < call.items, serve, start)
@@ -161,8 +161,11 @@ def serve_item(lane: Lane, number: Array, following: Array, buffer: Array, drawn
     # They arrive while the state is multiplied. A load would not: the assembler has few counters for loads, so that
     # a later load from shared memory would wait for it.
     lane.copy_short(following)
-    read_state(lane, item, following)
+    read_state(lane, item)
+    # All threads are done with the state.
+    pl.when(item.folds)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
     synchronize(lane.interpret)
+    pl.when(following < call.items)(lambda: lane.fetch(following))
     substitute(lane, item, added, values, betas, append, paths)
 
 

@@ -47,9 +47,9 @@ class SharedMemory(NamedTuple):
       barriers: One for each band of each warpgroup. It opens when that band of a checkpoint has arrived.
       numbers: f32 [probe_rows, DIM]: a chunk's decayed keys, and with one token the new key behind them; then the
         decayed probes; then what each of these reads from the state. The last row is the decay of all entries.
-      words: f32 [3, THREADS]: what all threads have to know of this item and of the next one, int32 each: the row's
+      words: f32 [2, THREADS]: what all threads have to know of this item and of the next one, int32 each: the row's
         fields, the positions of the first entries, those of the new entries, and in a tree the new tokens' paths. The
-        third row has for each of them the number of the item after the next.
+        last is the number of the item after the next.
       weights: f32 [2 T, places]: of each probe its product with each decayed key.
       gates: f32 [places, DIM], keys and updates: [places, DIM + 8] in Call.entry: the entries of an item of one
         token on a short ring, which are copied past the registers. Else None.
@@ -140,7 +140,7 @@ def shared_memory(call: Call, warpgroups: int) -> SharedMemory:
     return SharedMemory(
         barriers=plgpu.Barrier(num_barriers=warpgroups * BANDS),
         numbers=memory(probe_rows, DIM),
-        words=memory(3, THREADS),
+        words=memory(2, THREADS),
         weights=memory(2 * call.time, places),
         gates=if_short(held, DIM),
         keys=if_short(held, DIM + 8, dtype=call.entry),
@@ -214,15 +214,16 @@ class Lane:
         return found
 
     def keep_words(self, words: list[Array], drawn: Array | None) -> None:
-        """Writes them to shared memory, where no thread has needed those of the item before since threads have waited
-        for each other; and the number drawn."""
+        """Writes them to shared memory, when no thread needs those of the item before; and the number drawn."""
         starts = ROW_FIELDS, ROW_FIELDS + self.kept, ROW_FIELDS + self.kept + self.call.time
         thread, found = count((THREADS,), 0, PER_THREAD), words[0]
         for start, x in zip(starts, words[1:], strict=False):
             found = jnp.where(thread >= start, x, found)
+        synchronize(self.interpret)
         store(self.words.at[self.buffer], lax.bitcast_convert_type(found, jnp.float32))
         if drawn is not None:
-            publish(drawn, self.words.at[2, self.buffer])
+            synchronize(self.interpret)
+            publish(drawn, self.words.at[self.buffer, THREADS - 1])
         synchronize(self.interpret)
 
     def word(self, i: Array | int) -> Array:
@@ -230,7 +231,7 @@ class Lane:
 
     def drawn(self) -> Array:
         """The number that the lane drew last."""
-        return lax.bitcast_convert_type(self.words[2, self.buffer], jnp.int32)
+        return self.word(THREADS - 1)
 
     def append_to(self, t: Array | int) -> Array:
         """The position of a new entry; -1 if it is not written."""
@@ -239,14 +240,15 @@ class Lane:
     def path(self, t: Array | int) -> Array:
         return self.word(ROW_FIELDS + self.kept + self.call.time + t)
 
-    def fetch(self, number: Array, band: Array | int) -> None:
-        """Starts to copy a band of the checkpoint of an item, whose words are kept, to shared memory, if it has one."""
+    def fetch(self, number: Array) -> None:
+        """Starts to copy the checkpoint of an item, whose words are kept, to shared memory, if it has one."""
         head, checkpoint = lax.rem(number, self.call.heads), self.word(CHECKPOINT)
 
         @pl.when(self.word(HAS_CHECKPOINT) > 0)
         def _():
-            source = self.arrays.checkpoints.at[checkpoint, head, pl.ds(band * BAND, BAND)]
-            plgpu.copy_gmem_to_smem(source, self.state.at[band], self.barrier(band))
+            for i in range(BANDS):
+                source = self.arrays.checkpoints.at[checkpoint, head, pl.ds(i * BAND, BAND)]
+                plgpu.copy_gmem_to_smem(source, self.state.at[i], self.barrier(i))
 
     def read_item(self, number: Array) -> Item:
         """The item with a number, whose words are kept."""

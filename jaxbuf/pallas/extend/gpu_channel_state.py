@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.gpu_channel_keys import decay_keys, sum_behind
 from jaxbuf.pallas.extend.gpu_channel_lane import BANDS, GROUP, Entry, Lane
 from jaxbuf.pallas.extend.gpu_channel_sums import Sum, factor
@@ -82,9 +81,8 @@ def fold(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -> None:
         plgpu.copy_smem_to_gmem(lane.state.at[band], stored)
 
 
-def read_state(lane: Lane, item: Item, following: Array) -> None:
-    """Overwrites the decayed probes with what each reads from the state; starts to copy the state of the item that
-    follows, whose words are kept, as soon as all threads are done with a band."""
+def read_state(lane: Lane, item: Item) -> None:
+    """Overwrites the decayed probes with what each reads from the state."""
     probes = 2 * lane.call.time
     starts = range(0, probes, GROUP)
     found = []
@@ -96,16 +94,10 @@ def read_state(lane: Lane, item: Item, following: Array) -> None:
             left = cut(load(lane.state.at[band, :, strip], STATE_LEFT))
             for i, start in enumerate(starts):
                 right = cut(load(lane.numbers.at[pl.ds(start, GROUP), strip], STATE_RIGHT))
-                for j, part in enumerate(left):
-                    # Low halves times low halves are less than what the halves lose.
-                    product = multiply_state(sums[i][0], part, right[: len(right) - j], lane.interpret)
-                    sums[i] = [*sums[i][1:], product]
+                for part in left:
+                    sums[i] = [*sums[i][1:], multiply_state(sums[i][0], part, right, lane.interpret)]
         found.append([functools.reduce(jnp.add, x) for x in sums])
-        # Copies end in the order in which they started: those of the bands behind may still be on their way.
-        pl.when(item.folds)(functools.partial(plgpu.wait_smem_to_gmem, BANDS - 1 - band, wait_read_only=True))
-        synchronize(lane.interpret)
-        pl.when(following < lane.call.items)(functools.partial(lane.fetch, following, band))
-    # All threads have read the probes.
+    synchronize(lane.interpret)  # All threads have read the probes.
     for band, products in enumerate(found):
         for start, product in zip(starts, products, strict=True):
             n = min(GROUP, probes - start)
