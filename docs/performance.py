@@ -121,6 +121,7 @@ OTHER_FAMILIES = {
     "gla": "gated linear attention",
     "deltanet": "DeltaNet",
     "retention": "retention",
+    "linear": "linear attention",
 }
 
 

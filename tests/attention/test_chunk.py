@@ -11,7 +11,7 @@ from jaxbuf.attention.chunk import attend_parts
 from jaxbuf.attention.flash import flash
 from jaxbuf.attention.paged import PagedKV, append
 from jaxbuf.attention.paged_launch import AT_ONCE, append_and_attend
-from jaxbuf.pallas.attend import gpu
+from jaxbuf.pallas.attend import gpu_parts
 from tests.attention.launches import Sizes, make_launch, worst_error
 
 PIECE = 40  # tokens: not in whole pages
@@ -111,7 +111,7 @@ def test_a_cpu_lowers_a_chunk_for_an_h100_with_the_kernels_calls(order):
 
 
 def test_the_kernel_is_called_from_more_tokens_on_than_decoding_has():
-    assert gpu.MOST_TOKENS == AT_ONCE
+    assert gpu_parts.MOST_TOKENS == AT_ONCE
     assert len(calls(traced(shapes(2, AT_ONCE + 1), target="H100"))) == 2
     assert calls(traced(shapes(2, AT_ONCE), target="H100")) == []
 

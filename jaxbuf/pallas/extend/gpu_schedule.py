@@ -30,7 +30,7 @@ ALIGNMENT = 1024  # bytes; where each array in shared memory begins
 
 # The order of the work.
 MAX_WARPGROUPS = 3  # warpgroups of a block
-MAX_ONE_TOKEN_WARPGROUPS = 4  # with one new token; 128 registers a thread are enough then
+MAX_SMALL_WARPGROUPS = 4  # with one new token and windows of 64 values; 128 registers a thread are enough then
 MAX_DEALT_ROUNDS = 4  # Up to this many rounds, items are dealt statically; beyond, lanes draw from a counter.
 SPACING = 6  # Where lanes draw, rows that fold are at most this many lines apart: others keep the memory busy.
 
@@ -297,7 +297,9 @@ def count_bytes(memory: Iterable) -> int:
 
 def arrange(call: Call) -> Schedule:
     """Chooses a call's warpgroups and stages: as many as there is work and shared memory for."""
-    most = MAX_ONE_TOKEN_WARPGROUPS if call.time == 1 else MAX_WARPGROUPS
+    # Small states: a window takes as long as what its lane waits for, not as its bytes, so more lanes are faster.
+    small = call.time == 1 and call.head_values and call.value_dim == BAND
+    most = MAX_SMALL_WARPGROUPS if small else MAX_WARPGROUPS
     if call.low == jnp.int8 and call.time > 1:
         most = min(2, most)  # Three have too few registers for folds of several tokens with int8 low halves.
     wanted = min(most, pl.cdiv(call.items, PROCESSORS))
@@ -310,8 +312,8 @@ def arrange(call: Call) -> Schedule:
     without = fit(0)
     if call.max_live <= CHUNK or call.entry != jnp.bfloat16 or without.planes > 1:
         return without
-    # Where rows have at most one later chunk, a stage may cost the fourth warpgroup. Where they have several, stages may
-    # cost the third one, too.
+    # Where rows have at most one later chunk, a stage may cost the fourth warpgroup. Where they have several, stages
+    # may cost the third one, too.
     fewest, choices = (3, (1,)) if not without.sums_exactly else (2, (2, 1))
     fewest = min(fewest, without.warpgroups)
     return next((with_stages for with_stages in map(fit, choices) if with_stages.warpgroups >= fewest), without)
