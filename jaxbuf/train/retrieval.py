@@ -325,7 +325,10 @@ class RetrievalTraining:
             ours = _described(self.recipe)
             if host["recipe"] != ours:
                 theirs = {name: value for name, value in host["recipe"].items() if value != ours.get(name)}
-                raise ValueError(f"recipe must be that of the checkpoint in {directory}, which differs: {theirs}")
+                raise ValueError(
+                    f"recipe must be that of the checkpoint in {directory}, which differs: {theirs}; another output "
+                    "begins anew"
+                )
             like = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(self.state))}
             restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"]
         arrays = [jnp.asarray(np.asarray(restored[str(i)])) for i in range(len(like))]

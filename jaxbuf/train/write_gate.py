@@ -322,7 +322,8 @@ class GateTraining:
                 if theirs != ours[name]:
                     differing = _differing(theirs, ours[name])
                     raise ValueError(
-                        f"{name} must be that of the checkpoint in {directory}, which differs: {differing}"
+                        f"{name} must be that of the checkpoint in {directory}, which differs: {differing}; another "
+                        "output begins anew"
                     )
             like = {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
             restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"]
