@@ -73,6 +73,11 @@ def kernels(part: str, batch: int, name: str = "kernels", **wanted: Any) -> Figu
     return find(name, part=part, batch=batch, phase="staggered", **wanted)
 
 
+def against_floor(figure: Figure) -> tuple[str, str, str]:
+    """Its time, its floor, and the floor over the time."""
+    return told(figure, "us"), told(figure, "floor_us"), told(figure, "achieved", 2)
+
+
 def layer_step() -> Table:
     rows = [["rows", "buffered", "of the floor", "recurrent", "FLA", "FLA, faster layout", "XLA, buffered"]]
     for batch in BATCHES:
@@ -130,7 +135,7 @@ def families() -> Table:
     for family, title in OTHER_FAMILIES.items():
         for batch in BATCHES:
             if step := kernels("decode", batch, f"kernels_{family}"):
-                rows.append([title, str(batch), told(step, "us"), told(step, "floor_us"), told(step, "achieved", 2)])
+                rows.append([title, str(batch), *against_floor(step)])
     return rows
 
 
@@ -138,8 +143,7 @@ def heads_of_80() -> Table:
     name, rows = "kernels_mamba2_80", [["rows", "states", "buffered", "floor", "of the floor"]]
     for figure in record(name)["figures"]:
         if figure["phase"] == "staggered" and figure["time"] == 1:
-            times = told(figure, "us"), told(figure, "floor_us"), told(figure, "achieved", 2)
-            rows.append([str(figure["batch"]), figure["state_dtype"], *times])
+            rows.append([str(figure["batch"]), figure["state_dtype"], *against_floor(figure)])
     return rows
 
 
@@ -148,9 +152,8 @@ def latent_attention() -> Table:
     for figure in record("attention_latent")["figures"]:
         if figure["implementation"] == "gpu":
             case = {key: figure[key] for key in ("batch", "context", "time")}
-            times = told(figure, "us"), told(figure, "floor_us"), told(figure, "achieved", 2)
             other = told(find("attention_latent", implementation="xla", **case), "us")
-            rows.append([f"{figure['batch']} x {figure['context']:,}", *times, other])
+            rows.append([f"{figure['batch']} x {figure['context']:,}", *against_floor(figure), other])
     return rows
 
 
@@ -159,7 +162,7 @@ def kv_only() -> Table:
     for figure in record("kernels_kv")["figures"]:
         entries = figure["kv_length"]
         text = str(entries) if entries else "none is KV-only"
-        rows.append([text, told(figure, "us"), told(figure, "floor_us"), told(figure, "achieved", 2)])
+        rows.append([text, *against_floor(figure)])
     return rows
 
 

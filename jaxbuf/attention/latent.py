@@ -176,8 +176,7 @@ def append_and_attend_latent(
             call = _absorbed_call(wide, pages, table, order)
             how: dict[str, Any] = {"rank": pages.rank, "platform": asked.platform, "generation": asked.generation}
             if asked.takes(supports(call, q=wide.dtype, k=latents.dtype, v=latents.dtype, **how)):
-                by = _on_gpu if asked.platform == "gpu" else _on_tpu
-                out, pages = by(call, asked, scale, wide, latents, pages, table, where, ancestors)
+                out, pages = _by_kernel(call, asked, scale, wide, latents, pages, table, where, ancestors)
                 return contract("bthr,hcr->bthc", out, up[:, key_dim:]).astype(q.dtype), pages
     at = paged.token_places(table, pages.page_size, time, **where)
     pages = dataclasses.replace(pages, latents=paged.write_tokens(pages.latents, at, latents[:, :, None]))
@@ -198,7 +197,8 @@ def append_and_attend_latent(
     return attend_parts(by, q, k, v, held, table, **where, piece=piece)[..., :value_dim], pages
 
 
-def _on_gpu(
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _by_kernel(
     call: Call,
     asked: Asked,
     scale: float,
@@ -209,64 +209,20 @@ def _on_gpu(
     where: dict[str, Any],
     ancestors: Array | None,
 ) -> tuple[Array, LatentPages]:
-    from jaxbuf.pallas.attend import gpu_latent
+    if asked.platform == "gpu":
+        from jaxbuf.pallas.attend import gpu_latent
 
-    plan = gpu_latent.arrange(call, rank=pages.rank, scale=scale)
-    return _run_on_gpu(plan, asked.interpret, wide, latents, pages, table, where, ancestors)
+        plan = gpu_latent.arrange(call, rank=pages.rank, scale=scale)
+        integers = gpu_integers(call, plan.groups, launch_places(call, table, **where, ancestors=ancestors), units=True)
+        run = gpu_latent.append_and_attend
+        out, pool = run(plan, integers, pages.latents, wide, latents, interpret=asked.interpret)
+    else:
+        from jaxbuf.pallas.attend import tpu, tpu_call
 
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _run_on_gpu(
-    plan: Any,
-    interpret: bool,
-    wide: Array,
-    latents: Array,
-    pages: LatentPages,
-    table: Array,
-    where: dict[str, Any],
-    ancestors: Array | None,
-) -> tuple[Array, LatentPages]:
-    from jaxbuf.pallas.attend import gpu_latent
-
-    places = launch_places(plan.call, table, **where, ancestors=ancestors)
-    integers = gpu_integers(plan.call, plan.groups, places, units=True)
-    out, pool = gpu_latent.append_and_attend(plan, integers, pages.latents, wide, latents, interpret=interpret)
-    return out, dataclasses.replace(pages, latents=pool)
-
-
-def _on_tpu(
-    call: Call,
-    asked: Asked,
-    scale: float,
-    wide: Array,
-    latents: Array,
-    pages: LatentPages,
-    table: Array,
-    where: dict[str, Any],
-    ancestors: Array | None,
-) -> tuple[Array, LatentPages]:
-    from jaxbuf.pallas.attend.tpu_call import arrange
-
-    plan = arrange(call, asked.generation, rank=pages.rank, scale=scale)
-    return _run_on_tpu(plan, asked.interpret, wide, latents, pages, table, where, ancestors)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _run_on_tpu(
-    plan: Any,
-    interpret: bool,
-    wide: Array,
-    latents: Array,
-    pages: LatentPages,
-    table: Array,
-    where: dict[str, Any],
-    ancestors: Array | None,
-) -> tuple[Array, LatentPages]:
-    from jaxbuf.pallas.attend import tpu
-
-    integers = tpu_integers(plan, launch_places(plan.call, table, **where, ancestors=ancestors))
-    new = (latents[:, :, None],)
-    out, (pool,) = tpu.append_and_attend(plan, integers, (pages.latents,), wide, new, interpret=interpret)
+        plan = tpu_call.arrange(call, asked.generation, rank=pages.rank, scale=scale)
+        integers = tpu_integers(plan, launch_places(call, table, **where, ancestors=ancestors))
+        held, new = (pages.latents,), (latents[:, :, None],)
+        out, (pool,) = tpu.append_and_attend(plan, integers, held, wide, new, interpret=asked.interpret)
     return out, dataclasses.replace(pages, latents=pool)
 
 

@@ -2,9 +2,6 @@
 wherever nothing live lies, and over whole sequences."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import jax
@@ -19,6 +16,7 @@ from tests.attention.latent_launches import COMMITTED, Dims, definition, random_
 from tests.attention.launches import worst_error
 from tests.pallas.attending import EARLY, LATE
 from tests.pallas.attending_latent import CASES as LATENT_CASES
+from tests.pallas.own_process import lines_of
 
 SMALL, WIDE = Dims(4, 12, 4, 8, 24), Dims(4, 12, 4, 20, 24)
 # In bfloat16 a head of few numbers has errors that vary much: keys and values, or queries and outputs, are rounded once
@@ -224,11 +222,7 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(rows, time, heads, tre
 
 @pytest.mark.slow
 def test_the_gpu_kernel_is_the_definition_in_float64():
-    environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
-    command = [sys.executable, "tests/pallas/attending_latent.py"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == len(LATENT_CASES)
+    assert len(lines_of("tests/pallas/attending_latent.py")) == len(LATENT_CASES)
 
 
 def test_the_gpu_kernel_is_left_out_where_it_does_not_serve():

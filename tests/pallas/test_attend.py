@@ -1,9 +1,6 @@
 """The kernel of `append_and_attend`: it lowers for its platform at the real sizes, and computes what float64 does."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import jax
@@ -18,6 +15,7 @@ from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.pallas.attend import tpu, tpu_call
 from tests.attention.launches import Sizes, make_launch, worst_error
 from tests.pallas.attending import BOUNDS, CASES, EARLY, LATE
+from tests.pallas.own_process import lines_of
 
 TPU_CASES = [
     (True, Sizes((9, 0, 64, 330), 1, 4, 2, 64)),
@@ -64,11 +62,7 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(sizes, trees):
 
 @pytest.mark.slow
 def test_the_gpu_kernel_is_attention_in_float64():
-    environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
-    command = [sys.executable, "tests/pallas/attending.py"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == len(CASES)
+    assert len(lines_of("tests/pallas/attending.py")) == len(CASES)
 
 
 @pytest.mark.parametrize("trees", [False, True])

@@ -16,6 +16,7 @@ from jaxbuf.pallas.extend.gpu_products import (
     TALL_LEFT,
     TALL_RIGHT,
     ZERO,
+    by_row,
     count,
     cut,
     join,
@@ -194,10 +195,8 @@ def _add(lane: Lane, item: Item, c: Array | int, rows, decay: Array, steps: list
     for chunk, start, weights in steps:
         refs = [x.at[pl.ds(chunk.updates + start, CHUNK), rows].transpose((1, 0)) for x in chunk.planes]
         update = join([load(x, TALL_LEFT) for x in refs])
-        weight, *others = [spread(weight, update.shape, 1, TALL_LEFT) for weight in weights]
-        for other in others:
-            weight = jnp.where(count(update.shape, 0, TALL_LEFT) < lane.first_rows, weight, other)
-        updates.append(cut(update * weight))
+        spreads = [spread(weight, update.shape, 1, TALL_LEFT) for weight in weights]
+        updates.append(cut(update * by_row(spreads, lane.first_rows, update.shape, TALL_LEFT)))
     scales = None if lane.low_scales is None else lane.low_scales.at[rows]
     scale = None if scales is None else load(scales, TALL.reduce(1))
     for columns in lane.schedule.state_strips:
@@ -205,8 +204,8 @@ def _add(lane: Lane, item: Item, c: Array | int, rows, decay: Array, steps: list
         old = [load(strip, TALL).astype(jnp.float32) for strip in strips]
         if scale is not None:
             old[1] = old[1] * spread(scale, old[1].shape, 0, TALL)
-        by_row = spread(decay, old[0].shape, 0, TALL) if decay.ndim else decay
-        new = where(item.has_checkpoint | jnp.not_equal(c, 0), join(old) * by_row)
+        decays = spread(decay, old[0].shape, 0, TALL) if decay.ndim else decay
+        new = where(item.has_checkpoint | jnp.not_equal(c, 0), join(old) * decays)
         for (chunk, start, _), update in zip(steps, updates, strict=True):
             keys = [load(x.at[pl.ds(chunk.keys + start, CHUNK), columns], TALL_RIGHT) for x in chunk.planes]
             new = multiply(new, update, keys, interpret)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LIVE, ROW, ROW_FIELDS, Call
-from jaxbuf.pallas.extend.gpu_products import STATE_RIGHT, VECTORS, ZERO, count, cut, zeros
+from jaxbuf.pallas.extend.gpu_products import STATE_RIGHT, VECTORS, ZERO, by_row, count, cut, zeros
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, Schedule, SharedMemory
 from jaxbuf.pallas.instructions import end_copies, prefetch, settle, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import (
@@ -222,11 +222,8 @@ class Lane:
     def by_row(self, numbers: Sequence[Array]) -> Array:
         """A number of each head of a stack, as what rows of the state are multiplied with: the number itself if there
         is one, else [value_dim]."""
-        if len(numbers) == 1:
-            return numbers[0]
-        first, second = numbers
-        row = count((self.call.value_dim,), 0, VECTORS[self.call.value_dim])
-        return jnp.where(row < self.first_rows, first, second)
+        value_dim = self.call.value_dim
+        return by_row(numbers, self.first_rows, (value_dim,), VECTORS[value_dim])
 
     def band(self, i: Array | int):
         """Band i of a checkpoint: its rows, its shared memory, and the barrier that opens when it has arrived."""

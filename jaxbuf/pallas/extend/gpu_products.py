@@ -47,6 +47,14 @@ def count(dims: tuple[int, ...], axis: int, layout) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, dims, axis, layout=layout)
 
 
+def by_row(numbers: Sequence[Array], first_rows: Array | int, dims: tuple[int, ...], layout) -> Array:
+    """What the rows of an array [dims] in a layout are multiplied with: the second number from row `first_rows` on, and
+    the first one before it. The numbers are scalars or [dims]. If there is one alone, it is that."""
+    if len(numbers) == 1:
+        return numbers[0]
+    return jnp.where(count(dims, 0, layout) < first_rows, *numbers)
+
+
 def multiply(total: Array, a: list[Array], b: list[Array], interpret: bool) -> Array:
     """total + a b, where a and b are the sums of their halves."""
     for x in a:

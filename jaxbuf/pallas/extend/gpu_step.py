@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Call, Integers
-from jaxbuf.pallas.extend.gpu_products import ZERO, split, to_int8, where
+from jaxbuf.pallas.extend.gpu_products import ZERO, by_row, split, to_int8, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND
 from jaxbuf.pallas.threads import COMPILER, load, store
 
@@ -92,23 +92,20 @@ def _kernel(call: Call, interpret: bool):
         first, appended = entries[line, 0], append[line, 0]
         stack = range(call.stacked)
 
-        def by_row(numbers):
+        def select(numbers):
             """A number of each head that the band has rows of: itself if there is one, else [BAND]."""
-            if call.stacked == 1:
-                return numbers[0]
-            row = plgpu.broadcasted_iota(jnp.int32, (BAND,), 0, layout=along_values)
-            return jnp.where(row < call.first_rows(head), *numbers)
+            return by_row(numbers, call.first_rows(head), (BAND,), along_values)
 
         def load_entry(at):
             key = load(keys.at[at, key_head], along_keys).astype(jnp.float32)
             update = load(updates.at[at, head, values], along_values).astype(jnp.float32)
             if not call.delta:
-                update = by_row([gates[at, call.beta(head, i)] for i in stack]) * update
+                update = select([gates[at, call.beta(head, i)] for i in stack]) * update
             gate = ZERO
             if channel:
                 gate = load(gates.at[at, head, pl.ds(0, key_dim)], along_keys)
             elif call.decay == "head":
-                gate = by_row([gates[at, call.log_decay(head, i)] for i in stack])
+                gate = select([gates[at, call.log_decay(head, i)] for i in stack])
             return gate, key, update
 
         state = load(checkpoints.at[checkpoint, head, values], layout).astype(jnp.float32)
@@ -128,7 +125,7 @@ def _kernel(call: Call, interpret: bool):
         else:
             new_gates = [decay_ref[row, 0, call.head(head, i)] for i in stack]
         new_betas = [beta_ref[row, 0, call.head(head, i)] for i in stack]
-        new_gate, new_beta = by_row(new_gates), by_row(new_betas)
+        new_gate, new_beta = select(new_gates), select(new_betas)
 
         def add(state, gate, key, update):
             decay = jnp.exp(gate)
