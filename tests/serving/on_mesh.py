@@ -19,7 +19,7 @@ from jaxbuf.serving import batch, generate_tokens
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.generation import read_prompts
 from jaxbuf.target import Target
-from tests.serving.program import carry_shape
+from tests.serving.program import carry_shape, gpu_kernels
 from tests.serving.speculating import MODELS, near_tie
 
 # Eight heads, and two of keys, fewer than four devices; eight experts.
@@ -145,13 +145,12 @@ def unlike(lm, spread, axes):
 
 
 def lowered_kernels(devices):
-    """The shapes of the arrays that the kernel of the demo's decode loop takes, as lowered for an H100."""
+    """The kernels of the demo's decode loop, lowered for H100s, with the shapes of the arrays that each takes."""
     lm = jaxbuf.load("demo", mesh=jax.make_mesh((devices,), ("tensor",)))
     lm = dataclasses.replace(lm, compiled_for=Target("gpu", "Hopper"))
     carry = carry_shape(make_batch(lm, [[1] * 30] * 8, decoding=Decoding(200)))
     text = generate_tokens.trace(lm.model, carry, np.int32(9)).lower(lowering_platforms=("cuda",)).as_text()
-    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
-    return [re.findall(r"tensor<([\dx]+)xf32>", call.split(" : (")[-1].split(") ->")[0]) for call in calls]
+    return gpu_kernels(text)
 
 
 def main(architecture: str, axes: dict[str, int], names: list[str]) -> None:

@@ -38,6 +38,16 @@ def loop_bodies(hlo: str) -> list[str]:
     return re.findall(r" while\(.*body=%([\w.\-]+)", hlo)
 
 
+def gpu_kernels(lowered: str) -> list[tuple[str, list[str]]]:
+    """The name of each kernel in a program lowered for CUDA, and the shapes of the fp32 arrays that it takes."""
+    found = []
+    for call in (line for line in lowered.splitlines() if "@mosaic_gpu" in line):
+        (name,) = re.findall(r"\\00((?!stable)[a-z_]+)_mosaic_gpu\\00", call)
+        taken = call.split(" : (")[-1].split(") ->")[0]
+        found.append((name, re.findall(r"tensor<([\dx]+)xf32>", taken)))
+    return found
+
+
 def written_in_loops(hlo: str, shape: tuple[int, ...]) -> list[str]:
     """Instructions in loops, but outside conditionals, that output an array whose last dimensions are `shape`.
 

@@ -46,10 +46,13 @@ def test_tokens_on_a_mesh_are_those_of_one_device(architecture, axes, names):
 
 @pytest.mark.slow
 def test_a_kernel_on_a_mesh_sees_what_its_device_has():
-    """The demo's four heads, two of keys, on two devices, lowered for H100s: q, k, v, log-decays, betas; the pool."""
-    (shapes,) = run("demo", {"tensor": 2}, "")
-    assert shapes[:5] == ["8x1x1x64", "8x1x1x64", "8x1x2x64", "8x1x2", "8x1x2"]
-    assert [shape.split("x", 1)[1] for shape in shapes[5:]] == ["2x64x64", "1x64", "2x64", "2"]
+    """The demo's four heads, two of keys, on two devices, lowered for H100s."""
+    kernels = dict(run("demo", {"tensor": 2}, ""))
+    window, memory = kernels["extend_heads"][:5], kernels["extend_heads"][5:]
+    assert window == ["8x1x1x64", "8x1x1x64", "8x1x2x64", "8x1x2", "8x1x2"], "q, k, v, log-decays, betas"
+    assert [shape.split("x", 1)[1] for shape in memory] == ["2x64x64", "1x64", "2x64", "2"], "the pool"
+    assert kernels["convolve_channels"] == ["1024", "8x1x256", "9x4x256"], "256 channels of 512: weights, inputs, rings"
+    assert kernels["gated_norm_heads"] == ["16x64", "16x64", "1x64"], "two heads of eight rows: outputs, gates, weights"
 
 
 def run(architecture, axes, names):
