@@ -156,7 +156,21 @@ def kept_keys(lm: LanguageModel, tokens: Int[Array, "batch time"] | np.ndarray) 
     threshold = admission_of(lm).threshold
     if threshold is None:
         raise ValueError("lm must have gates with a threshold, got soft ones")
-    return np.asarray(_forward(lm.model, jnp.asarray(tokens, jnp.int32))) >= threshold
+    return key_scores(lm, tokens) >= threshold
+
+
+def key_scores(lm: LanguageModel, tokens: Int[Array, "batch time"] | np.ndarray) -> np.ndarray:
+    """The score of every key: float32 [layers, batch, time, kv_heads].
+
+    Args:
+      lm: With gates.
+      tokens: Whole sequences.
+
+    Raises:
+      ValueError: The model has no gates.
+    """
+    admission_of(lm)
+    return np.asarray(_forward(lm.model, jnp.asarray(tokens, jnp.int32)))
 
 
 def threshold_for_share(
@@ -179,7 +193,7 @@ def threshold_for_share(
     if not 0 <= share <= 1:
         raise ValueError(f"share must be in [0, 1], got {share!r}")
     if tokens is not None:
-        scores = np.asarray(_forward(lm.model, jnp.asarray(tokens, jnp.int32)))
+        scores = key_scores(lm, tokens)
     elif isinstance(score, HeadScore):
         scores = np.concatenate([np.asarray(param[...]) for param in gate_parameters(lm.model).values()])
     else:

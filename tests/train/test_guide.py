@@ -55,6 +55,11 @@ def test_the_commands_for_the_embedded_model_run_one_after_the_other(tmp_path, m
         assert done.stdout.strip()
         ran.add(words[0])
     assert ran == set(few)
-    assert {"gates.safetensors", "gates.jsonl", "gates.png", "gates.json", "gates.kept.png"} <= {
-        path.name for path in tmp_path.iterdir()
-    }
+    assert {
+        "gates.safetensors",
+        "gates.jsonl",
+        "gates.png",
+        "gates.json",
+        "gates.kept.png",
+        "stricter.safetensors",
+    } <= {path.name for path in tmp_path.iterdir()}
