@@ -353,6 +353,7 @@ def test_random_schedules_give_what_the_definition_gives(rng, window, threshold,
     assert not schedule.rested
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param(LATE, marks=pytest.mark.exhaustive), EARLY])
 def test_random_schedules_on_a_tpu_give_what_the_definition_gives(rng, monkeypatch, how):
     """Of one list several blocks are read, and of the local pages, too."""

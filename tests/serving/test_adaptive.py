@@ -113,6 +113,7 @@ def test_rows_draft_by_what_was_kept_of_theirs_and_no_token_changes(lm, prompts,
     assert worst.drafted < worst.steps / 2
 
 
+@pytest.mark.slow
 def test_a_step_in_which_no_row_drafts_reads_one_token(lm, prompts, greedy):
     """All rows are wrong, so most steps are such; log-probabilities and state traffic are those without a drafter."""
     results = generate(lm, prompts, NEW, GREEDY, drafter=watch(greedy, 0), adaptive_drafts=True)

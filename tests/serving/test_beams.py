@@ -141,6 +141,7 @@ def test_it_is_the_search_over_the_plain_forward(lm, case, form):
     assert "stop" in reasons
 
 
+@pytest.mark.slow
 @pytest.mark.checks("beams", family="qwen3_5")
 def test_a_score_is_the_sum_of_the_models_log_probabilities(lm, case):
     prompts, stops, _ = case

@@ -49,7 +49,7 @@ def test_a_row_without_an_allowed_token_ends_with_an_error_and_no_token(lm, draf
     assert [warning.split()[1] for warning in warnings] == ["1", "3"]
 
 
-@pytest.mark.parametrize("drafter", [None, NGram(2)])
+@pytest.mark.parametrize("drafter", [None, pytest.param(NGram(2), marks=pytest.mark.slow)])
 def test_a_row_whose_logits_are_not_finite_ends_where_they_begin(lm, drafter):
     """Tokens up to the one that is not to be read are those of the sound model; rows that don't come to it go on."""
     settings = [greedy(**OPEN), *(SamplingParams(seed=i, logprobs=3, ignore_eos=True, **OPEN) for i in range(3))]

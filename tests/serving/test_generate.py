@@ -127,6 +127,7 @@ def test_a_stop_token_ends_its_row_and_no_other(lm, prompts, greedy):
     assert [result.stop_reason for result in results] == [stop if i == row else None for i in range(8)]
 
 
+@pytest.mark.slow
 def test_a_generation_in_slices_is_the_whole_one(lm, prompts, greedy):
     for segment in (16, 7):
         events = list(generate(lm, [prompts[1]], NEW, GREEDY, stream=True, segment=segment))

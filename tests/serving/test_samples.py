@@ -101,6 +101,7 @@ def test_the_recurrent_form_gives_the_same_samples(lm, prompts, results):
         assert all(sample.stats.folds == NEW - 2 for sample in ours.samples)
 
 
+@pytest.mark.slow
 @pytest.mark.checks("samples", family="qwen3_5")
 def test_streams_and_stop_strings_of_each_sample(lm, prompts, results):
     """A stop string from the middle of the fourth sample's text stops that one, and others where they have it."""

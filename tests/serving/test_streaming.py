@@ -77,6 +77,7 @@ def test_streamed_pieces_are_the_text_of_200_random_prompts(lm, rng, prompts, ro
     assert across_events and wide_stops
 
 
+@pytest.mark.slow
 def test_events_of_an_unfinished_stream_say_what_came_so_far(lm, prompts):
     said = [""] * PROMPTS
     sampling = SamplingParams(temperature=4.0, ignore_eos=True, stop="\x00\x00\x00")

@@ -85,6 +85,7 @@ def test_paths_that_are_right_wrong_or_both_change_no_token(lm, prompts, greedy,
     assert [result.stats.steps for result in results[:3]] == [13, 13, NEW - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.checks("trees")
 def test_settings_see_the_path_before_a_token_as_generated(lm, prompts, greedy, rng):
     """Penalties and min_tokens, with trees whose right paths are those of the text with them."""

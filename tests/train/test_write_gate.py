@@ -69,6 +69,7 @@ def test_gates_close_where_keys_cost_much_and_a_resumed_run_ends_with_the_same_b
     assert again.config == whole.lm.config
 
 
+@pytest.mark.slow
 def test_pieces_of_a_batch_and_remat_give_the_gradient_of_the_whole(lm, tokens):
     soft = with_gates(lm, Admission(WriteGate(8), 4, None))
     rows = jnp.asarray(tokens[:96].reshape(4, 24), jnp.int32)
