@@ -495,3 +495,13 @@ def test_settings_that_change_nothing_are_told(given, told):
     err = Console(file=io.StringIO(), width=200)
     session.sampling_params(err, types.SimpleNamespace(sampling_defaults={"temperature": 0.0}), given)
     assert err.file.getvalue().strip() == told
+
+
+def test_settings_of_the_checkpoint_are_told():
+    err = Console(file=io.StringIO(), width=200)
+    lm = types.SimpleNamespace(sampling_defaults={"temperature": 0.6, "top_p": 0.9, "top_k": 20})
+    session.sampling_params(err, lm, {"top_p": 0.5})
+    told = "from the checkpoint's generation_config.json: temperature 0.6, top_k 20\n"
+    assert err.file.getvalue() == told
+    session.sampling_params(err, lm, {"temperature": 0.0})
+    assert err.file.getvalue() == told, "nothing is drawn"

@@ -22,11 +22,11 @@ def test_the_command_line_prints_the_beams_best_first(monkeypatch):
     assert done.exit_code == 0, done.stderr
     expected = {"prompts": ["A"], "beams": 2, "length_penalty": 0.5, "max_new_tokens": 7, "ignore_eos": True}
     assert asked == expected | {"limit": 16, "form": "auto", "state_dtype": None}
-    first = "beam 1 of 2, stop, log-probability -1.000, ranked by -1:\none\n"
-    assert done.stdout == first + "beam 2 of 2, length, log-probability -3.250, ranked by -9.875e-07:\ntwo\n\n"
+    first = "beam 1 of 2 (stop), log-probability -1.000, ranked by -1:\none\n"
+    assert done.stdout == first + "beam 2 of 2 (length), log-probability -3.250, ranked by -9.875e-07:\ntwo\n\n"
     assert "beam 1" not in done.stderr
     done = CliRunner().invoke(app, ["generate", "A", "--beams", "1"])
-    assert done.stdout == "one\n" and "beam 1 of 1, stop, log-probability -1.000, ranked by -1:\n" in done.stderr
+    assert done.stdout == "one\n" and "beam 1 of 1 (stop), log-probability -1.000, ranked by -1:\n" in done.stderr
     text = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).stdout
     assert all(option in text for option in ("--samples", "--beams", "--length-penalty", "--beams 4"))
 
@@ -60,5 +60,5 @@ def test_samples_have_headings_and_count_their_steps_once(monkeypatch):
     monkeypatch.setattr("jaxbuf.generate", answer)
     done = CliRunner().invoke(app, ["generate", "A", "--samples", "2", "--temperature", "1"])
     assert done.exit_code == 0, done.stderr
-    assert done.stdout == "sample 1 of 2, stop:\none\n\nsample 2 of 2, length:\ntwo\n"
+    assert done.stdout == "sample 1 of 2 (stop):\none\n\nsample 2 of 2 (length):\ntwo\n"
     assert "4 tokens read, 12 tokens in " in done.stderr and "state: 7 steps of 2 samples, 2 folds" in done.stderr

@@ -69,6 +69,7 @@ def generate(
 ) -> None:
     """Continue a prompt, streaming the text as it is generated.
 
+    Several prompts at once, and log-probabilities, are for [bold]jaxbuf.generate[/bold] in Python.
     The text alone goes to standard output (several, each under a heading); the device, the progress and the
     statistics go to standard error.
     It runs on the device that JAX picks; JAX_PLATFORMS=cpu picks the CPU.
@@ -177,7 +178,7 @@ def _generate(
         with waiting(err, COMPILING_AND_GENERATING):
             results = _collect(events, interrupted, params.n)
         seconds = time.perf_counter() - started
-        headings = [f"sample {i} of {params.n}, {result.finish_reason}:" for i, result in enumerate(results, 1)]
+        headings = [f"sample {i} of {params.n} ({result.finish_reason}):" for i, result in enumerate(results, 1)]
         write_texts(err, headings, [asked.output(result) for result in results])
         _print_statistics(err, [(seconds, _sum(result.stats for result in results))], _steps_of(results))
         return
@@ -233,7 +234,7 @@ def _search(err: Console, asked: Asked, settings: dict[str, Any]) -> None:
     seconds, headings = time.perf_counter() - started, []
     for number, beam in enumerate(found, 1):
         score = f"log-probability {beam.score:.3f}, ranked by {beam.ranking_score:.4g}"
-        headings.append(f"beam {number} of {len(found)}, {beam.finish_reason}, {score}:")
+        headings.append(f"beam {number} of {len(found)} ({beam.finish_reason}), {score}:")
     write_texts(err, headings, [asked.output(beam) for beam in found])
     err.print(f"{seconds:.2f} s, compilation included", style="dim")
 

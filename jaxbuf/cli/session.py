@@ -130,6 +130,10 @@ def sampling_params(err: Console, lm: "LanguageModel", given: dict[str, Any], **
     import jaxbuf
 
     params = jaxbuf.SamplingParams(**lm.sampling_defaults | given | more)
+    used = {name: value for name, value in lm.sampling_defaults.items() if name not in given | more}
+    if params.temperature > 0 and used:
+        told = ", ".join(f"{name} {value:g}" for name, value in used.items())
+        err.print(f"from the checkpoint's generation_config.json: {told}", style="dim", markup=False)
     if params.temperature == 0:
         if idle := [name for name in OF_DRAWING if name in given]:
             err.print(f"without a --temperature nothing is drawn, and {option_names(idle)} of no effect", style="dim")

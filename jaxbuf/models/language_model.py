@@ -321,6 +321,10 @@ class LanguageModel:
         self, tokens: Tokens, lengths: Array | np.ndarray | Sequence[int] | None
     ) -> tuple[np.ndarray, np.ndarray, bool]:
         """int32 [batch, time] right-padded, int32 [batch] how many of each row are real, and whether it is one row."""
+        if isinstance(tokens, str):
+            raise ValueError(
+                "tokens must be ids, int32 [batch, time] or [time], got a text: lm.encode(text) makes them"
+            )
         try:
             array = np.asarray(tokens)
             one = array.ndim == 1

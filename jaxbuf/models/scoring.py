@@ -275,7 +275,7 @@ def sequence_logprobs(
 
     Args:
       model: The parameters, as `LanguageModel.model` is.
-      tokens: Right-padded.
+      tokens: Right-padded. One outside the vocabulary has NaN.
       lengths: Real tokens of each row; None: all.
       temperature: Logits are divided by it; above 0.
       target: As in `jaxbuf.models.decoder.forward`.
@@ -284,17 +284,20 @@ def sequence_logprobs(
       Natural logarithms. The first column is 0, for nothing comes before it; so is what lies past a row's length.
 
     Raises:
-      ValueError: tokens have no rows, lengths are not one a row, or temperature is not above 0.
+      ValueError: model is none, tokens are no rows of integers, lengths are not one a row, or temperature is not above
+        0.
     """
+    if not isinstance(model, decoder.Decoder):
+        raise ValueError(f"model must be a model's parameters, as lm.model is, got a {type(model).__name__}")
+    tokens = _integers("tokens", tokens)
     if tokens.ndim != 2 or not tokens.size:
         raise ValueError(f"tokens must be [batch, time] with at least one token, got shape {tokens.shape}")
     rows, time = tokens.shape
+    lengths = None if lengths is None else _integers("lengths", lengths)
     if lengths is not None and lengths.shape != (rows,):
         raise ValueError(f"lengths must have shape {(rows,)}, one for each row of tokens, got {lengths.shape}")
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    tokens = jnp.asarray(tokens)
-    lengths = None if lengths is None else jnp.asarray(lengths)
     hidden = decoder.forward(model, tokens, lengths=lengths, target=target)
     block = fitting_block(rows, power_of_two_from(time), model.config.vocab_size)
     more = -time % block
@@ -304,6 +307,19 @@ def sequence_logprobs(
     found = jnp.roll(found[:, :time], 1, axis=1)
     at = jnp.arange(time)[None]
     return jnp.where((at > 0) & (at < (time if lengths is None else lengths[:, None])), found, 0.0)
+
+
+def _integers(name: str, given: object) -> Array:
+    """What was given, lists too, as an array of integers."""
+    try:
+        found = jnp.asarray(given)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} must be an array of integers, rows of one length, got {type(given).__name__}"
+        ) from None
+    if not jnp.issubdtype(found.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {found.dtype}")
+    return found
 
 
 def hidden_logprobs(

@@ -88,9 +88,9 @@ def generate(
     """Continues every prompt, all of them in one batch and one compiled loop.
 
     Compilation happens once for a shape: the number of prompts, that of their samples, the longest prompt and
-    max_new_tokens, each rounded up to a power of two; and the drafter with draft_tokens. Sampling settings, seeds, stop
-    tokens and the form are data; on a Hopper GPU the recurrent form without a drafter is a program of its own, whose
-    rings hold one entry.
+    max_new_tokens, each rounded up to a power of two; the drafter with draft_tokens; and whether log-probabilities are
+    reported, and stop strings looked for. Other sampling settings, seeds, stop tokens and the form are data; on a
+    Hopper GPU the recurrent form without a drafter is a program of its own, whose rings hold one entry.
 
     A prompt with several samples (`SamplingParams.n`) is read once; its samples share the memory of it. Long prompts
     are read in chunks, of 65,536 tokens in all rows together (at least 512 a row), so that no activation is longer.

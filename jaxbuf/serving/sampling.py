@@ -41,7 +41,8 @@ class SamplingParams:
       logit_bias: Added to the logits of these token ids; -inf forbids a token.
       min_tokens: No stop token before this many tokens (stop strings do end a request earlier).
       seed: Of the request's random numbers: the token at position p draws from fold_in(seed, p), so it depends neither
-        on the other requests nor on how the generation is cut into calls.
+        on the other requests nor on how the generation is cut into calls. Two requests of one prompt and one seed give
+        one text.
       stop: Texts that end the request: it ends as soon as its text holds one, and the text is cut before that one.
       stop_token_ids: Tokens that end the request, beside the model's own.
       ignore_eos: Do not stop at the model's own end tokens.

@@ -114,7 +114,7 @@ def test_a_token_that_is_all_but_impossible_has_a_finite_score(lm, rng):
         (3, r"tokens must be int32 \[batch, time\] or \[time\] and not empty, got int64 \(\)"),
         ([[[1, 2]]], r"tokens must be int32 \[batch, time\]"),
         ([True, False], r"tokens must be int32 \[batch, time\]"),
-        ("text", r"tokens must be int32 \[batch, time\]"),
+        ("text", r"tokens must be ids, int32 \[batch, time\] or \[time\], got a text"),
         (None, r"tokens must be int32 \[batch, time\]"),
         ([[]], r"tokens must be int32 \[batch, time\] or \[time\] and not empty, got float64 \(1, 0\)"),
         ([[0.5, 1.0]], r"tokens must be int32 \[batch, time\]"),
@@ -279,6 +279,12 @@ def test_log_probabilities_for_training_say_what_is_wrong(lm):
             {},
         ),
         ("temperature must be above 0, got 0.0", (tokens,), {"temperature": 0.0}),
+        ("tokens must be integers, got float32", (tokens.astype(jnp.float32),), {}),
+        ("tokens must be an array of integers, rows of one length, got list", ([[1], [1, 2]],), {}),
     ):
         with pytest.raises(ValueError, match=match):
             scoring.sequence_logprobs(lm.model, *given, **named)
+    with pytest.raises(ValueError, match=r"model must be a model's parameters, as lm.model is, got a LanguageModel"):
+        scoring.sequence_logprobs(lm, tokens)
+    with pytest.raises(ValueError, match=r"tokens must be ids, .* got a text: lm.encode\(text\) makes them"):
+        lm.score("a text")

@@ -336,3 +336,21 @@ def test_the_command_line_prints_each_text_under_its_heading(lm, prompts, result
         done = CliRunner().invoke(app, ["generate", "A", "--samples", samples, "--model", "no-such-model"])
         assert (done.exit_code, done.stdout) == (2, "")
         assert done.stderr == f"error: --samples must be a whole number from 1 to 1024, got '{samples}'\n"
+
+
+def test_prompts_that_draw_the_same_are_told(lm, caplog):
+    """A loop that repeats a prompt, and not its seeds, would get one text several times."""
+
+    def told(prompts, settings):
+        caplog.clear()
+        make_batch(lm, prompts, settings, Decoding(4))
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    drawn, text, other = SamplingParams(temperature=0.9), [1, 2, 3], [1, 2]
+    (message,) = told([text, other, text, text], drawn)
+    assert message.startswith("prompts 0 and 2 are the same and have samples of the same seed, 0: ")
+    (message,) = told([text, text], [dataclasses.replace(drawn, n=4), dataclasses.replace(drawn, seed=3)])
+    assert "of the same seed, 3" in message
+    assert told([text, text], [dataclasses.replace(drawn, n=4), dataclasses.replace(drawn, seed=4)]) == []
+    assert told([text, text], SamplingParams(temperature=0.0)) == told([text, other], drawn) == []
+    assert told([text, text], [drawn, dataclasses.replace(drawn, temperature=0.8)]) == []
