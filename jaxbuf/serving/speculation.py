@@ -13,8 +13,10 @@ from jaxbuf.models import decoder
 from jaxbuf.models.config import ModelConfig
 from jaxbuf.serving.acceptance import accept, accept_tree, log_distribution, path_of, usable_log_q
 from jaxbuf.serving.carry import RUNNING, Carry, CarrySizes, put_rows, slots_of
-from jaxbuf.serving.sampling import adjust, adjusts, has_candidate, keys
+from jaxbuf.serving.sampling import History, Sampling, adjust, adjusts, has_candidate, keys
 from jaxbuf.serving.token_masks import has_tokens, only
+
+JUDGED_BYTES = 2**25  # of the logits of the rows that are judged together on a TPU
 
 
 @jax.tree_util.register_dataclass
@@ -295,6 +297,17 @@ class Verified(NamedTuple):
     failed: Bool[Array, "rows"]
 
 
+class Judged(NamedTuple):
+    """What rows are judged by, as it is in `Carry`, `Proposal` and the model's logits; every array begins with rows."""
+
+    sampling: Sampling
+    history: History
+    allowed: Int32[Array, "rows words"]
+    position: Int32[Array, "rows"]
+    proposal: Proposal
+    logits: Float32[Array, "rows places vocab"]
+
+
 def verify(carry: Carry, proposal: Proposal, logits: Float32[Array, "rows places vocab"]) -> Verified:
     """Chooses the next tokens of every row: the drafts that the model keeps, and one more.
 
@@ -308,40 +321,12 @@ def verify(carry: Carry, proposal: Proposal, logits: Float32[Array, "rows places
       proposal: Of T - 1 drafts; see `usable`.
       logits: The model's after the newest token and after each draft.
     """
-    drafts, parents = proposal.drafts, proposal.parents
-    length = drafts.shape[1]
+    drafts, length = proposal.drafts, proposal.drafts.shape[1]
     index = jnp.arange(length + 1, dtype=jnp.int32)[None]
-
-    def judged(possible):
-        """How many drafts of a row are looked at."""
-        return jnp.where(jnp.all(possible | (index > proposal.count[:, None]), axis=1), proposal.count, 0)
-
-    def greedy(logits):
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
-        possible = has_candidate(jnp.take_along_axis(logits, best[..., None], axis=-1))
-        count = judged(possible)
-        if parents is None:
-            return *_accept_greedy(best, drafts, count), possible[:, 0]
-        return *_accept_greedy_tree(best, drafts, parents, count), possible[:, 0]
-
-    def as_asked():
-        changed = adjusted(carry, proposal, logits)
-
-        def drawn():
-            possible = has_candidate(changed)
-            count, key = judged(possible), keys(carry.sampling, carry.position + 1)
-            p = log_distribution(changed, carry.sampling)
-            q = None if proposal.log_q is None else usable_log_q(proposal.log_q, drafts)
-            if parents is None:
-                return *accept(p, q, drafts, count, key), possible[:, 0]
-            return *accept_tree(p, q, drafts, parents, key, count), possible[:, 0]
-
-        return jax.lax.cond(sampled, drawn, lambda: greedy(changed))
-
     with jax.named_scope("sample"):
-        sampled = jnp.any(carry.sampling.temperature > 0)
-        asked = sampled | adjusts(carry.sampling, carry.history)
-        found = jax.lax.cond(asked, as_asked, lambda: greedy(only(carry.allowed, logits)))
+        judged = Judged(carry.sampling, carry.history, carry.allowed, carry.position, proposal, logits)
+        # XLA keeps some twenty arrays of the logits' size at once on a TPU. A GPU would wait for each block's branches.
+        found = jax.lax.platform_dependent(judged, tpu=judge_in_blocks, default=judge)
         *path, accepted, token, possible = found
         along, path = drafts, path[0] if path else None
         if path is not None:
@@ -355,6 +340,56 @@ def verify(carry: Carry, proposal: Proposal, logits: Float32[Array, "rows places
         failed = carry.active & ~possible
         number = jnp.where(carry.active & ~failed, jnp.minimum(accepted, first) + 1, 0)
         return Verified(tokens, number, jnp.minimum(accepted, number), path, failed)
+
+
+def judge_in_blocks(judged: Judged) -> tuple[Array, ...]:
+    """`judge` of as many rows at a time as have logits of JUDGED_BYTES, or of one. No row looks at another, so that
+    the numbers are the same."""
+    rows, places, vocab = judged.logits.shape
+    most = max(1, JUDGED_BYTES // (4 * places * vocab))
+    size = max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)
+    if size == rows:
+        return judge(judged)
+    blocks = jax.tree.map(lambda x: x.reshape(rows // size, size, *x.shape[1:]), judged)
+    return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), jax.lax.map(judge, blocks))
+
+
+def judge(judged: Judged) -> tuple[Array, ...]:
+    """The drafts that each row keeps: of a tree the path, as `accept_tree` returns it; how many they are; the token
+    behind them; and whether there was a candidate for the first place."""
+    sampling, history, allowed, position, proposal, logits = judged
+    drafts, parents = proposal.drafts, proposal.parents
+    index = jnp.arange(drafts.shape[1] + 1, dtype=jnp.int32)[None]
+
+    def looked_at(possible):
+        """How many drafts of a row are looked at."""
+        return jnp.where(jnp.all(possible | (index > proposal.count[:, None]), axis=1), proposal.count, 0)
+
+    def greedy(logits):
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
+        possible = has_candidate(jnp.take_along_axis(logits, best[..., None], axis=-1))
+        count = looked_at(possible)
+        if parents is None:
+            return *_accept_greedy(best, drafts, count), possible[:, 0]
+        return *_accept_greedy_tree(best, drafts, parents, count), possible[:, 0]
+
+    def as_asked():
+        changed = adjusted(judged, proposal, logits)
+
+        def drawn():
+            possible = has_candidate(changed)
+            count, key = looked_at(possible), keys(sampling, position + 1)
+            p = log_distribution(changed, sampling)
+            q = None if proposal.log_q is None else usable_log_q(proposal.log_q, drafts)
+            if parents is None:
+                return *accept(p, q, drafts, count, key), possible[:, 0]
+            return *accept_tree(p, q, drafts, parents, key, count), possible[:, 0]
+
+        return jax.lax.cond(sampled, drawn, lambda: greedy(changed))
+
+    sampled = jnp.any(sampling.temperature > 0)
+    asked = sampled | adjusts(sampling, history)
+    return jax.lax.cond(asked, as_asked, lambda: greedy(only(allowed, logits)))
 
 
 def _accept_greedy(best: Array, drafts: Array, count: Array) -> tuple[Array, Array]:
@@ -379,21 +414,23 @@ def _accept_greedy_tree(best: Array, drafts: Array, parents: Array, count: Array
 
 
 def adjusted(
-    carry: Carry, proposal: Proposal, logits: Float32[Array, "rows places vocab"]
+    of: Carry | Judged, proposal: Proposal, logits: Float32[Array, "rows places vocab"]
 ) -> Float32[Array, "rows places vocab"]:
     """`sampling.adjust` of logits: at each place the drafts on its path count as generated.
 
-    Arguments as in `verify`.
+    Args:
+      of: Whose settings, texts and allowed tokens these are.
+      proposal, logits: As in `verify`.
     """
     drafts, parents = proposal.drafts, proposal.parents
-    sampling, history = carry.sampling, carry.history
+    sampling, history = of.sampling, of.history
     rows, length, vocab = logits.shape
 
     def flat(x):
         return jnp.repeat(x, length, axis=0)
 
     def permitted():
-        return only(carry.allowed, logits)
+        return only(of.allowed, logits)
 
     def penalised():
         if length == 1:

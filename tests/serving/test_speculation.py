@@ -21,8 +21,9 @@ from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.beams import beam_search
 from jaxbuf.serving.drafters import MTP, DraftModel, NGram
 from jaxbuf.serving.own_drafter import MOST_DRAFTS
-from jaxbuf.serving.sampling import noise
+from jaxbuf.serving.sampling import noise, pack
 from jaxbuf.serving.stats import checkpoint_bytes
+from jaxbuf.serving.token_masks import pack_mask
 from tests.serving.goodness import RARE
 from tests.serving.program import carry_shape, check_on_device, check_reused, written_in_loops
 from tests.serving.speculating import (
@@ -41,6 +42,7 @@ from tests.serving.speculating import architecture as architecture
 from tests.serving.speculating import greedy as greedy
 from tests.serving.speculating import lm as lm
 from tests.serving.speculating import prompts as prompts
+from tests.serving.texts import history_of
 
 
 def some_slow(*slow, exhaustive):
@@ -396,3 +398,42 @@ def test_the_command_line_ignores_no_option_of_drafts(command, options, message)
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("tree", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drawn", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_rows_that_are_judged_in_blocks_get_what_all_together_get(rng, monkeypatch, tree, drawn):
+    """As a TPU judges them: six rows, greedy and drawn ones, two at a time, or one."""
+    rows, places, vocab, capacity = 6, 4, 300, 24
+    logits = rng.standard_normal((rows, places, vocab)).astype(np.float32) * 3
+    drafts = rng.integers(0, vocab, (rows, places - 1)).astype(np.int32)
+    drafts[::2, 0] = logits[::2, 0].argmax(-1)
+    log_q = jax.nn.log_softmax(jnp.asarray(rng.standard_normal((rows, places - 1, vocab)), jnp.float32))
+    parents = jnp.asarray(np.array([[-1, -1, 0], [-1, 0, 0], [-1, 0, 1]] * 2), jnp.int32) if tree else None
+    settings = [
+        SamplingParams(temperature=temperature, top_k=top_k, presence_penalty=penalty, seed=int(rng.integers(2**32)))
+        for temperature, top_k, penalty in zip(
+            [0, 0.7, 1, 0, 0.9, 1], [0, 0, 20, 0, 200, 0], [0, 0, 0, 1, 1, 0], strict=True
+        )
+    ]
+    texts = rng.integers(0, vocab, (2, rows, capacity // 2))
+    judged = speculation.Judged(
+        pack(settings),
+        history_of(texts[0], np.full(rows, 8), texts[1], rng.integers(1, 6, rows), np.full((rows, 1), -1)),
+        jnp.asarray(np.tile(pack_mask(rng.random(vocab) < 0.9), (rows, 1))),
+        jnp.asarray(rng.integers(9, 14, rows), jnp.int32),
+        speculation.Proposal(
+            jnp.asarray(drafts), jnp.asarray([3, 2, 3, 1, 3, 0], jnp.int32), log_q if drawn else None, parents
+        ),
+        jnp.asarray(logits),
+    )
+    judge, sizes = speculation.judge, []
+    whole = jax.jit(judge)(judged)
+    monkeypatch.setattr(speculation, "judge", lambda part: sizes.append(part.logits.shape[0]) or judge(part))
+    for at_once in (2, 0):
+        monkeypatch.setattr(speculation, "JUDGED_BYTES", at_once * logits[0].nbytes)
+        parts = jax.jit(lambda judged: speculation.judge_in_blocks(judged))(judged)
+        assert len(parts) == len(whole) == 3 + tree
+        for part, expected in zip(parts, whole, strict=True):
+            np.testing.assert_array_equal(part, expected)
+    assert set(sizes) == {2, 1}
