@@ -12,7 +12,7 @@ from rich.table import Table
 from jaxbuf.cli import options
 from jaxbuf.cli.errors import busy, error_console
 from jaxbuf.cli.plan import size
-from jaxbuf.cli.session import stay_on_cpu, waiting
+from jaxbuf.cli.session import end_at_interrupt, stay_on_cpu, waiting
 from jaxbuf.terminal import print_table, text_console
 
 if TYPE_CHECKING:
@@ -60,11 +60,12 @@ def compile_model(
 ) -> None:
     """Compile the programs that serve a model for TPUs that are not there, and tell what they take.
 
-    There are two, one that reads prompts and one that decodes.
+    There are two, one that reads prompts and one that decodes, for as many requests and tokens as
+    [bold]jaxbuf.generate[/bold] makes of what you give: it rounds them up to powers of two.
     The TPU's own compiler makes them from shapes: no TPU, no weights and no memory for them are needed, but the
     compiler is: the extra "tpu" of this package, on any machine.
-    A model of 32 layers takes five minutes or so on two cores, its first 4 --layers two. Nothing is kept: what is
-    compiled for a chip that is not there can't be taken from a --compilation-cache.
+    A model of 32 layers takes two minutes or more on two idle cores, a drafter another one or two, fewer --layers less.
+    Nothing is kept: what is compiled for a chip that is not there can't be taken from a --compilation-cache.
     Of a v4 that is not there the compiler takes each core for a device with half the memory, and so does this command.
 
     Of each program it tells what one device holds all the time (parameters, and the memory of all requests), and what
@@ -72,7 +73,12 @@ def compile_model(
     Arrays not in place: of that memory, what is written to another place than it was in.
     Exchanges between devices stand in every layer, and in what makes logits and samples from them, there mostly in
     branches of which few are taken; a step of generate_tokens has each once.
-    Kernels are counted by what they compute; everything else is XLA's. Whether results are right only a chip can tell.
+    The estimate of a step is how long the chip takes to read all that a device holds once, at the bandwidth that its
+    makers give: contexts are at their full length, and no program reaches it. A drafter has none: it reads its
+    layers and the logits' matrix again for each draft.
+    Kernels are counted by what they compute: chunked the recurrence of prompts, extend that of steps, prepare or
+    convolve what stands before it, gated_norm behind it, put_rows writes what stays of a prompt, attend the softmax
+    attention of steps, experts routed ones. Everything else is XLA's. Whether results are right only a chip can tell.
 
     [bold]Examples[/bold]
 
@@ -126,7 +132,7 @@ def compile_model(
     made = []
     for name in PROGRAMS:
         try:
-            with waiting(error_console(), f"compiling {name}"):
+            with waiting(error_console(), f"compiling {name}"), end_at_interrupt():
                 made.append(compiled_program(name, batch))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -135,7 +141,7 @@ def compile_model(
                 f"{name} does not fit on {device}, the TPU's compiler says ({_taken(str(error))}): more chips have "
                 "less each, fewer --rows and shorter --prompt-tokens take less"
             ) from error
-    _print(made, room, console)
+    _print(made, room, None if drafts else where.bandwidth, console)
     if message := told(where.target):
         console.print(message, markup=False)
 
@@ -168,7 +174,15 @@ def _abstract(model: str, where: "Slice", layers: int | None, dtype: str | None,
     return abstract_model(config, sizes.name, where.target, compute_dtype(dtype) or sizes.dtype)
 
 
-def _print(made: "list[CompiledProgram]", room: int, console: Console) -> None:
+def _estimate(program: "CompiledProgram", bandwidth: float | None) -> str:
+    """How long the memory takes to give all that a device holds; "-" for a program that makes no steps, and without a
+    bandwidth."""
+    if bandwidth is None or program.name != "generate_tokens":
+        return "-"
+    return f"{1e3 * program.held_bytes / bandwidth:.3g} ms"
+
+
+def _print(made: "list[CompiledProgram]", room: int, bandwidth: float | None, console: Console) -> None:
     table = Table()
     table.add_column("of one device", no_wrap=True)
     for program in made:
@@ -180,10 +194,11 @@ def _print(made: "list[CompiledProgram]", room: int, console: Console) -> None:
     add("compiled in", lambda program: f"{program.seconds:.0f} s", end_section=True)
     add("parameters, requests", lambda program: size(program.held_bytes))
     add("for the time of a call", lambda program: size(program.temporary_bytes))
-    add("of its memory", lambda program: f"{program.used_bytes / room:.0%}", end_section=True)
+    add("of its memory", lambda program: f"{program.used_bytes / room:.0%}")
+    add("a step, estimate", lambda program: _estimate(program, bandwidth), end_section=True)
     add("arrays not in place", lambda program: str(len(program.moved)))
     add("exchanges of layers", lambda program: str(program.layer_exchanges))
     add("other exchanges", lambda program: str(program.other_exchanges))
-    for kernel in dict.fromkeys(kernel for program in made for kernel in program.kernels):
+    for kernel in sorted({kernel for program in made for kernel in program.kernels}):
         add(f"kernels: {kernel}", lambda program, kernel=kernel: str(program.kernels.get(kernel, 0)))
     print_table(table, console)

@@ -98,3 +98,4 @@ def export(
         )
     size = sum(file.stat().st_size for file in written.iterdir())
     text_console().print(f"wrote {written}: {lm.name} for {chip}, {size / 1e6:.1f} MB", markup=False)
+    error_console().print(f"jaxbuf.load_exported({str(written)!r}) runs it there", style="dim", markup=False)

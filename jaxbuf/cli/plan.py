@@ -166,7 +166,8 @@ def plan(
 
     States, entries, the convolutions' inputs, keys and values are counted to the byte, as a cache has them.
     The workspace is an allowance, and a drafter's own memory is not counted. Reading many long prompts at once takes
-    more than that: of TPUs jaxbuf compile tells how much.
+    more than that, and so do drafts: of TPUs jaxbuf compile tells how much.
+    The requests that fit are a server's: [bold]jaxbuf.generate[/bold] rounds requests and tokens up to powers of two.
     "moved" is what a request reads and writes in a step, or for a token that is kept, on average.
     Parameters are not in it: they are read at most once a step, for all requests together.
 
