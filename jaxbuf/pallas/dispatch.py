@@ -8,6 +8,7 @@ if there is something to ask (Pallas' GPU part takes a while, and a CPU has no u
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 from jaxbuf.target import Target, resolve_target
@@ -162,9 +163,12 @@ def told(target: Target) -> str | None:
             left_out.setdefault(" and ".join(kernel.chips for kernel in kernels.values()), []).append(operation)
     if not left_out:
         return None
-    words = "; ".join(
-        f"{', '.join(operations)} have kernels for {which} alone" for which, operations in left_out.items()
-    )
+    if target.platform == "tpu":  # there it tells nothing which GPUs have them
+        words = "there is no kernel for " + ", ".join(itertools.chain(*left_out.values()))
+    else:
+        words = "; ".join(
+            f"{', '.join(operations)} have kernels for {which} alone" for which, operations in left_out.items()
+        )
     lacking = sum(map(len, left_out.values()))
     share = "everything" if not served else "most" if lacking > served else "some of it"
     return f"{share} is compiled by XLA on {target}: {words}"

@@ -175,7 +175,6 @@ def make_batch(
     encoded = encode_prompts(lm, prompts, max_new_tokens)
     settings = _check_sampling(lm, sampling, len(encoded))
     each = [sample for setting in settings for sample in setting.samples]
-    _tell_of_copies(encoded, settings)
     batch, bucket = padded_sizes(encoded)
     rows, room = power_of_two_from(len(each)), power_of_two_from(max_new_tokens, ROOM)
     capacity, form = bucket + room, choose_form(lm, decoding.form, len(each))
@@ -290,26 +289,6 @@ def _check_sampling(
         if setting.stop_texts and lm.tokenizer is None:
             raise ValueError(f"stop must be empty for a model without a tokenizer, got {setting.stop!r} (prompt {i})")
     return list(settings)
-
-
-def _tell_of_copies(prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> None:
-    """Warns where two prompts are the same and draw the same: a loop that means to sample a prompt several times."""
-    seen: dict[tuple, int] = {}
-    for i, (prompt, setting) in enumerate(zip(prompts, settings, strict=True)):
-        if setting.temperature == 0:
-            continue
-        how = setting.temperature, setting.top_k, setting.top_p, setting.min_p
-        for sample in setting.samples:
-            first = seen.setdefault((tuple(prompt), *how, sample.seed), i)
-            if first != i:
-                log.warning(
-                    "prompts %d and %d are the same and have samples of the same seed, %d: their texts will be the "
-                    "same, too. SamplingParams(n=...) draws several texts of a prompt; sample j has the seed + j",
-                    first,
-                    i,
-                    sample.seed,
-                )
-                return
 
 
 def _pack_stops(lm: LanguageModel, settings: Sequence[SamplingParams], rows: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Text in, text out: what people call, over the two compiled programs of `loop.py`."""
 
 import dataclasses
+import logging
 import os
 from collections.abc import Generator, Iterable, Sequence
 from typing import Literal, overload
@@ -25,6 +26,7 @@ from jaxbuf.serving.slices import run_slices
 from jaxbuf.serving.speculation import Drafter
 
 SEGMENT = 16
+log = logging.getLogger("jaxbuf")
 
 type Speculator = Literal["ngram", "mtp"] | LanguageModel | Drafter
 
@@ -166,6 +168,7 @@ def generate(
         adaptive_drafts=adaptive_drafts,
     )
     batch = make_batch(lm, prompts, sampling, decoding)
+    _tell_of_copies(batch)
     if profile is not None:
         make_directory(profile, "profile")
     if stream:
@@ -179,6 +182,26 @@ def generate(
         first, *others = (results[index, sample] for sample in range(setting.n))
         found.append(dataclasses.replace(first, other_samples=tuple(others)) if others else first)
     return found
+
+
+def _tell_of_copies(batch: Batch) -> None:
+    """Warns where two prompts are the same and draw the same: a loop that means to sample a prompt several times."""
+    seen: dict[tuple, int] = {}
+    for i, (prompt, setting) in enumerate(zip(batch.prompts, batch.settings, strict=True)):
+        if setting.temperature == 0:
+            continue
+        how = setting.temperature, setting.top_k, setting.top_p, setting.min_p
+        for sample in setting.samples:
+            first = seen.setdefault((tuple(prompt), *how, sample.seed), i)
+            if first != i:
+                log.warning(
+                    "prompts %d and %d are the same and have samples of the same seed, %d: their texts will be the "
+                    "same, too. SamplingParams(n=...) draws several texts of a prompt; sample j has the seed + j",
+                    first,
+                    i,
+                    sample.seed,
+                )
+                return
 
 
 def _events(
