@@ -62,3 +62,44 @@ def test_samples_have_headings_and_count_their_steps_once(monkeypatch):
     assert done.exit_code == 0, done.stderr
     assert done.stdout == "sample 1 of 2 (stop):\none\n\nsample 2 of 2 (length):\ntwo\n"
     assert "4 tokens read, 12 tokens in " in done.stderr and "state: 7 steps of 2 samples, 2 folds" in done.stderr
+
+
+def test_several_prompts_have_headings_and_what_was_read_of_each(monkeypatch):
+    def answer(model, prompts, *, sampling, **settings):
+        assert prompts == ["A", "B"]
+        for index in (1, 0):
+            for sample in range(sampling.n):
+                stats = Stats(3 + index, 2, 1, 0, 0, 0, 0, 0, "buffered", 1, 0, 5, ((2, 1),), ((0, 1),))
+                result = GenerationResult(f"{index}{sample}", [7, index], "length", stats)
+                yield Event(index, "", [1], result, done=True, sample=sample)
+
+    monkeypatch.setattr("jaxbuf.generate", answer)
+    done = CliRunner().invoke(app, ["generate", "A", "B"])
+    assert (done.exit_code, done.stdout) == (0, "prompt 1 of 2 (length):\n00\nprompt 2 of 2 (length):\n10\n")
+    assert "7 tokens read, 4 tokens in " in done.stderr and "state: 1 steps of 2 texts" in done.stderr
+    assert "gates: 10 tokens left the window, of whose keys 30% are kept (20% to 40% a head); 2 left" in done.stderr
+    done = CliRunner().invoke(app, ["generate", "A", "B", "--samples", "2", "--temperature", "1"])
+    assert done.stdout.splitlines()[:3] == [
+        "prompt 1 of 2, sample 1 of 2 (length):",
+        "00",
+        "prompt 1 of 2, sample 2 of 2 (length):",
+    ]
+    assert "7 tokens read, 8 tokens in " in done.stderr and "1 steps of 4 texts" in done.stderr
+
+
+def test_several_prompts_are_searched_at_once(monkeypatch):
+    def answer(model, prompts, **settings):
+        return [[Beam(f"of {prompt}", [1], -1.0, -1.0, "stop")] for prompt in prompts]
+
+    monkeypatch.setattr("jaxbuf.beam_search", answer)
+    done = CliRunner().invoke(app, ["generate", "A", "B", "--beams", "1"])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.splitlines()[::2] == [
+        f"prompt {i} of 2, beam 1 of 1 (stop), log-probability -1.000, ranked by -1:" for i in (1, 2)
+    ]
+
+
+def test_standard_input_is_one_prompt():
+    done = CliRunner().invoke(app, ["generate", "A", "-"], input="text")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "error: PROMPT must be - alone, or texts: standard input is one, got 2 prompts" in done.stderr

@@ -130,7 +130,7 @@ def test_more_than_an_int32_is_an_error_that_says_so(option):
         (("--log-level", "loud", "plan"), "--log-level must be debug, info, warning or error, got 'loud'"),
         (("--compilation-cache", __file__, "plan"), "--compilation-cache must be a directory to write to"),
         (("generate", "x", "--nope"), "No such option: --nope"),
-        (("generate",), "Missing argument 'PROMPT'"),
+        (("generate",), "Missing argument 'PROMPT...'"),
         (("translate",), "No such command 'translate'"),
         (("score", "\udce9"), r"FILE \udce9 cannot be read: No such file"),
     ],
@@ -145,6 +145,7 @@ def test_a_library_error_is_told_in_the_words_of_the_options():
     message = "prompts[0] (3 tokens) and max_new_tokens (9) together must be at most max_position_embeddings (8)"
     expected = "PROMPT (3 tokens) and --max-new-tokens (9) together must be at most max_position_embeddings (8)"
     assert errors.as_typed(message, parameters) == expected
+    assert errors.as_typed(message.replace("[0]", "[1]"), parameters) == expected.replace("PROMPT", "PROMPT 2")
     assert errors.as_typed("limit must be 1, got 0", parameters) == "--limit must be 1, got 0"
     assert errors.as_typed("the limit of draft_tokens/x", parameters) == "the limit of draft_tokens/x"
     assert errors.as_typed("n must be 1", parameters) == "--samples must be 1"

@@ -61,8 +61,11 @@ def as_typed(message: str, parameters: Iterable[Any]) -> str:
     """
     names = {parameter.name: option_name(parameter) for parameter in parameters}
     names |= {library: names[own] for library, own in ALIASES.items() if own in names}
-    if "prompt" in names:
-        message = re.sub(r"\bprompts\[\d+\]", names["prompt"], message)
+    if "prompts" in names:  # the first of them may be the only one
+        typed = names["prompts"]
+        message = re.sub(
+            r"\bprompts\[(\d+)\]", lambda found: f"{typed} {int(found[1]) + 1}" if int(found[1]) else typed, message
+        )
     first, _, rest = message.partition(" ")
     name, colon = first.removesuffix(":"), ":" * first.endswith(":")
     message = f"{names.get(name, name)}{colon} {rest}" if rest else message

@@ -32,7 +32,7 @@ from jaxbuf.cli.session import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator, Sequence
 
     from jaxbuf.models.language_model import LanguageModel
     from jaxbuf.serving import Beam, Event, GenerationResult, Stats
@@ -42,11 +42,11 @@ SEARCHED = ("ignore_eos", "stop_token_ids")  # what of sampling a search takes
 
 @options.with_settings
 def generate(
-    prompt: Annotated[
-        str,
+    prompts: Annotated[
+        list[str],
         typer.Argument(
-            help="The text to continue; [bold]-[/bold] reads it from standard input.",
-            metavar="PROMPT",
+            help="The text to continue, or several at once; [bold]-[/bold] reads one from standard input.",
+            metavar="PROMPT...",
             **options.text(),
         ),
     ],
@@ -69,9 +69,8 @@ def generate(
 ) -> None:
     """Continue a prompt, streaming the text as it is generated.
 
-    Several prompts at once, and log-probabilities, are for [bold]jaxbuf.generate[/bold] in Python.
     The text alone goes to standard output (several, each under a heading); the device, the progress and the
-    statistics go to standard error.
+    statistics go to standard error. Several texts come when all have ended.
     It runs on the device that JAX picks; JAX_PLATFORMS=cpu picks the CPU.
     Ctrl-C stops it and prints the statistics so far; a search with --beams ends without a text.
     The checkpoint's generation_config.json gives the sampling settings that you don't; without one it is greedy.
@@ -79,6 +78,8 @@ def generate(
     [bold]Examples[/bold]
 
       jaxbuf generate "The configuration file"
+
+      jaxbuf generate "The configuration file" "To install the package,"
 
       jaxbuf generate "To install it" --temperature 0.8 --top-p 0.95 --seed 3
 
@@ -109,11 +110,15 @@ def generate(
     check_arguments(sampling, drafting, **settings, profile=profile)
     if token_ids and "stop" in sampling:
         raise ValueError("--stop must be left out with --token-ids, which has no text: give --stop-token-id")
-    text = read_text("-") if prompt == "-" else prompt
-    if prompt == "-" and not text:
-        raise ValueError("standard input is empty: there is no prompt")
-    given = parse_ids(text, "standard input" if prompt == "-" else "PROMPT") if token_ids else text
-    asked = Asked(given, model, dtype, gates, keep)
+    where = "PROMPT"
+    if "-" in prompts:
+        if len(prompts) > 1:
+            raise ValueError(f"PROMPT must be - alone, or texts: standard input is one, got {len(prompts)} prompts")
+        where, prompts = "standard input", [read_text("-")]
+        if not prompts[0]:
+            raise ValueError("standard input is empty: there is no prompt")
+    given = [parse_ids(prompt, where) for prompt in prompts] if token_ids else prompts
+    asked = Asked(given, token_ids, model, dtype, gates, keep)
     if beams is not None:
         with end_at_interrupt():
             _search(err, asked, settings | search | sampling)
@@ -133,16 +138,12 @@ def generate(
 class Asked:
     """What to continue, a text or token ids, and the model, dtype, gates and room for keys to do it with."""
 
-    prompt: str | list[int]
+    prompts: "Sequence[str | list[int]]"
+    token_ids: bool  # whether they go in and come out
     model: str
     dtype: str | None
     gates: Path | None = None
     keep: float | None = None
-
-    @property
-    def token_ids(self) -> bool:
-        """Whether token ids go in and come out."""
-        return not isinstance(self.prompt, str)
 
     def load(self, err: Console) -> "LanguageModel":
         """The model; ValueError if there is text and no tokenizer."""
@@ -154,6 +155,11 @@ class Asked:
     def output(self, found: "GenerationResult | Beam") -> str:
         """A continuation as it is written."""
         return ids_text(found.tokens) if self.token_ids else found.text
+
+    def heading(self, index: int, told: str = "") -> str:
+        """What begins the heading of one of a prompt's texts, which `told` tells from the prompt's others."""
+        of_several = f"prompt {index + 1} of {len(self.prompts)}" if len(self.prompts) > 1 else ""
+        return ", ".join(part for part in (of_several, told) if part)
 
 
 def _generate(
@@ -172,15 +178,20 @@ def _generate(
     if interrupted.is_set():
         return
     params = settings["sampling"]
-    events = jaxbuf.generate(lm, [asked.prompt], stream=True, **settings)
+    events = jaxbuf.generate(lm, asked.prompts, stream=True, **settings)
     started = time.perf_counter()
-    if params.n > 1:
+    places = [(index, sample) for index in range(len(asked.prompts)) for sample in range(params.n)]
+    if len(places) > 1:
         with waiting(err, COMPILING_AND_GENERATING):
-            results = _collect(events, interrupted, params.n)
-        seconds = time.perf_counter() - started
-        headings = [f"sample {i} of {params.n} ({result.finish_reason}):" for i, result in enumerate(results, 1)]
+            results = _collect(events, interrupted, places)
+        seconds, headings = time.perf_counter() - started, []
+        for (index, sample), result in zip(places, results, strict=True):
+            told = f"sample {sample + 1} of {params.n}" if params.n > 1 else ""
+            headings.append(f"{asked.heading(index, told)} ({result.finish_reason}):")
         write_texts(err, headings, [asked.output(result) for result in results])
-        _print_statistics(err, [(seconds, _sum(result.stats for result in results))], _steps_of(results))
+        read = sum(results[places.index((index, 0))].stats.prompt_tokens for index in range(len(asked.prompts)))
+        summed = dataclasses.replace(_sum([result.stats for result in results]), prompt_tokens=read)
+        _print_statistics(err, [(seconds, summed)], _steps_of(results, params.n))
         return
     marks = []
     for event in write_stream(behind_compilation(err, events, interrupted), interrupted, token_ids=asked.token_ids):
@@ -189,30 +200,33 @@ def _generate(
 
 
 def _collect(
-    events: "Generator[Event, None, None]", interrupted: threading.Event, samples: int
+    events: "Generator[Event, None, None]", interrupted: threading.Event, places: list[tuple[int, int]]
 ) -> "list[GenerationResult]":
-    """What the samples led to, at their end or at a Ctrl-C."""
+    """What the prompts' samples led to, at their end or at a Ctrl-C."""
     results = {}
     with contextlib.closing(events):
         for event in events:
-            results[event.sample] = event.result
-            if interrupted.is_set() and len(results) == samples:
+            results[event.index, event.sample] = event.result
+            if interrupted.is_set() and len(results) == len(places):
                 break
-    return [results[sample] for sample in range(samples)]
+    return [results[place] for place in places]
 
 
-def _sum(stats: "Iterable[Stats]") -> "Stats":
-    """Of all samples together; their prompt was read once."""
-    first, *others = stats
+def _sum(stats: "Sequence[Stats]") -> "Stats":
+    """Of all texts together, but for what was read of prompts."""
     names = ("new_tokens", "steps", "folds", "checkpoint_reads", "live_entries", "drafted", "accepted")
-    names = (*names, "bytes", "snapshot_bytes")
-    summed = {name: sum(getattr(each, name) for each in (first, *others)) for name in names}
-    return dataclasses.replace(first, **summed)
+    names = (*names, "bytes", "snapshot_bytes", "passed_tokens")
+    summed: dict[str, Any] = {name: sum(getattr(each, name) for each in stats) for name in names}
+    for name in ("kept_keys", "dropped_keys"):  # of layers and heads
+        layers = zip(*(getattr(each, name) for each in stats), strict=True)
+        summed[name] = tuple(tuple(map(sum, zip(*heads, strict=True))) for heads in layers)
+    return dataclasses.replace(stats[0], **summed)
 
 
-def _steps_of(results: "list[GenerationResult]") -> str:
-    """The samples take their steps together, until the last of them ends."""
-    return f"{max(result.stats.steps for result in results)} steps of {len(results)} samples"
+def _steps_of(results: "list[GenerationResult]", samples: int) -> str:
+    """The texts take their steps together, until the last of them ends."""
+    kind = "samples" if samples == len(results) else "texts"
+    return f"{max(result.stats.steps for result in results)} steps of {len(results)} {kind}"
 
 
 def _check_search(search: dict[str, Any], others: list[str]) -> None:
@@ -230,12 +244,14 @@ def _search(err: Console, asked: Asked, settings: dict[str, Any]) -> None:
     if not err.is_terminal:  # where the search has a bar of its own
         err.print(f"{COMPILING_AND_GENERATING} ...", style="dim")
     started = time.perf_counter()
-    (found,) = jaxbuf.beam_search(lm, [asked.prompt], **settings)
+    found = jaxbuf.beam_search(lm, asked.prompts, **settings)
     seconds, headings = time.perf_counter() - started, []
-    for number, beam in enumerate(found, 1):
-        score = f"log-probability {beam.score:.3f}, ranked by {beam.ranking_score:.4g}"
-        headings.append(f"beam {number} of {len(found)} ({beam.finish_reason}), {score}:")
-    write_texts(err, headings, [asked.output(beam) for beam in found])
+    for index, beams in enumerate(found):
+        for number, beam in enumerate(beams, 1):
+            score = f"log-probability {beam.score:.3f}, ranked by {beam.ranking_score:.4g}"
+            told = asked.heading(index, f"beam {number} of {len(beams)}")
+            headings.append(f"{told} ({beam.finish_reason}), {score}:")
+    write_texts(err, headings, [asked.output(beam) for beams in found for beam in beams])
     err.print(f"{seconds:.2f} s, compilation included", style="dim")
 
 
