@@ -8,10 +8,11 @@ from jax.sharding import Mesh
 
 from jaxbuf.models.abstract import abstract_model
 from jaxbuf.pallas.tpu_memory import vmem_bytes
+from jaxbuf.planning.tpu_slices import find_slice
 from jaxbuf.serving.batch import Batch
-from jaxbuf.serving.tpu_programs import abstract_batch, compile_program
+from jaxbuf.serving.tpu_programs import abstract_batch, compile_program, held_bytes
 from jaxbuf.serving.truncation import FEW
-from jaxbuf.tpu_compiler import tpu_mesh, unaliased
+from jaxbuf.tpu_compiler import device_memory, tpu_mesh, unaliased
 from tests.portability.artefact import (
     collectives,
     host_transfers,
@@ -90,16 +91,55 @@ ONE_PERIOD = {
 }
 
 
+LEFT_FREE = 0.1  # of a device's memory, for the time of a call
+
+
+def at_full_depth(name: str, generation: str) -> list[Served]:
+    """All layers of one of ONE_PERIOD on a generation: on as many devices as there, and on four and eight, the fewest
+    that may hold it first; write gates lie on one."""
+    devices = {ONE_PERIOD[name].devices} | (set() if ONE_PERIOD[name].gates else {4, 8})
+    whole = dataclasses.replace(ONE_PERIOD[name], layers=None, generation=generation)
+    return [dataclasses.replace(whole, devices=count) for count in sorted(devices)]
+
+
+def check_on_fewest(name: str, program: str, generation: str) -> tuple[Served, jax.stages.Compiled | None, int]:
+    """Compiles one of PROGRAMS, of all layers, for the fewest devices that hold it.
+
+    Returns:
+      What was compiled; the program, None where not even the last number of devices holds it; and the bytes that one
+      of them holds all the time.
+    """
+    room = device_memory(find_slice(generation))
+    for served in at_full_depth(name, generation):
+        held = held_bytes(served.batch())
+        if held > (1 - LEFT_FREE) * room:
+            continue
+        try:
+            compiled = check(served, program)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            continue  # what it takes for the time of a call does not fit
+        memory: Any = compiled.memory_analysis()
+        assert memory.argument_size_in_bytes + memory.temp_size_in_bytes <= room
+        return served, compiled, held
+    return served, None, held
+
+
 def check(served: Served, program: str) -> jax.stages.Compiled:
     """Compiles one of PROGRAMS, and asserts that its memory stays in place, that nothing goes to the host, and that
     devices exchange what their layers add up and no more."""
     batch = served.batch()
     compiled, carry = served.compiled(program, batch)
-    assert unaliased(compiled) == []
-    assert host_transfers(compiled) == []
+    pools = pools_of(carry)
+    for what, found in (
+        ("not in place", unaliased(compiled)),
+        ("to or from the host", host_transfers(compiled)),
+        ("copied", pool_copies(compiled, pools, ends=False)),
+        ("moved through another memory", written_back(compiled, pools, ends=False)),
+    ):
+        assert found == [], f"{what}: {found}"  # told by scripts, too
     assert vmem_bytes_used(compiled) <= vmem_bytes(served.generation)
-    assert pool_copies(compiled, pools_of(carry), ends=False) == []
-    assert written_back(compiled, pools_of(carry), ends=False) == []
     exchanged = collectives(compiled)
     if served.devices == 1:
         assert exchanged == []

@@ -1,7 +1,9 @@
 """The table of how every operation was checked on every platform: made by `scripts/check_portability`, kept as JSON and
 shown on a page of the documentation."""
 
+import dataclasses
 import datetime
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +18,12 @@ from jaxbuf.serving.tpu_programs import PROGRAMS
 from jaxbuf.tpu_compiler import GENERATIONS, HAS_COMPILER
 from tests.portability.artefact import relaid
 from tests.portability.operations import CASES, check_compiled, each_case, reason_against
-from tests.portability.programs import ONE_PERIOD
+from tests.portability.programs import ONE_PERIOD, check_on_fewest
 from tests.portability.programs import check as check_served
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORD, PAGE = ROOT / "benchmarks" / "portability.json", ROOT / "docs" / "portability.rst"
+KINDS = ("lines", "programs", "full_depth")  # of the record: operations, programs of one period of layers, whole models
 CHIPS = [("gpu", "Hopper"), *(("tpu", generation) for generation in GENERATIONS)]
 LOWERED_FOR = {"Hopper": "H100"}
 # The checks on hardware that run each operation's kernel: those of scripts/check_gpu and scripts/check_tpu.
@@ -41,6 +44,12 @@ period of their layers, as the TPU compiler made them {when}: pools are changed 
 through VMEM or another memory; nothing goes to the host; devices exchange what their layers add up and no more.
 *Held*: parameters and memory of a device. *Of a call*: what it takes on top for the time of a call.
 """
+FULL_DEPTH_HEAD = """
+The same with all layers of the models, for 64 requests, on every generation: on the fewest devices, of those tried,
+that hold it (a v4 chip that is not there is two devices to its compiler), as compiled {when} by
+``scripts/check_portability --full-depth``. The sizes are of a device: what it holds, and what a call takes on top. That
+is much for TPU7x, where the compiler lays the weights out anew (:doc:`tpu`). "-": not compiled yet.
+"""
 NO_KERNEL = "there is no kernel of it"
 
 
@@ -49,9 +58,10 @@ def interpreted_by(operation: str, platform: str) -> str | None:
     kernel = KERNELS[operation].get(platform)
     if kernel is None or kernel.library is not None:
         return None
-    for path in sorted((ROOT / "tests" / "pallas").glob(f"test_{kernel.package.rsplit('.', 1)[1]}*.py")):
+    own = sorted((ROOT / "tests" / "pallas").glob(f"test_{kernel.package.rsplit('.', 1)[1]}*.py"))
+    for path in own + sorted((ROOT / "tests" / "attention").glob("test_*.py")):
         text = path.read_text(encoding="utf-8")
-        if f'"{platform}"' in text and "interpret" in text:
+        if f'"{platform}"' in text and "interpret" in text and (path in own or kernel.package in text):
             return str(path.relative_to(ROOT))
     return None
 
@@ -110,9 +120,9 @@ def lines(
 
 
 def read() -> dict[str, list[dict[str, Any]]]:
-    """The lines of operations and of programs that are kept, each with the date on which it was found."""
+    """The lines of all KINDS that are kept, each with the date on which it was found."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    return {kind: [{"date": record["date"]} | line for line in record.get(kind, [])] for kind in ("lines", "programs")}
+    return {kind: [{"date": record["date"]} | line for line in record.get(kind, [])] for kind in KINDS}
 
 
 def check_program(name: str, program: str) -> dict[str, Any]:
@@ -127,6 +137,48 @@ def check_program(name: str, program: str) -> dict[str, Any]:
     else:
         line |= {"held": memory.argument_size_in_bytes, "temporary": memory.temp_size_in_bytes}
     return line | {"seconds": round(time.perf_counter() - began, 2), "date": datetime.date.today().isoformat()}
+
+
+def check_full_depth(name: str, program: str, generation: str) -> dict[str, Any]:
+    """A line of the table of whole models: what was found of all layers of one of ONE_PERIOD on a generation."""
+    began = time.perf_counter()
+    line: dict[str, Any] = {"name": name, "program": program, "generation": generation}
+    line |= {"devices": None, "held": None, "temporary": None, "failed": None}
+    try:
+        served, compiled, held = check_on_fewest(name, program, generation)
+    except (AssertionError, jax.errors.JaxRuntimeError) as error:
+        line |= {"served": str(dataclasses.replace(ONE_PERIOD[name], layers=None))}
+        line |= {"failed": f"{type(error).__name__}: {error}"[:500]}
+    else:
+        memory: Any = compiled and compiled.memory_analysis()
+        line |= {"served": str(served), "devices": served.devices, "held": held}
+        line |= {"temporary": memory and memory.temp_size_in_bytes}
+    return line | {"seconds": round(time.perf_counter() - began, 2), "date": datetime.date.today().isoformat()}
+
+
+def full_depth_words(line: dict[str, Any]) -> str:
+    """A line's cell of the table of whole models."""
+    if line["failed"]:
+        return f"does not hold: {line['failed'].splitlines()[0].split(': [')[0][:200]}"
+    devices = f"{line['devices']} {'device' if line['devices'] == 1 else 'devices'}"
+    held = f"{line['held'] / 1e9:.2f} GB"
+    if line["temporary"] is None:
+        return f"does not fit on {devices}: {held} each, and what a call takes"
+    return f"{devices}: {held}, {line['temporary'] / 1e9:.2f} GB"
+
+
+def full_depth_page(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """The page's part on whole models."""
+    out = ["Whole models", "------------", "", FULL_DEPTH_HEAD.strip().format(when=_when(lines)), ""]
+    out += [".. list-table::", "   :header-rows: 1", f"   :widths: 30 15{' 11' * len(GENERATIONS)}", ""]
+    head = ["model", "program", *GENERATIONS]
+    out += [f"   {' ' if place else '*'} - {cell}" for place, cell in enumerate(head)]
+    for name, program in dict.fromkeys((line["name"], line["program"]) for line in lines):
+        own = {line["generation"]: line for line in lines if (line["name"], line["program"]) == (name, program)}
+        cells = [next(iter(own.values()))["served"], f"``{program}``"]
+        cells += [full_depth_words(own[each]) if each in own else "-" for each in GENERATIONS]
+        out += [f"   {' ' if place else '*'} - {cell}" for place, cell in enumerate(cells)]
+    return [*out, ""]
 
 
 def programs_page(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -157,6 +209,12 @@ def replaced(kept: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) ->
     of_each |= {(line["operation"], line["family"], line["generation"]): line for line in found}
     cases = [(*case, generation) for case in each_case() for _, generation in CHIPS]
     return [of_each[case] for case in cases if case in of_each]
+
+
+def replaced_models(kept: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of whole models: what was found, and of the others what is kept, in the order of the cases."""
+    of_each = {(line["name"], line["program"], line["generation"]): line for line in (*kept, *found)}
+    return [of_each[case] for case in itertools.product(ONE_PERIOD, PROGRAMS, GENERATIONS) if case in of_each]
 
 
 def words(line: dict[str, Any]) -> str:
@@ -204,6 +262,8 @@ no kernel at all.
         out.append("")
     if record.get("programs"):
         out += programs_page(record["programs"])
+    if record.get("full_depth"):
+        out += full_depth_page(record["full_depth"])
     return "\n".join(out).rstrip() + "\n"
 
 
@@ -236,3 +296,7 @@ def incomplete(record: dict[str, Any]) -> Iterable[str]:
         for program in PROGRAMS:
             if (name, program, str(served)) not in kept:
                 yield f"{program} of {served}"
+    kept = {(line["name"], line["program"], line["generation"]) for line in record.get("full_depth", ())}
+    for name, generation in itertools.product(ONE_PERIOD, GENERATIONS):  # of reading prompts, what was tried
+        if (name, "generate_tokens", generation) not in kept:
+            yield f"generate_tokens of all layers of {name} on {generation}"

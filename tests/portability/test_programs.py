@@ -4,13 +4,12 @@ memory stays in place, nothing goes to the host, and devices exchange what their
 import dataclasses
 import itertools
 
-import jax
 import pytest
 
-from jaxbuf.planning.tpu_slices import CHIPS_OF_TPUS, find_slice
+from jaxbuf.planning.tpu_slices import CHIPS_OF_TPUS
 from jaxbuf.serving.tpu_programs import PROGRAMS, held_bytes
-from jaxbuf.tpu_compiler import GENERATIONS, device_memory
-from tests.portability.programs import ONE_PERIOD, check
+from jaxbuf.tpu_compiler import GENERATIONS
+from tests.portability.programs import LEFT_FREE, ONE_PERIOD, check, check_on_fewest
 
 
 @pytest.mark.tpu_compiler
@@ -26,29 +25,22 @@ def test_a_whole_model_and_its_memory_fit_on_its_chips(name):
     served = dataclasses.replace(ONE_PERIOD[name], layers=None)
     batch, chip = served.batch(), CHIPS_OF_TPUS[served.generation]
     held = held_bytes(batch)
-    assert 0 < held <= 0.9 * chip.memory_bytes / chip.devices
+    assert 0 < held <= (1 - LEFT_FREE) * chip.memory_bytes / chip.devices
 
 
 @pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("name", ONE_PERIOD)
-def test_a_whole_model_compiles_for_every_generation(name, generation):
+def test_a_whole_model_compiles_for_every_generation(name, program, generation):
     """At full depth, on four or eight devices if fewer do not hold it; write gates lie on one."""
-    for devices in sorted({ONE_PERIOD[name].devices} | ({1} if ONE_PERIOD[name].gates else {4, 8})):
-        served = dataclasses.replace(ONE_PERIOD[name], layers=None, generation=generation, devices=devices)
-        room, held = device_memory(find_slice(generation)), held_bytes(served.batch())
-        if held > 0.9 * room:
-            continue
-        try:
-            memory = check(served, "generate_tokens").memory_analysis()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            continue  # what it takes for the time of a call does not fit
-        assert memory.argument_size_in_bytes + memory.temp_size_in_bytes <= room
-        return
-    pytest.skip(f"{held / 1e9:.0f} GB a device and what a call takes do not fit on so many devices of {generation}")
+    if program == "admit" and ONE_PERIOD[name].gates:
+        # Pools are read and written several times a layer there, so that XLA brings those that fit into VMEM into it.
+        pytest.xfail("reading prompts with write gates, XLA takes pools through VMEM, once a layer and call")
+    _, compiled, held = check_on_fewest(name, program, generation)
+    if compiled is None:
+        pytest.skip(f"{held / 1e9:.0f} GB a device and what a call takes do not fit on so many devices of {generation}")
 
 
 def test_the_programs_cover_what_can_be_asked_for():

@@ -15,6 +15,7 @@ from tests.portability.table import (
     interpreted_by,
     page,
     replaced,
+    replaced_models,
     run_on,
     words,
 )
@@ -37,6 +38,18 @@ def test_a_kernel_that_the_dispatcher_has_is_in_the_record_or_says_why_not(recor
         if line["platform"] == "tpu" and (line["kernel"] or line["generation"] == XLA_ON):
             assert line["compiled"] is not None, line
         assert line["failed"] is None, line
+
+
+def test_whole_models_of_the_record_hold_but_for_prompts_with_gates(record):
+    failed = [line for line in record["full_depth"] if line["failed"]]
+    assert {(line["name"], line["program"]) for line in failed} <= {("Llama-3.1-8B with gates", "admit")}
+    assert all("moved through another memory" in line["failed"] for line in failed)
+
+
+def test_lines_of_whole_models_replace_those_of_the_same_case_alone(record):
+    first, second, *others = record["full_depth"]
+    new = dict(second, date="2030-01-01")
+    assert replaced_models([first, second, *others], [new]) == [first, new, *others]
 
 
 def test_the_programs_of_the_record_hold(record):
