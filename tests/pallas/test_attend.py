@@ -23,7 +23,9 @@ TPU_CASES = [
     (EARLY, Sizes((9, 200, 140), 2, 4, 4, 256, page_size=32, trees=True)),
     (LATE, Sizes((9, 70, 129), 16, 16, 8, 128, trees=True, in_a_row=True)),
     (LATE, Sizes((9, 0, 63, 200), 9, 4, 1, 128, trees=True)),  # tokens share tiles, as in the next ones
-    (EARLY, Sizes((9, 0, 64, 130), 4, 6, 3, 128, page_size=8, trees=True, dtype="float32")),
+    pytest.param(
+        EARLY, Sizes((9, 0, 64, 130), 4, 6, 3, 128, page_size=8, trees=True, dtype="float32"), marks=pytest.mark.slow
+    ),
 ]
 
 

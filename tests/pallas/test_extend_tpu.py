@@ -44,7 +44,7 @@ def test_the_tpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, spec, s
 @pytest.mark.parametrize(
     "spec, state, entry, limit, bound",
     [
-        (SMALL, "float32", "float32", 1, 1e-5),
+        pytest.param(SMALL, "float32", "float32", 1, 1e-5, marks=slow),
         pytest.param(ODD, "bfloat16", "bfloat16", 2, 1e-2, marks=exhaustive),
         pytest.param(KDA, "float32", "float32", 2, 1e-5, marks=slow),
     ],

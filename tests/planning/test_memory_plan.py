@@ -105,7 +105,8 @@ def test_as_many_requests_fit_as_the_memory_has_room_for():
     assert plan("demo", 10**9, parameter_bytes=5).parameter_bytes == 5
 
 
-@pytest.mark.parametrize("workspace", [pytest.param(None, marks=pytest.mark.slow), 2 * 10**9])
+@pytest.mark.slow
+@pytest.mark.parametrize("workspace", [None, 2 * 10**9])
 def test_the_memory_for_some_requests_is_the_least_in_which_they_fit(workspace):
     found = jaxbuf.plan("Qwen3.5-4B", 80 * 10**9, 2, 4096, workspace_bytes=workspace)
     for form in ("recurrent", "buffered", "kv-only", "snapshots"):

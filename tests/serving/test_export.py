@@ -36,7 +36,7 @@ print(json.dumps(exported.generate(json.loads(sys.argv[2]), int(sys.argv[3]), st
 """
 
 
-@pytest.fixture(scope="module", params=["plain", pytest.param("n-grams", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "n-grams")])
 def exported(request, lm, tmp_path_factory):
     path = tmp_path_factory.mktemp("exported") / "model"
     assert export(lm, "cpu", path, **SIZES, **SETTINGS[request.param]) == path

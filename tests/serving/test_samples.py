@@ -325,7 +325,7 @@ def test_the_command_line_prints_each_text_under_its_heading(lm, prompts, result
     done = CliRunner().invoke(app, ["generate", "A", "--samples", "8", "--temperature", "0.5", "--seed", "3"])
     assert done.exit_code == 0, done.stderr
     assert asked["sampling"] == SamplingParams(n=8, temperature=0.5, seed=3)
-    expected = [f"sample {i} of 8, length:\n{sample.text}\n" for i, sample in enumerate(results[0].samples, 1)]
+    expected = [f"sample {i} of 8 (length):\n{sample.text}\n" for i, sample in enumerate(results[0].samples, 1)]
     assert done.stdout_bytes.decode() == "".join(expected)  # done.stdout changes "\r\n", which random text may have
     stats = [sample.stats for sample in results[0].samples]
     assert f"64 tokens read, {8 * NEW} tokens in " in done.stderr
