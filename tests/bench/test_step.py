@@ -208,6 +208,7 @@ def test_the_shape_of_the_random_model_is_that_of_qwen3_5_4b():
     assert gigabytes(config) == 8.41
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each_known_model())
 def test_every_known_model_can_be_asked_for_and_made_smaller(name):
     options = step.parse(["--model", name.lower(), "--layers", "4", "--batches", "1"])
