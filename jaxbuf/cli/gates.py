@@ -8,7 +8,7 @@ from rich.table import Table
 
 from jaxbuf.cli import options
 from jaxbuf.cli.errors import Command, Commands, busy, error_console
-from jaxbuf.cli.session import load_model, read_tokens
+from jaxbuf.cli.session import load_model, read_tokens, spread_rows
 from jaxbuf.terminal import print_table
 
 if TYPE_CHECKING:
@@ -107,14 +107,13 @@ def threshold(
     if output is not None and to is None and share is None:
         raise ValueError(f"--output must be given with --to or --share, got {str(output)!r} alone")
     with busy("starting JAX"):
-        from jaxbuf.models.gates import admission_of, key_scores, save_gates, threshold_for_share, with_threshold
+        from jaxbuf.models.gates import admission_of, key_scores, save_gates, threshold_of, with_threshold
 
     err = error_console()
     lm = load_model(err, model, dtype, gates)
     with busy("reading the text"):
-        tokens = _sequences(lm, files, length, rows)
-        chosen = threshold_for_share(lm, share, tokens) if share is not None else to
-        scores = key_scores(lm, tokens)
+        scores = key_scores(lm, _sequences(lm, files, length, rows))
+        chosen = threshold_of(scores, share) if share is not None else to
     had = admission_of(lm).threshold
     notes = {} if had is None else {had: "the file's"}
     notes |= {} if chosen is None else {chosen: "the new file's"}
@@ -131,13 +130,10 @@ def threshold(
 
 def _sequences(lm: "LanguageModel", files: list[str] | None, length: int, rows: int) -> "np.ndarray":
     """int [rows, length]: sequences spread over a text, fewer of a short one."""
-    import numpy as np
-
     tokens = read_tokens(lm, files or [])
     if len(tokens) < length:
         raise ValueError(f"FILE must hold at least --length ({length}) tokens, got {len(tokens)}")
-    starts = np.linspace(0, len(tokens) - length, min(rows, len(tokens) // length)).astype(int)
-    return np.stack([tokens[start : start + length] for start in starts])
+    return spread_rows(tokens, length, rows)
 
 
 def _draw(names: list[str], shares, path: Path) -> None:

@@ -189,7 +189,9 @@ def _generate(
             told = f"sample {sample + 1} of {params.n}" if params.n > 1 else ""
             headings.append(f"{asked.heading(index, told)} ({result.finish_reason}):")
         write_texts(err, headings, [asked.output(result) for result in results])
-        read = sum(results[places.index((index, 0))].stats.prompt_tokens for index in range(len(asked.prompts)))
+        read = sum(
+            result.stats.prompt_tokens for (_, sample), result in zip(places, results, strict=True) if sample == 0
+        )
         summed = dataclasses.replace(_sum([result.stats for result in results]), prompt_tokens=read)
         _print_statistics(err, [(seconds, summed)], _steps_of(results, params.n))
         return

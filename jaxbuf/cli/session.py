@@ -129,8 +129,9 @@ def sampling_params(err: Console, lm: "LanguageModel", given: dict[str, Any], **
     as nothing is drawn."""
     import jaxbuf
 
-    params = jaxbuf.SamplingParams(**lm.sampling_defaults | given | more)
-    used = {name: value for name, value in lm.sampling_defaults.items() if name not in given | more}
+    defaults = lm.sampling_defaults
+    params = jaxbuf.SamplingParams(**defaults | given | more)
+    used = {name: value for name, value in defaults.items() if name not in given | more}
     if params.temperature > 0 and used:
         told = ", ".join(f"{name} {value:g}" for name, value in used.items())
         err.print(f"from the checkpoint's generation_config.json: {told}", style="dim", markup=False)
@@ -282,6 +283,14 @@ def read_text(name: str, argument: str = "") -> str:
         raise ValueError(f"{label} is not UTF-8 text: {error}") from error
     except OSError as error:
         raise OSError(f"{label} cannot be read: {error.strerror or error}") from error
+
+
+def spread_rows(tokens: "np.ndarray", length: int, rows: int) -> "np.ndarray":
+    """int32 [rows, length]: sequences spread over a text, as many as lie in it side by side if those are fewer."""
+    import numpy as np
+
+    starts = np.linspace(0, len(tokens) - length, min(rows, len(tokens) // length)).astype(int)
+    return np.stack([tokens[start : start + length] for start in starts]).astype(np.int32)
 
 
 def read_tokens(lm: "LanguageModel", files: list[str]) -> "np.ndarray":

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from jaxbuf.cli import options
 from jaxbuf.cli.errors import busy, error_console
-from jaxbuf.cli.session import load_model, read_tokens
+from jaxbuf.cli.session import load_model, read_tokens, spread_rows
 from jaxbuf.terminal import print_table
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def train_gate(
         data, tried = _read(lm, files or [], dataset, split, field, held_out, recipe)
         training = GateTraining(lm, data, recipe, devices=_devices(devices))
     gated = run_training(err, training, output, share)
-    rows_tried = _rows(tried, length)
+    rows_tried = spread_rows(tried, length, SCORED)
     with busy("trying the gates on text that was not trained on"):
         tried_out = _try(lm, gated, rows_tried, recipe)
     found = {"recipe": _settings(recipe), "tokens": rows_tried.size, "keys": tried_out}
@@ -290,14 +290,6 @@ def _plot(metrics: Path, path: Path) -> Path | None:
     left.set_yscale("log")
     figure.savefig(path, dpi=120)
     return path
-
-
-def _rows(tokens: "np.ndarray", length: int) -> "np.ndarray":
-    """int32 [rows, length]: at most `SCORED` sequences, spread over a text."""
-    import numpy as np
-
-    starts = np.linspace(0, len(tokens) - length, min(SCORED, len(tokens) // length)).astype(int)
-    return np.stack([tokens[start : start + length] for start in starts]).astype(np.int32)
 
 
 def _try(

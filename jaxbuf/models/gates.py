@@ -190,19 +190,37 @@ def threshold_for_share(
     Source: DuoAttention (2024), section 2.4: the quantile is over all heads of all layers.
     """
     score = admission_of(lm).score
-    if not 0 <= share <= 1:
-        raise ValueError(f"share must be in [0, 1], got {share!r}")
+    _check_share(share)
     if tokens is not None:
         scores = key_scores(lm, tokens)
     elif isinstance(score, HeadScore):
         scores = np.concatenate([np.asarray(param[...]) for param in gate_parameters(lm.model).values()])
     else:
         raise ValueError(f"tokens must be sequences where each key has its own score ({score!r}), got None")
+    return threshold_of(scores, share)
+
+
+def threshold_of(scores: np.ndarray, share: float) -> float:
+    """The highest threshold that a share of scores reaches, see `threshold_for_share`.
+
+    Args:
+      scores: Of keys, as `key_scores` returns them, or of heads.
+      share: In [0, 1].
+
+    Raises:
+      ValueError: share is out of range.
+    """
+    _check_share(share)
     ordered = np.sort(np.clip(scores.astype(np.float32), 0, 1), axis=None)[::-1]
     kept = round(share * ordered.size)
     if kept == 0:
         return min(1.0, float(np.nextafter(ordered[0], np.float32(2))))
     return float(ordered[kept - 1])
+
+
+def _check_share(share: float) -> None:
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be in [0, 1], got {share!r}")
 
 
 def with_selection(lm: LanguageModel, selection: Selection | None) -> LanguageModel:

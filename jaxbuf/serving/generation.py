@@ -186,13 +186,15 @@ def generate(
 
 def _tell_of_copies(batch: Batch) -> None:
     """Warns where two prompts are the same and draw the same: a loop that means to sample a prompt several times."""
-    seen: dict[tuple, int] = {}
+    alike: dict[tuple, int] = {}  # the first of the prompts that are the same
+    seen: dict[tuple[int, int], int] = {}
     for i, (prompt, setting) in enumerate(zip(batch.prompts, batch.settings, strict=True)):
         if setting.temperature == 0:
             continue
         how = setting.temperature, setting.top_k, setting.top_p, setting.min_p
+        same = alike.setdefault((tuple(prompt), *how), i)
         for sample in setting.samples:
-            first = seen.setdefault((tuple(prompt), *how, sample.seed), i)
+            first = seen.setdefault((same, sample.seed), i)
             if first != i:
                 log.warning(
                     "prompts %d and %d are the same and have samples of the same seed, %d: their texts will be the "

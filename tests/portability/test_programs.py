@@ -35,7 +35,7 @@ def test_a_whole_model_and_its_memory_fit_on_its_chips(name):
 @pytest.mark.parametrize("name", ONE_PERIOD)
 def test_a_whole_model_compiles_for_every_generation(name, program, generation):
     """At full depth, on four or eight devices if fewer do not hold it; write gates lie on one."""
-    if program == "admit" and ONE_PERIOD[name].gates:
+    if program == "admit" and ONE_PERIOD[name].gates and generation == "v6e":
         # Pools are read and written several times a layer there, so that XLA brings those that fit into VMEM into it.
         pytest.xfail("reading prompts with write gates, XLA takes pools through VMEM, once a layer and call")
     _, compiled, held = check_on_fewest(name, program, generation)
