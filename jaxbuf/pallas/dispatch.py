@@ -87,8 +87,9 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "gated_project": _hopper("project"),
     "add_and_norm": _hopper("add_and_norm"),
     "experts": _hopper("experts") | _tpu("experts"),  # on TPUs a library's, which is interpreted like ours
-    "prefill": _tpu("chunked"),  # which returns the state before the tokens that stay entries, and their updates
-    "chunked": _tpu("chunked"),
+    "prefill": _hopper("chunked")
+    | _tpu("chunked"),  # which returns the state before the tokens that stay entries, and their updates
+    "chunked": _hopper("chunked") | _tpu("chunked"),
     "attend": {},
     "append_and_attend": _hopper("attend") | _tpu("attend"),
     "append_and_attend_latent": _hopper("attend") | _tpu("attend"),  # of a chunk of a prompt: attend_chunk

@@ -72,8 +72,8 @@ def chunked(
       chunk_size: Tokens solved together, rounded up to a power of two; the cost inside a chunk grows with its square.
         A kernel has a size of its own.
       return_updates: Also return u, what each token adds to the state (zero past `lengths`).
-      implementation: "xla", "tpu", or "auto": the target's kernel where it serves the call, else "xla". The gradient
-        of a kernel is that of XLA's path.
+      implementation: "xla", "gpu", "tpu", or "auto": the target's kernel where it serves the call, else "xla". The
+        gradient of a kernel is that of XLA's path.
       interpret, target: As in `jaxbuf.recurrence.launch.extend_pool`.
 
     Returns:
@@ -184,8 +184,8 @@ def solve_by_kernel(
     lengths: Array | None,
     cut: Array | None = None,
 ) -> tuple[Array, Array, Array | None, Array]:
-    """The kernel on what it has said it serves: see `jaxbuf.pallas.chunked.tpu.solve`, whose results it returns, and
-    int32 [rows], which token of each row the first of the updates is that of.
+    """The kernel on what it has said it serves: see `solve` of `jaxbuf.pallas.chunked.tpu`, whose results it returns,
+    and int32 [rows], which token of each row the first of the updates is that of.
 
     Args:
       asked: Which kernel.
@@ -193,16 +193,22 @@ def solve_by_kernel(
       state, q, k, v, log_decay, beta, lengths: As in `chunked`.
       cut: After how many tokens of each row the state is returned; None: after all.
     """
-    from jaxbuf.pallas.chunked import tpu
-
     state = None if state is None else state.astype(jnp.float32)
     lengths = jnp.full(v.shape[0], v.shape[1], jnp.int32) if lengths is None else lengths
-    how = {"generation": asked.generation, "interpret": asked.interpret}
-    found = tpu.solve(call, state, q, k, v, log_decay, beta, lengths, cut, **how)
-    first = jnp.zeros_like(lengths)
-    if cut is not None and call.updates < call.time:
-        first = tpu.first_update(call, cut, generation=asked.generation)
-    return *found, first
+    inputs = state, q, k, v, log_decay, beta, lengths, cut
+    if asked.platform == "gpu":
+        from jaxbuf.pallas.chunked import gpu
+
+        found = gpu.solve(call, *inputs, interpret=asked.interpret)
+        first_update = gpu.first_update
+    else:
+        from jaxbuf.pallas.chunked import tpu
+
+        found = tpu.solve(call, *inputs, generation=asked.generation, interpret=asked.interpret)
+        first_update = partial(tpu.first_update, generation=asked.generation)
+    if cut is None or call.updates == call.time:
+        return *found, jnp.zeros_like(lengths)
+    return *found, first_update(call, cut)
 
 
 @jax.named_scope("recurrence")

@@ -142,7 +142,7 @@ def prefill_pool(
       spec, pool, q, k, v, log_decay, beta, interpret, target: As in `extend_pool`.
       step: From `begin_prefill`.
       chunk_size: Of XLA's path, as in `chunked`.
-      implementation: "xla", "tpu", or "auto": the target's kernel where it serves the call, else "xla".
+      implementation: "xla", "gpu", "tpu", or "auto": the target's kernel where it serves the call, else "xla".
 
     Returns:
       out in v's dtype, and the pool.

@@ -10,6 +10,7 @@ import pytest
 
 from jaxbuf.pallas.chunked import Call, supports, tpu_layout
 from jaxbuf.recurrence import RecurrenceSpec, buffered, chunked
+from tests.pallas.chunking import LENGTHS, ROWS, error, inputs, spoil
 from tests.recurrence import definition
 
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
@@ -19,8 +20,6 @@ GLA = dataclasses.replace(KDA, delta=False)
 MAMBA = dataclasses.replace(GDN, delta=False)
 NEMOTRON = dataclasses.replace(MAMBA, heads=3, value_dim=80)
 DELTA_NET, LINEAR = (dataclasses.replace(spec, decay="none") for spec in (GDN, MAMBA))
-ROWS, TIME = 4, 40
-LENGTHS = np.array([TIME, 0, 21, 16], np.int32)
 by_kernel = partial(chunked, implementation="tpu", interpret=True)
 
 
@@ -29,19 +28,6 @@ def small_chunks(monkeypatch):
     """Of 16 tokens, so that a few tokens are several chunks. A program depends on its sizes alone: tests that use it
     share none with others."""
     monkeypatch.setattr(tpu_layout, "MOST_CHUNK", 16)
-
-
-def inputs(rng, spec, rows=ROWS, time=TIME, dtype=jnp.float32, **settings):
-    """State, q, k, v, log_decay and beta."""
-    state = rng.standard_normal((rows, *spec.state_shape)).astype(np.float32)
-    q, k, v, *gates = definition.inputs(rng, spec, rows, time, **settings)
-    return [jnp.asarray(state), *(jnp.asarray(x, dtype) for x in (q, k, v)), *gates]
-
-
-def error(found, expected):
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    assert found.shape == expected.shape
-    return np.abs(found - expected).max() / np.abs(expected).max()
 
 
 def check(spec, arrays, lengths, **how):
@@ -57,16 +43,6 @@ def check(spec, arrays, lengths, **how):
     for actual in (found[0], found[2]):
         for row, length in enumerate(lengths):
             np.testing.assert_array_equal(actual[row, length:], 0)
-
-
-def spoil(x, lengths):
-    """NaN in what is past a row's length."""
-    if x is None:
-        return None
-    x = np.array(x)
-    for row, length in enumerate(lengths):
-        x[row, length:] = np.nan
-    return x
 
 
 @pytest.mark.parametrize(

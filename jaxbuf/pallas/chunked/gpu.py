@@ -1,0 +1,126 @@
+"""`chunked` on NVIDIA GPUs (Hopper), in two launches: Pallas Mosaic GPU.
+
+1. `gpu_pairs` computes of every chunk and head what its tokens are to one another: the products of queries and keys
+   across the decay between them, and with the delta rule the inverse of the system of `jaxbuf.recurrence.chunked`. A
+   chunk needs nothing of another, so that all multiprocessors work at once.
+2. `gpu_walk` goes through the chunks of a row's head, with the state in registers, which leaves it five products a
+   chunk.
+
+XLA sums the gates before. Where a state is to be returned that is not the last (`prefill` keeps some tokens as
+entries), the walk computes it beside the next one, from weights that are XLA's, too.
+
+Floor: (q, k, v, gates, pairs twice, outputs) / read bandwidth, or the products' time, which is larger: of a head and
+chunk of Gated DeltaNet, 128 by 128, a pair takes 34 products of 64 by 64 by 64, the walk 36, each 128 cycles.
+
+Precision: float32 operands are two bfloat16 halves, the first one rounded, so that a product is off by 2^-18; sums are
+float32. Outputs are rounded to bfloat16, which is all that one sees of it in outputs.
+
+Tokens past a row's length are zeros in keys, values and gates, so that they add nothing.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbuf.axes import Array
+from jaxbuf.pallas.chunked.call import Call
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK
+from jaxbuf.pallas.chunked.gpu_pairs import pairs
+from jaxbuf.pallas.chunked.gpu_walk import walk
+
+# Log decays below LEAST are replaced by it: e^-32 of a state is lost among the rounding errors of what follows. Sums of
+# a chunk's multiples of 2^-13 are exact then, down to -2^11, and so are those of what that leaves, in multiples of
+# 2^-27.
+LEAST, COARSE, FINE = -32.0, np.float32(2.0**13), np.float32(2.0**27)
+
+
+def solve(
+    call: Call,
+    state: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None,
+    beta: Array | None,
+    lengths: Array,
+    cut: Array | None = None,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array | None]:
+    """`jaxbuf.recurrence.chunked.solve_chunks`, as `jaxbuf.pallas.chunked.tpu.solve` has it."""
+    rows, time, chunks = call.rows, call.time, -(-call.time // CHUNK)
+    lengths = jnp.clip(lengths.astype(jnp.int32), 0, time)
+    cut = lengths if cut is None else jnp.clip(cut.astype(jnp.int32), 0, lengths)
+    padded = dataclasses.replace(
+        call, time=chunks * CHUNK, updates=chunks * CHUNK if call.updates == time else call.updates
+    )
+    real = jnp.arange(padded.time, dtype=jnp.int32)[None] < lengths[:, None]
+
+    def whole(x, *, masked=True):
+        x = jnp.pad(x, ((0, 0), (0, padded.time - time), *((0, 0),) * (x.ndim - 2)))
+        return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, jnp.zeros_like(x)) if masked else x
+
+    def by_chunk(x):
+        """[rows, time, heads] -> [rows, heads, chunks, CHUNK]."""
+        return jnp.moveaxis(whole(x).reshape(rows, chunks, CHUNK, call.heads), 3, 1)
+
+    ones = jnp.ones((rows, time, call.heads), jnp.float32)
+    log_decay = jnp.zeros_like(ones) if log_decay is None else log_decay
+    sums, at_cut = _sums(by_chunk(log_decay), cut)
+    gates = jnp.stack([*sums[:2], by_chunk(ones if beta is None else beta), *sums[2:]], axis=3)
+    arrays = whole(q, masked=False), whole(k), whole(v)
+    found = pairs(padded, *arrays[:2], gates, lengths, interpret=interpret)
+    words = [-(-lengths // CHUNK), jnp.maximum(cut - 1, -1) // CHUNK, first_chunk(padded, cut)]
+    words = jnp.stack(words, axis=1)
+    out, last, *updates = walk(padded, words, state, *arrays, gates, at_cut, found, interpret=interpret)
+    return_first = jnp.where(real[:, :time, None, None], out[:, :time], 0)
+    begins = jnp.zeros_like(last) if state is None else state
+    last = jnp.where((cut > 0)[:, None, None, None], last, begins)
+    if not updates:
+        return return_first, last, None
+    if call.updates == time:
+        return return_first, last, jnp.where(real[:, :time, None, None], updates[0][:, :time], 0)
+    return return_first, last, updates[0]
+
+
+def first_chunk(call: Call, cut: Array) -> Array:
+    """int32 [rows]: the first chunk of a row whose updates are returned."""
+    return jnp.zeros_like(cut) if call.updates in (0, call.time) else cut // CHUNK
+
+
+def first_update(call: Call, cut: Array) -> Array:
+    """int32 [rows]: the token whose update is the first that is returned of a row, if not all are."""
+    return cut // CHUNK * CHUNK
+
+
+def _sums(log_decay: Array, cut: Array) -> tuple[list[Array], Array]:
+    """Sums of log decays and decays within chunks.
+
+    Args:
+      log_decay: f32 [rows, heads, chunks, CHUNK].
+      cut: int32 [rows].
+
+    Returns:
+      Sums up to each token in two parts, the decay since the chunk's start, and that up to its end; and `at_cut` of
+      `walk`.
+    """
+    gate = jnp.maximum(log_decay, LEAST)
+    high = jnp.round(gate * COARSE) / COARSE
+    low = jnp.round((gate - high) * FINE) / FINE
+    high, low = (jnp.cumsum(x, axis=-1) for x in (high, low))
+
+    def decay(high, low):
+        return jnp.exp(high + low)
+
+    left = decay(high[..., -1:] - high, low[..., -1:] - low)
+    # The token before the cut, and its chunk.
+    last = jnp.maximum(cut - 1, 0)
+    chunk, place = last // CHUNK, last % CHUNK
+    of_chunk = [jnp.take_along_axis(x, chunk[:, None, None, None], axis=2)[:, :, 0] for x in (high, low)]
+    ends = [jnp.take_along_axis(x, place[:, None, None], axis=2) for x in of_chunk]
+    before = jnp.arange(CHUNK, dtype=jnp.int32)[None] <= place[:, None]
+    weights = decay(*(end - x for end, x in zip(ends, of_chunk, strict=True)))
+    weights = jnp.where(before[:, None], weights, 0.0)
+    at_cut = jnp.stack([weights, jnp.broadcast_to(decay(*ends), weights.shape)], axis=2)
+    return [high, low, decay(high, low), left], at_cut

@@ -1,0 +1,21 @@
+"""Sizes that the two GPU kernels of `chunked` share."""
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+CHUNK = 64  # tokens that are solved together: a warpgroup's products have so many rows
+WINDOW = 64  # values of a head that a warpgroup has
+# What is known of a chunk's tokens and a head, CHUNK numbers each. Sums of log decays from the chunk's start up to each
+# token are in two parts, both of which are exact, so that differences are; then write strengths, the decay since the
+# chunk's start, and that up to its end.
+HIGH, LOW, STRENGTH, SINCE, LEFT, GATES = range(6)
+# Warpgroups that share a chunk's keys and queries where pairs are computed, and of a block: with 128 registers a thread
+# four fit on a multiprocessor, and their waits fill each other.
+MOST_TOGETHER, MOST_WARPGROUPS = 2, 4
+SHARED_MEMORY = 226 * 2**10  # of a multiprocessor
+
+
+def tile(*dims: int):
+    """Shared memory for matrices of bfloat16, in the order in which the tensor cores read them."""
+    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(dims, jnp.bfloat16, transforms=transforms)
