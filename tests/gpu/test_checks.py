@@ -21,11 +21,12 @@ from jaxbuf.pallas.dispatch import unserved
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import GenerationResult
 from jaxbuf.target import resolve_target
-from tests.gpu import around_checks, checks, layer_checks, mesh_checks, model_checks, tiny
+from tests.gpu import around_checks, checks, layer_checks, mesh_checks, model_checks, prompt_checks, tiny
 from tests.gpu.program import pool_sized_writes
 
 NO_HOPPER = unserved("extend", "gpu", resolve_target(None)) is not None
-ON_ONE = checks.CHECKS | model_checks.CHECKS | layer_checks.CHECKS | around_checks.CHECKS | tiny.CHECKS
+ON_ONE = checks.CHECKS | model_checks.CHECKS | layer_checks.CHECKS | around_checks.CHECKS | prompt_checks.CHECKS
+ON_ONE |= tiny.CHECKS
 OF_FAMILY = model_checks.OF_FAMILY | mesh_checks.OF_FAMILY
 
 
@@ -115,6 +116,12 @@ def test_a_sanitizer_without_a_summary_is_not_taken_for_one_that_found_nothing(t
     assert sanitize(["memcheck", "racecheck"]) == 4
     assert capfd.readouterr().out.count("racecheck ended with status 0 and no summary") == 3
     assert sanitize(["initcheck"]) == 9  # a signal ended it
+
+
+@pytest.mark.slow
+def test_the_checks_of_prompts_hold_of_xlas_path(rng):
+    prompt_checks.check_chunked(rng, TINY, implementation="xla")
+    prompt_checks.check_prefill(rng, TINY, implementation="xla")
 
 
 @pytest.mark.exhaustive

@@ -17,7 +17,7 @@ from jaxbuf.models.layers import Norm
 from jaxbuf.models.projections import gated_project, project
 from jaxbuf.models.residual import add_and_norm
 from jaxbuf.pallas.extend import gpu_schedule
-from jaxbuf.recurrence import RecurrenceSpec, buffered
+from jaxbuf.recurrence import RecurrenceSpec, buffered, chunked
 from jaxbuf.recurrence.convolution import extend_ring, init_ring
 from tests.attention import latent_launches, launches
 from tests.gpu.checks import SMALL, Figures, extend, new_inputs, poisoned
@@ -53,8 +53,18 @@ def tiny(implementation: str = "gpu") -> Figures:
     for tree in (False, True):
         print("the convolution alone" + (" of a tree" if tree else ""), flush=True)
         tiny_convolution(rng, tree, implementation)
+    tiny_prompts(rng, implementation)
     tiny_layers(rng, implementation)
     return {}
+
+
+def tiny_prompts(rng, implementation: str):
+    """Prompts of a few chunks, of rows that end in one, in another, and at once."""
+    for name, spec in (("Gated DeltaNet", SMALL), ("Mamba-2", dataclasses.replace(SMALL, value_dim=80, delta=False))):
+        print(f"prompts, {name}", flush=True)
+        lengths = jnp.array([150, 0, 64])
+        prompts = new_inputs(rng, spec, 3, 150, jnp.bfloat16)
+        jax.block_until_ready(chunked(spec, None, *prompts, lengths=lengths, implementation=implementation))
 
 
 def tiny_steps(rng, spec: RecurrenceSpec, limit: int, max_pending: int, held: tuple, state: str, implementation: str):
