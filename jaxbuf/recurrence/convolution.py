@@ -85,15 +85,37 @@ def causal_convolution(
         previous = jnp.zeros((batch, width - 1, channels), x.dtype)
     if previous.shape != (batch, width - 1, channels):
         raise ValueError(f"previous must have shape {(batch, width - 1, channels)}, got {previous.shape}")
-    inputs = jnp.concatenate([previous.astype(x.dtype), x], axis=1).astype(jnp.float32)
-    taps = weight.astype(jnp.float32)
+    taps, previous = weight.astype(jnp.float32), previous.astype(x.dtype)
+    if time >= LONG:
+        # XLA would look at every fusion of these taps with what q, k and v become: half the time that it fuses a
+        # prompt's program for.
+        return jax.lax.optimization_barrier(_convolve_long(x, taps, previous).astype(x.dtype))
+    y = _sum_taps(jnp.concatenate([previous, x], axis=1), taps, time)
+    return y.astype(x.dtype)
+
+
+def _sum_taps(inputs: Array, taps: Array, time: int) -> Array:
+    """float32 [batch, time, channels]: tap i meets the inputs from the i-th on."""
+    inputs = inputs.astype(jnp.float32)
     y = inputs[:, :time] * taps[None, None, :, 0]
-    for tap in range(1, width):
+    for tap in range(1, taps.shape[1]):
         y = y + inputs[:, tap : tap + time] * taps[None, None, :, tap]
-    y = y.astype(x.dtype)
-    # XLA would look at every fusion of these taps with what q, k and v become: half the time that it fuses a prompt's
-    # program for.
-    return jax.lax.optimization_barrier(y) if time >= LONG else y
+    return y
+
+
+def _convolve_long(x: Array, taps: Array, previous: Array) -> Array:
+    """The convolution of many inputs, without an array of those before and x: XLA would write it on a GPU, which takes
+    three times as long as all else. What those before add to the first outputs is computed by itself."""
+    time, history = x.shape[1], taps.shape[1] - 1
+
+    def padded(x, before, behind):
+        return jnp.pad(x, ((0, 0), (before, behind), (0, 0)))
+
+    y = padded(_sum_taps(padded(previous, 0, history), taps, history), 0, time - history)
+    for tap in range(history + 1):
+        after = history - tap
+        y = y + padded(x[:, : time - after], after, 0).astype(jnp.float32) * taps[None, None, :, tap]
+    return y
 
 
 def activated(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.recurrence.convolution import causal_convolution, extend_ring, init_ring
+from jaxbuf.recurrence.convolution import LONG, causal_convolution, extend_ring, init_ring
 
 WIDTH, CHANNELS, MAX_PENDING, TIME = 4, 10, 8, 60
 
@@ -43,6 +43,25 @@ def test_previous_inputs_continue_a_sequence(sequences, weight):
     expected = np.stack([convolve(row, weight)[20:] for row in sequences])
     y = causal_convolution(sequences[:, 20:], weight, sequences[:, 20 - WIDTH + 1 : 20])
     np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+def test_many_inputs_are_convolved_alike(rng, weight):
+    """From LONG on, without an array of all inputs; outputs and gradients."""
+    x = rng.standard_normal((2, LONG + 30, CHANNELS)).astype(np.float32)
+    expected = np.stack([convolve(row, weight)[20:] for row in x])
+    long, before = x[:, 20:], x[:, 20 - WIDTH + 1 : 20]
+    np.testing.assert_allclose(causal_convolution(long, weight, before), expected, atol=1e-5)
+    direction = rng.standard_normal(long.shape).astype(np.float32)
+
+    def loss(x, weight, before, cut):  # in two parts, of which each is short; or whole
+        parts = [causal_convolution(x[:, :cut], weight, before)]
+        if cut < x.shape[1]:
+            parts.append(causal_convolution(x[:, cut:], weight, x[:, cut - WIDTH + 1 : cut]))
+        return jnp.vdot(jnp.concatenate(parts, axis=1), direction)
+
+    found, wanted = (jax.grad(loss, (0, 1, 2))(long, weight, before, cut) for cut in (long.shape[1], LONG - 20))
+    for actual, short in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(actual, short, atol=1e-4)
 
 
 def test_half_precision_inputs_are_summed_in_float32(sequences, weight):
