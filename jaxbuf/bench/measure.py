@@ -153,7 +153,7 @@ def measure_torch(what: str, cases: Sequence[Any], seconds: float = 200) -> list
     """The rows of `jaxbuf.bench.torch_peer`, from a process of its own: two profilers in one get in each other's way.
 
     Args:
-      what: "products", "attention" or "prompts".
+      what: "products", "attention", "prompts" or "chunked".
       cases: The arguments of the function of that name, for each case.
       seconds: After which it is ended.
 

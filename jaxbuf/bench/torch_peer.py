@@ -19,8 +19,8 @@ def main(arguments: Sequence[str]) -> int:
     """Prints a line of JSON: the rows of what was asked for, or one that says what is missing.
 
     Args:
-      arguments: "products", "attention" or "prompts", and JSON of a list with the arguments of the function of that
-        name for each case, behind torch. `case` in a row is its place there.
+      arguments: "products", "attention", "prompts" or "chunked", and JSON of a list with the arguments of the function
+        of that name for each case, behind torch. `case` in a row is its place there.
     """
     try:
         import torch  # pyright: ignore[reportMissingImports]
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         return say([{"error": f"torch {torch.__version__} finds no GPU"}])
     what, cases = arguments[0], json.loads(arguments[1])
-    measure = {"products": products, "attention": attention, "prompts": prompts}[what]
+    measure = {"products": products, "attention": attention, "prompts": prompts, "chunked": chunked}[what]
     rows = []
     for place, case in enumerate(cases):
         try:
@@ -120,6 +120,56 @@ def prompts(torch: Any, number: int, tokens: int, heads: int, kv_heads: int, hea
         flop = 2 * number * heads * head_dim * tokens * (tokens + 1)
         found.append(row | {"ms": ms, "flop_per_s": 1e3 * flop / ms})
     return found
+
+
+def chunked(torch: Any, rows: int, tokens: int, heads: int, key_heads: int, key_dim: int, value_dim: int) -> list[Row]:
+    """flash-linear-attention's chunk_gated_delta_rule of whole prompts, in bfloat16 from an empty state; and how far
+    what it gives of some tokens is off, against the recurrence token by token in float32."""
+    try:
+        import fla  # pyright: ignore[reportMissingImports]
+        import triton  # pyright: ignore[reportMissingImports]
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        return [{"error": f"not installed: {error} (pip install fla-core torch triton)"}]
+
+    def inputs(rows, tokens):
+        def normal(*shape):
+            return torch.randn(shape, device="cuda")
+
+        q, k = (torch.nn.functional.normalize(normal(rows, tokens, key_heads, key_dim), dim=-1) for _ in "qk")
+        v, beta = normal(rows, tokens, heads, value_dim), normal(rows, tokens, heads).sigmoid()
+        return q.bfloat16(), k.bfloat16(), v.bfloat16(), -0.05 * normal(rows, tokens, heads).abs(), beta
+
+    def solve(q, k, v, g, beta):
+        return chunk_gated_delta_rule(q, k, v, g=g, beta=beta, scale=1.0, output_final_state=True)
+
+    few = inputs(1, 192)
+    wanted = recur(torch, *few)
+    names = ("outputs", "states")
+    errors = {
+        name: float((x.float() - y).abs().max() / y.abs().max())
+        for name, x, y in zip(names, solve(*few), wanted, strict=True)
+    }
+    many = inputs(rows, tokens)
+
+    def run():
+        return [solve(*many) for _ in range(PROMPT_CALLS)]
+
+    row = {"rows": rows, "tokens": tokens, "errors": errors} | take_times(torch, run, PROMPT_CALLS)
+    return [row | {"versions_of_others": {"fla": fla.__version__, "triton": triton.__version__}}]
+
+
+def recur(torch: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, Any]:
+    """Outputs [rows, tokens, heads, value_dim] and the state [rows, heads, key_dim, value_dim], in float32."""
+    group = v.shape[2] // k.shape[2]
+    q, k = (x.float().repeat_interleave(group, 2) for x in (q, k))
+    state, outs = torch.zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], device=v.device), []
+    for t in range(v.shape[1]):
+        state = state * g[:, t, :, None, None].exp()
+        update = beta[:, t, :, None] * (v[:, t].float() - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        state = state + k[:, t, :, :, None] * update[:, :, None]
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outs, 1), state
 
 
 def milliseconds(torch: Any, q: Any, k: Any, v: Any) -> float:
