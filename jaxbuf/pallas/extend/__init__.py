@@ -66,7 +66,6 @@ def _needs_of_gpu(call: Call) -> list[tuple[bool, str]]:
             not channel or call.key_dim == call.value_dim == DIM,
             f"key_dim and value_dim {DIM} for a decay a channel, {sizes}",
         ),
-        (not channel or call.low is None, "a checkpoint that is not split for a decay a channel"),
         (
             channel or (call.key_dim in gpu.VECTORS and (call.value_dim in gpu.VECTORS or gpu.has_windows(call))),
             "key_dim 64 or 128, and value_dim 64, or more if the values of a key head are a multiple of 64, " + sizes,

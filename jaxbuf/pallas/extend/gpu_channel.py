@@ -77,7 +77,8 @@ def extend_channels(
     Args:
       call, integers, q, k, v, beta, interpret: As there. Entries are padded to whole chunks.
       log_decay: f32 [rows, T, heads, key_dim].
-      refs: References to the checkpoints; and to the keys, updates and gates, with blocks and block_size as one axis.
+      refs: References to the checkpoints; to the keys, updates and gates, with blocks and block_size as one axis; and
+        to the low halves and their scales, as far as there are some.
 
     Returns:
       The outputs.
@@ -87,7 +88,8 @@ def extend_channels(
     lanes = warpgroups * count_blocks(call, warpgroups)
     draws = pl.cdiv(call.items, lanes) > MAX_DEALT_ROUNDS and not interpret
     counter = [jax.new_ref(jnp.zeros(1, jnp.int32))] if draws else []
-    return _kernel(call, warpgroups, draws, interpret)(*integers[:3], q, k, v, log_decay, beta, *refs, *paths, *counter)
+    tokens = q, k, v, log_decay, beta
+    return _kernel(call, warpgroups, draws, interpret)(*integers[:3], *tokens, *refs[:4], *paths, *refs[4:], *counter)
 
 
 def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):
