@@ -504,6 +504,30 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
         f"{entry}, {name}": error for entry in BOUNDS for name, error in check_errors(rng, entry, spec=KDA).items()
     },
     "a_kda_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_errors(rng, "bfloat16", "bfloat16", spec=KDA),
+    "a_kda_step_is_xlas_with_split_checkpoints": lambda rng: {
+        f"{state}, {name}": error
+        for state in ("split", "split8")
+        for name, error in check_errors(rng, "bfloat16", state, spec=KDA).items()
+    },
+    "a_kda_step_is_xlas_with_a_split_checkpoint_and_many_entries": lambda rng: check_long_rings(
+        rng, MIXED, spec=KDA, state_dtype="split"
+    ),
+    "a_kda_step_is_xlas_with_a_split8_checkpoint_and_many_entries": lambda rng: check_long_rings(
+        rng, LONG[1:], spec=KDA, state_dtype="split8"
+    ),
+    "a_recurrent_kda_step_is_xlas_with_a_split_checkpoint": lambda rng: check_recurrent(
+        rng, "bfloat16", "split", spec=KDA
+    ),
+    "kda_tokens_at_once_store_the_bits_of_one_by_one_with_a_split_checkpoint": lambda rng: check_at_once(
+        rng, "bfloat16", spec=KDA, state_dtype="split"
+    ),
+    "rejected_kda_drafts_that_are_not_finite_change_no_bit_with_a_split_checkpoint": lambda rng: (
+        check_rejected(rng, spec=KDA, state_dtype="split")
+        | check_rejected(rng, time=1, spec=KDA, state_dtype="split", steps=40)
+    ),
+    "no_pool_sized_write_in_a_loop_of_kda_steps_with_split_checkpoints": lambda rng: check_loop(
+        KDA, state_dtype="split"
+    ),
     "a_kda_step_of_16_tokens_is_xlas": lambda rng: check_errors(
         rng, "bfloat16", times=(9, 16), spec=KDA, max_pending=16, limit=16
     ),
@@ -520,6 +544,13 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "no_pool_sized_write_in_a_loop_of_kda_steps": lambda rng: check_loop(KDA),
     "a_gla_step_is_xlas": lambda rng: check_errors(rng, "float32", spec=GLA) | check_errors(rng, "bfloat16", spec=GLA),
     "a_recurrent_gla_step_is_xlas": lambda rng: check_recurrent(rng, "float32", spec=GLA),
+    "a_gla_step_is_xlas_with_split_checkpoints": lambda rng: {
+        f"{state}, {name}": error
+        for state in ("split", "split8")
+        for name, error in (
+            check_errors(rng, "bfloat16", state, spec=GLA) | check_recurrent(rng, "bfloat16", state, spec=GLA)
+        ).items()
+    },
     "a_step_without_a_decay_is_xlas": lambda rng: (
         check_errors(rng, "float32", spec=DELTA_NET) | check_errors(rng, "bfloat16", "split", spec=LINEAR)
     ),

@@ -82,6 +82,10 @@ def test_the_gpu_kernel_lowers_for_trees(spec, time):
         (1, 16, 8, "float32"),
         pytest.param(5, 32, 8, "bfloat16", marks=pytest.mark.slow),
         pytest.param(1, 256, 8, "float32", marks=pytest.mark.exhaustive),
+        (1, 16, 8, "split"),
+        pytest.param(1, 1, 1, "split", marks=pytest.mark.exhaustive),
+        pytest.param(5, 32, 8, "split", marks=pytest.mark.slow),
+        pytest.param(1, 256, 8, "split8", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_gpu_kernel_lowers_for_a_decay_a_channel(time, limit, max_pending, state):
@@ -132,6 +136,9 @@ def lowered(spec, time: int, rows: int = 128, parents=None, **sizes) -> str:
         pytest.param(LINEAR, "split", "bfloat16", 18, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(KDA, "float32", "float32", 18, 1e-4, marks=pytest.mark.slow),
         pytest.param(KDA, "bfloat16", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
+        pytest.param(KDA, "split", "float32", 18, 2e-3, marks=pytest.mark.slow),
+        pytest.param(KDA, "split8", "float32", 18, 2e-3, marks=pytest.mark.exhaustive),
+        pytest.param(GLA, "split", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(GLA, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(GLA, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
     ],
@@ -158,6 +165,11 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
         (KDA, "float32", "float32", 2, 1e-5),
         # Not the step's kernel: its products on the tensor cores lose 2^-16.
         pytest.param(GLA, "float32", "float32", 2, 4e-5, marks=pytest.mark.exhaustive),
+        (GLA, "split", "float32", 2, 2e-3),
+        pytest.param(GLA, "split8", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
+        pytest.param(KDA, "split", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
+        # A ring longer than those whose entries are copied past the registers.
+        pytest.param(KDA, "split8", "float32", 26, 2e-3, marks=pytest.mark.exhaustive),
         pytest.param(NARROW, "split", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
         pytest.param(SMALL, "split8", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
     ],
@@ -189,6 +201,13 @@ def test_rejected_drafts_that_are_not_finite_change_no_bit(rng):
 @pytest.mark.exhaustive
 def test_rejected_drafts_that_are_not_finite_change_no_bit_of_recurrent_steps(rng):
     checks.check_rejected(rng, 1, 1, spec=NARROW, implementation="gpu", interpret=True, steps=6, rows=SLOTS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("state", ["split", "split8"])
+def test_rejected_drafts_that_are_not_finite_change_no_bit_with_a_decay_a_channel(rng, state):
+    how = {"implementation": "gpu", "interpret": True, "rows": SLOTS, "state_dtype": state}
+    checks.check_rejected(rng, spec=KDA, steps=6, **how)
 
 
 @pytest.mark.slow

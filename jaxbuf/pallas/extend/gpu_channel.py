@@ -10,7 +10,8 @@ times the exponential of the decay since the checkpoint. A lane serves an item i
 1. A thread for each channel sums the entries' gates, and writes a chunk's decayed keys to shared memory, for each new
    token again.
 2. If the row folds, it multiplies the state in shared memory with the decay of all entries, adds update ⊗ decayed key
-   of each, and starts to copy it back.
+   of each, and starts to copy it back. Of a split state, shared memory holds the high half alone: a fold loads the low
+   half to registers, where it makes the sum, and stores it from there.
 3. Otherwise a warp for each entry multiplies the decayed keys with the probes, and a thread for each row of the state
    adds the updates, times these products, entry by entry.
 4. New tokens are multiplied with each other's decayed keys in the same way.

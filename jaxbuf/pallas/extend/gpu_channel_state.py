@@ -98,7 +98,7 @@ def _fold_whole(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -
         lane.each_chunk(item, first, add_loaded, total)
 
 
-def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, total: Sum, band: Array) -> None:
+def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, total: Sum, band: Array | int) -> None:
     """`fold` of one band of a split state, which is in registers until all entries have been added.
 
     Its high half lies in shared memory, before and after. Its low half has none: each thread loads its numbers from
@@ -122,7 +122,10 @@ def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, total: Sum, b
         update = update.astype(jnp.float32)
         update = update if strength is None else strength * update
         keys = [load(lane.numbers.at[i, strip], SPLIT.reduce(0)) for strip in strips]
-        return [x + spread(update, x.shape, 0, SPLIT) * spread(key, x.shape, 1, SPLIT) for x, key in zip(state, keys, strict=True)]
+        return [
+            x + spread(update, x.shape, 0, SPLIT) * spread(key, x.shape, 1, SPLIT)
+            for x, key in zip(state, keys, strict=True)
+        ]
 
     def add_chunk(c, chunk, carry):
         state, left = carry
