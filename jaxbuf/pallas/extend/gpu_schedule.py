@@ -298,7 +298,7 @@ def count_bytes(memory: Iterable) -> int:
 def arrange(call: Call) -> Schedule:
     """Chooses a call's warpgroups and stages: as many as there is work and shared memory for."""
     # Small states: a window takes as long as what its lane waits for, not as its bytes, so more lanes are faster.
-    small = call.time == 1 and call.head_values and call.value_dim == BAND
+    small = call.time == 1 and call.head_values and call.value_dim == BAND and call.key_dim <= THREADS
     most = MAX_SMALL_WARPGROUPS if small else MAX_WARPGROUPS
     if call.low == jnp.int8 and call.time > 1:
         most = min(2, most)  # Three have too few registers for folds of several tokens with int8 low halves.
