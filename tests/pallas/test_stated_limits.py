@@ -95,10 +95,12 @@ def experts_on_tpu(call):
 
 # A row of the page's table, words in it; a call, one of its fields, values of it that are served, and that are not.
 LIMITS = [
-    ("extend", "key_dim 64 or 128", step, STEP, "key_dim", [64, 128], [32, 256]),
+    ("extend", "key_dim 64, 128 or 256", step, STEP, "key_dim", [64, 128, 256], [32, 192, 512]),
     ("extend", "value_dim 64, or more if the values of a key head are a multiple of 64", step, STEP, "value_dim",
      [64, 96, 128, 160, 256], [48, 80]),
-    ("extend", "128 for a decay a key channel", step, CHANNELS, "key_dim", [128], [64]),
+    ("extend", "value_dim 64, or more if the values of a key head are a multiple of 64", step,
+     dataclasses.replace(STEP, key_dim=256), "value_dim", [64, 96, 128, 160, 256], [48, 80]),
+    ("extend", "128 for a decay a key channel", step, CHANNELS, "key_dim", [128], [64, 256]),
     ("extend", "the high half of a split one", step, dataclasses.replace(STEP, state=BF16), "low", [None, BF16], []),
     ("extend", "the high half of a split one", step, dataclasses.replace(CHANNELS, state=BF16), "low",
      [None, BF16, np.dtype(np.int8)], []),

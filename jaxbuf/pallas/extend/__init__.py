@@ -68,7 +68,8 @@ def _needs_of_gpu(call: Call) -> list[tuple[bool, str]]:
         ),
         (
             channel or (call.key_dim in gpu.VECTORS and gpu.has_windows(call)),
-            "key_dim 64, 128 or 256, and value_dim 64, or more if the values of a key head are a multiple of 64, " + sizes,
+            "key_dim 64, 128 or 256, and value_dim 64, or more if the values of a key head are a multiple of 64, "
+            + sizes,
         ),
         (1 <= call.time <= 16, f"1 to 16 tokens at once, got {call.time}"),
         (call.ring <= 1024, f"a ring of at most 1024 entries, got {call.ring}"),
