@@ -256,7 +256,7 @@ def _kernel(schedule: Schedule, interpret: bool):
                 synchronize(interpret)  # All threads are done with the entries.
                 lane.copy_ahead(following.exists, following, next_fields)
             # More probes than fit into registers are loaded again for each band.
-            loaded_once = schedule.probe_columns * call.key_dim <= CHUNK * THREADS
+            loaded_once = schedule.probe_columns * pl.cdiv(call.key_dim, THREADS) <= CHUNK
             probes = [lane.load_probes(strip) for strip in schedule.state_strips] if loaded_once else None
 
             def read_band(i):
@@ -352,7 +352,7 @@ def _multiply_band(lane: Lane, state, band, probes: list[list[Array]] | None, re
 
 def _read_folded(lane: Lane, i: Array) -> None:
     """Multiplies band i of a folded split state, whose high half `Lane.halves` names, with the probes."""
-    (_, state, _), _ = lane.halves()
+    (_, state, _), *_ = lane.halves()
     reads = lane.fold_reads if lane.schedule.one_token else lane.reads
     _multiply_band(lane, state, pl.ds(i * BAND, BAND), None, reads)
 
