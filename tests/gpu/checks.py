@@ -534,7 +534,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "tokens_at_once_with_keys_of_256_store_the_bits_of_one_by_one": lambda rng: (
         check_at_once(rng, "bfloat16", spec=LARGE)
         | check_at_once(rng, "float32", spec=LARGE)
-        | check_at_once(rng, "bfloat16", 80, spec=FALCON)
+        | check_at_once(rng, "bfloat16", 80, spec=LARGE)
     ),
     "nan_reaches_no_row_with_keys_of_256_that_it_does_not_belong_to": lambda rng: check_poison(rng, FALCON),
     "rejected_drafts_with_keys_of_256_that_are_not_finite_change_no_bit": lambda rng: (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from jaxbuf.pallas.attend.call import Call as AttendCall
 from jaxbuf.pallas.chunked.call import Call as ChunkedCall
 from jaxbuf.pallas.dispatch import KERNELS
 from jaxbuf.pallas.experts.call import Call as ExpertCall
+from jaxbuf.pallas.extend import gpu, gpu_channel_lane, gpu_schedule
 from jaxbuf.pallas.flash.call import Call as FlashCall
 from jaxbuf.pallas.gated_norm.call import Call as GatedNormCall
 from jaxbuf.pallas.prepare.call import Call as PrepareCall
@@ -191,6 +193,21 @@ def test_a_kernel_takes_what_the_page_says_and_nothing_beyond(operation, words, 
 
     assert [reason(value) for value in served] == [None] * len(served)
     assert all((reason(value) or "").startswith("it needs ") for value in refused)
+
+
+@pytest.mark.parametrize("ring, time, max_pending", [(1024, 16, 16), (1024, 1, 16), (1024, 1, 1), (48, 16, 16)])
+def test_what_the_gpu_kernels_of_extend_serve_fits_into_shared_memory(ring, time, max_pending):
+    states = {"state": F32}, {"state": BF16}, *({"state": BF16, "low": low} for low in (BF16, np.dtype(np.int8)))
+    sizes = {"ring": ring, "time": time, "max_pending": max_pending, "rows": 128, "tree": time > 1}
+    for state, entry, delta in itertools.product(states, (BF16, F32), (True, False)):
+        kinds = {"entry": entry, "probe": entry, "delta": delta} | state | sizes
+        for key_dim, value_dim in itertools.product((64, 128, 256), (64, 80, 128, 160, 256)):
+            dims = {"key_heads": 8, "key_dim": key_dim, "value_dim": value_dim}
+            call = dataclasses.replace(STEP, **kinds, **dims)
+            assert step(call) is None and gpu_schedule.arrange(gpu.stack(call)).warpgroups > 0
+        call = dataclasses.replace(CHANNELS, **kinds)
+        one = gpu_schedule.count_bytes(gpu_channel_lane.shared_memory(call, 1))
+        assert step(call) is None and one <= gpu_schedule.MEMORY
 
 
 def test_what_prepare_refuses_beside_its_sizes():
