@@ -205,8 +205,6 @@ def plan(options: argparse.Namespace) -> list[AnyCase]:
     tree = functools.partial(make, "tree", middle, len(TREE), (len(TREE_PATH),), 32)
     cases += [tree(), tree(tree=True)]
     left_out = OF_GDN if options.family != "gdn" else ()
-    if RECURRENCES[options.family][0] == "channel":
-        left_out += ("split",)  # The kernel of such decays takes no split checkpoints.
     return [case for case in cases if case.part in (options.only or PARTS) and case.part not in left_out]
 
 
@@ -394,8 +392,7 @@ def check(spec: RecurrenceSpec, batch: int, rng: np.random.Generator) -> dict[st
     found = dict.fromkeys(BOUNDS, 0.0)
     cases = [Case("decode", batch), Case("verify", batch, 5, (3,), 32)]
     cases += [Case("tree", batch, len(TREE), (len(TREE_PATH),), 32, tree=True)]
-    if spec.decay != "channel":
-        cases += [Case("split", batch, state_dtype=name) for name in SPLIT]
+    cases += [Case("split", batch, state_dtype=name) for name in SPLIT]
     for case in cases:
         (pool,), steps = make_pools(spec, case, 1, rng), schedule(case, loads(case)[0], case.steps(1))
         for i in range(steps.lengths.shape[0]):

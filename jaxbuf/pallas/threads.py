@@ -66,11 +66,12 @@ def store_per_thread(x: Array, ref, i: int, n: int, interpret: bool) -> None:
 
 
 def vectors_layout(length: int, dtype):
-    """The layout of vectors [n, length] in which a thread holds sixteen bytes of one vector, or of each of several."""
+    """The layout of vectors [n, length] in which a thread holds sixteen bytes, or several times as many, of one vector;
+    or sixteen bytes of each of several."""
     piece = 16 // np.dtype(dtype).itemsize
     vectors = WARP * piece // length  # that a warp holds at once
-    if vectors == 1:
-        tiling, warps, threads = plgpu.Tiling(((4, length), (piece,))), (-3,), (-2,)
+    if vectors <= 1:
+        tiling, warps, threads = plgpu.Tiling(((4, WARP * piece), (piece,))), (-3,), (-2,)
     else:
         tiling, warps, threads = plgpu.Tiling(((4 * vectors, length), (vectors, piece))), (-4,), (-2, -3)
     return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=threads, vector_dim=-1)
@@ -96,9 +97,9 @@ def gather_vectors(ref, positions: Array, layout, interpret: bool) -> Array:
         tiled = layout.to_mgpu()
         kind = ir.VectorType.get((tiled.vector_length,), ir.MemRefType(ref.type).element_type)
         registers = np.empty(tiled.registers_shape(dims), object)
-        indices, rows = tiled.thread_idxs(dims), positions.registers.flat
-        for (i, _), (_, column), row in zip(np.ndenumerate(registers), indices, rows, strict=True):
-            registers[i] = vector.load(kind, ref, [as_index(row), column])
+        pieces, rows = registers.size // positions.registers.size, positions.registers.flat
+        for n, ((i, _), (_, column)) in enumerate(zip(np.ndenumerate(registers), tiled.thread_idxs(dims), strict=True)):
+            registers[i] = vector.load(kind, ref, [as_index(rows[n // pieces]), column])
         return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
 
     out = plgpu.ShapeDtypeStruct(dims, ref.dtype, layout=layout)
@@ -313,7 +314,9 @@ def select_positive(x: Array, positions: Array, layout, interpret: bool) -> Arra
 
     def select(_, x, positions):
         registers = np.empty_like(x.registers)
-        for (i, vectors), at in zip(np.ndenumerate(x.registers), positions.registers.flat, strict=True):
+        pieces = x.registers.size // positions.registers.size  # of a vector, that a thread has
+        for n, (i, vectors) in enumerate(np.ndenumerate(x.registers)):
+            at = positions.registers.flat[n // pieces]
             zero = ir.FloatAttr.get(ir.VectorType(vectors.type).element_type, 0.0)
             zeros = arith.constant(vectors.type, ir.DenseElementsAttr.get_splat(vectors.type, zero))
             exists = arith.cmpi(arith.CmpIPredicate.ne, as_index(at), arith.constant(ir.IndexType.get(), 0))

@@ -24,6 +24,10 @@ GLA = dataclasses.replace(KDA, key_heads=4, delta=False)
 # halves of bfloat16 lose relatively much.
 NANO = RecurrenceSpec(heads=96, key_heads=8, key_dim=128, value_dim=80, delta=False)
 WIDE = RecurrenceSpec(heads=16, key_heads=16, key_dim=128, value_dim=256)  # in windows of 128
+# Falcon-H1-7B's. It has one key head, so float32 entries are compared with more of them.
+FALCON = RecurrenceSpec(heads=24, key_heads=1, key_dim=256, value_dim=128, delta=False)
+FALCON_8 = dataclasses.replace(FALCON, key_heads=8)
+LARGE = RecurrenceSpec(heads=16, key_heads=16, key_dim=256, value_dim=256)  # a delta rule on states of 256 by 256
 DELTA_NET, LINEAR = (dataclasses.replace(spec, decay="none") for spec in (QWEN, MAMBA))
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
 BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}  # of a vector, relative to XLA's path; by entry dtype
@@ -500,10 +504,74 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_step_with_heads_of_256_is_xlas": lambda rng: (
         check_errors(rng, "bfloat16", spec=WIDE) | check_recurrent(rng, "bfloat16", spec=WIDE)
     ),
+    "a_step_with_keys_of_256_is_xlas": lambda rng: {
+        f"{entry}, {name}": error for entry in BOUNDS for name, error in check_errors(rng, entry, spec=FALCON_8).items()
+    },
+    "a_step_with_keys_of_256_and_the_delta_rule_is_xlas": lambda rng: {
+        f"{entry}, {name}": error for entry in BOUNDS for name, error in check_errors(rng, entry, spec=LARGE).items()
+    },
+    "a_step_with_keys_of_256_is_xlas_with_narrower_checkpoints": lambda rng: {
+        f"{spec.value_dim}, {state}, {name}": error
+        for spec in (FALCON, LARGE)
+        for state in ("bfloat16", "split", "split8")
+        for name, error in check_errors(rng, "bfloat16", state, spec=spec).items()
+    },
+    "a_step_of_16_tokens_with_keys_of_256_is_xlas": lambda rng: check_errors(
+        rng, "bfloat16", times=(9, 16), spec=FALCON, max_pending=16, limit=16
+    ),
+    "a_step_with_keys_of_256_is_xlas_with_rows_of_every_kind": lambda rng: (
+        check_long_rings(rng, MIXED, spec=FALCON, most=32)
+        | check_long_rings(rng, LONG[1:2], spec=LARGE, most=32, state_dtype="split")
+    ),
+    "a_step_with_keys_of_256_is_xlas_where_tokens_only_come_one_by_one": lambda rng: check_long_rings(
+        rng, ALONE, max_pending=1, spec=FALCON, most=32
+    ),
+    "a_recurrent_step_with_keys_of_256_is_xlas": lambda rng: (
+        check_recurrent(rng, "float32", spec=FALCON)
+        | check_recurrent(rng, "bfloat16", "split", spec=FALCON)
+        | check_recurrent(rng, "bfloat16", spec=LARGE)
+    ),
+    "tokens_at_once_with_keys_of_256_store_the_bits_of_one_by_one": lambda rng: (
+        check_at_once(rng, "bfloat16", spec=LARGE)
+        | check_at_once(rng, "float32", spec=LARGE)
+        | check_at_once(rng, "bfloat16", 80, spec=LARGE)
+    ),
+    "nan_reaches_no_row_with_keys_of_256_that_it_does_not_belong_to": lambda rng: check_poison(rng, FALCON),
+    "rejected_drafts_with_keys_of_256_that_are_not_finite_change_no_bit": lambda rng: (
+        check_rejected(rng, spec=LARGE) | check_rejected(rng, spec=FALCON, entry="float32", state_dtype="split")
+    ),
+    "no_pool_sized_write_in_a_loop_of_steps_with_keys_of_256": lambda rng: check_loop(FALCON),
+    "a_step_of_a_tree_with_keys_of_256_is_xlas": lambda rng: check_errors(
+        rng, "float32", times=(5, 8), spec=FALCON_8, tree=True
+    ),
     "a_kda_step_is_xlas": lambda rng: {
         f"{entry}, {name}": error for entry in BOUNDS for name, error in check_errors(rng, entry, spec=KDA).items()
     },
     "a_kda_step_is_xlas_with_a_bfloat16_checkpoint": lambda rng: check_errors(rng, "bfloat16", "bfloat16", spec=KDA),
+    "a_kda_step_is_xlas_with_split_checkpoints": lambda rng: {
+        f"{state}, {name}": error
+        for state in ("split", "split8")
+        for name, error in check_errors(rng, "bfloat16", state, spec=KDA).items()
+    },
+    "a_kda_step_is_xlas_with_a_split_checkpoint_and_many_entries": lambda rng: check_long_rings(
+        rng, MIXED, spec=KDA, state_dtype="split"
+    ),
+    "a_kda_step_is_xlas_with_a_split8_checkpoint_and_many_entries": lambda rng: check_long_rings(
+        rng, LONG[1:], spec=KDA, state_dtype="split8"
+    ),
+    "a_recurrent_kda_step_is_xlas_with_a_split_checkpoint": lambda rng: check_recurrent(
+        rng, "bfloat16", "split", spec=KDA
+    ),
+    "kda_tokens_at_once_store_the_bits_of_one_by_one_with_a_split_checkpoint": lambda rng: check_at_once(
+        rng, "bfloat16", spec=KDA, state_dtype="split"
+    ),
+    "rejected_kda_drafts_that_are_not_finite_change_no_bit_with_a_split_checkpoint": lambda rng: (
+        check_rejected(rng, spec=KDA, state_dtype="split")
+        | check_rejected(rng, time=1, spec=KDA, state_dtype="split", steps=40)
+    ),
+    "no_pool_sized_write_in_a_loop_of_kda_steps_with_split_checkpoints": lambda rng: check_loop(
+        KDA, state_dtype="split"
+    ),
     "a_kda_step_of_16_tokens_is_xlas": lambda rng: check_errors(
         rng, "bfloat16", times=(9, 16), spec=KDA, max_pending=16, limit=16
     ),
@@ -520,6 +588,13 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "no_pool_sized_write_in_a_loop_of_kda_steps": lambda rng: check_loop(KDA),
     "a_gla_step_is_xlas": lambda rng: check_errors(rng, "float32", spec=GLA) | check_errors(rng, "bfloat16", spec=GLA),
     "a_recurrent_gla_step_is_xlas": lambda rng: check_recurrent(rng, "float32", spec=GLA),
+    "a_gla_step_is_xlas_with_split_checkpoints": lambda rng: {
+        f"{state}, {name}": error
+        for state in ("split", "split8")
+        for name, error in (
+            check_errors(rng, "bfloat16", state, spec=GLA) | check_recurrent(rng, "bfloat16", state, spec=GLA)
+        ).items()
+    },
     "a_step_without_a_decay_is_xlas": lambda rng: (
         check_errors(rng, "float32", spec=DELTA_NET) | check_errors(rng, "bfloat16", "split", spec=LINEAR)
     ),

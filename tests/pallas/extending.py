@@ -21,6 +21,10 @@ ODD = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64, delta=False
 WINDOWS = RecurrenceSpec(heads=8, key_heads=2, key_dim=64, value_dim=80, delta=False)
 WINDOWS_DELTA = dataclasses.replace(WINDOWS, key_heads=1, heads=4, delta=True)
 WIDE = RecurrenceSpec(heads=2, key_heads=1, key_dim=64, value_dim=256)
+# Keys of 256 numbers: heads of 128 values in windows of 64, heads of 64, and windows with rows of two heads.
+LARGE = RecurrenceSpec(heads=2, key_heads=1, key_dim=256, value_dim=128, delta=False)
+LARGE_DELTA = RecurrenceSpec(heads=2, key_heads=1, key_dim=256, value_dim=64)
+LARGE_WINDOWS = RecurrenceSpec(heads=4, key_heads=1, key_dim=256, value_dim=80, delta=False)
 NO_DECAY = dataclasses.replace(ODD, decay="none")
 DELTA_NET, LINEAR = (dataclasses.replace(spec, decay="none") for spec in (NARROW, STACKED))
 KDA = RecurrenceSpec(heads=2, key_heads=2, key_dim=128, value_dim=128, decay="channel")

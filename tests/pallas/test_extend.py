@@ -16,6 +16,9 @@ from tests.pallas.extending import (
     DELTA_NET,
     GLA,
     KDA,
+    LARGE,
+    LARGE_DELTA,
+    LARGE_WINDOWS,
     LINEAR,
     NARROW,
     NO_DECAY,
@@ -29,6 +32,7 @@ from tests.pallas.extending import (
 )
 
 KIMI = dataclasses.replace(KDA, heads=32, key_heads=32)
+FALCON = RecurrenceSpec(heads=24, key_heads=1, key_dim=256, value_dim=128, delta=False)
 MAMBA = RecurrenceSpec(heads=128, key_heads=8, key_dim=128, value_dim=64, delta=False)
 QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 
@@ -66,6 +70,21 @@ def test_the_gpu_kernel_lowers_for_mamba_2s_heads(time, state):
     assert "mosaic_gpu" in lowered(MAMBA, time, limit=32, max_pending=8, state_dtype=state)
 
 
+@pytest.mark.parametrize(
+    "time, limit, max_pending, state, entry",
+    [
+        pytest.param(1, 1, 1, "float32", "bfloat16", marks=pytest.mark.slow),
+        (1, 32, 8, "float32", "bfloat16"),
+        pytest.param(5, 32, 8, "split", "float32", marks=pytest.mark.slow),
+        pytest.param(1, 256, 8, "split8", "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param(16, 32, 16, "bfloat16", "float32", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_gpu_kernel_lowers_for_keys_of_256(time, limit, max_pending, state, entry):
+    dtypes = {"state_dtype": state, "entry_dtype": jnp.dtype(entry)}
+    assert "mosaic_gpu" in lowered(FALCON, time, limit=limit, max_pending=max_pending, **dtypes)
+
+
 def test_the_gpu_kernel_lowers_for_narrow_heads_with_a_later_chunk_of_any_length():
     assert "mosaic_gpu" in lowered(NARROW, 1, limit=40, max_pending=8)  # 40 entries: 24 behind the first chunk
 
@@ -82,6 +101,10 @@ def test_the_gpu_kernel_lowers_for_trees(spec, time):
         (1, 16, 8, "float32"),
         pytest.param(5, 32, 8, "bfloat16", marks=pytest.mark.slow),
         pytest.param(1, 256, 8, "float32", marks=pytest.mark.exhaustive),
+        (1, 16, 8, "split"),
+        pytest.param(1, 1, 1, "split", marks=pytest.mark.exhaustive),
+        pytest.param(5, 32, 8, "split", marks=pytest.mark.slow),
+        pytest.param(1, 256, 8, "split8", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_gpu_kernel_lowers_for_a_decay_a_channel(time, limit, max_pending, state):
@@ -124,6 +147,12 @@ def lowered(spec, time: int, rows: int = 128, parents=None, **sizes) -> str:
         pytest.param(WINDOWS_DELTA, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
         pytest.param(WIDE, "split", "float32", 18, 2e-3, marks=pytest.mark.exhaustive),
         pytest.param(WIDE, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
+        pytest.param(LARGE, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.slow),
+        pytest.param(LARGE, "split", "float32", 18, 2e-3, marks=pytest.mark.slow),
+        pytest.param(LARGE, "split8", "bfloat16", 18, 1e-2, marks=pytest.mark.exhaustive),
+        pytest.param(LARGE_DELTA, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
+        pytest.param(LARGE_DELTA, "split8", "float32", 4, 2e-3, marks=pytest.mark.exhaustive),
+        pytest.param(LARGE_WINDOWS, "split", "bfloat16", 18, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(STACKED, "split", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(STACKED, "split8", "bfloat16", 18, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(STACKED, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
@@ -132,6 +161,9 @@ def lowered(spec, time: int, rows: int = 128, parents=None, **sizes) -> str:
         pytest.param(LINEAR, "split", "bfloat16", 18, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(KDA, "float32", "float32", 18, 1e-4, marks=pytest.mark.slow),
         pytest.param(KDA, "bfloat16", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
+        pytest.param(KDA, "split", "float32", 18, 2e-3, marks=pytest.mark.slow),
+        pytest.param(KDA, "split8", "float32", 18, 2e-3, marks=pytest.mark.exhaustive),
+        pytest.param(GLA, "split", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(GLA, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(GLA, "float32", "float32", 18, 1e-4, marks=pytest.mark.exhaustive),
     ],
@@ -153,11 +185,19 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
         (DELTA_NET, "float32", "float32", 1, 1e-5),
         (WINDOWS, "float32", "float32", 1, 1e-5),
         pytest.param(WINDOWS, "split8", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
+        (LARGE, "float32", "float32", 1, 1e-5),
+        pytest.param(LARGE_DELTA, "split", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
+        pytest.param(LARGE_WINDOWS, "split8", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
         pytest.param(WINDOWS_DELTA, "float32", "float32", 2, 1e-5, marks=pytest.mark.exhaustive),
         pytest.param(WIDE, "float32", "float32", 2, 1e-5, marks=pytest.mark.exhaustive),
         (KDA, "float32", "float32", 2, 1e-5),
         # Not the step's kernel: its products on the tensor cores lose 2^-16.
         pytest.param(GLA, "float32", "float32", 2, 4e-5, marks=pytest.mark.exhaustive),
+        (GLA, "split", "float32", 2, 2e-3),
+        pytest.param(GLA, "split8", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
+        pytest.param(KDA, "split", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
+        # A ring longer than those whose entries are copied past the registers.
+        pytest.param(KDA, "split8", "float32", 26, 2e-3, marks=pytest.mark.exhaustive),
         pytest.param(NARROW, "split", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
         pytest.param(SMALL, "split8", "float32", 2, 2e-3, marks=pytest.mark.exhaustive),
     ],
@@ -191,6 +231,13 @@ def test_rejected_drafts_that_are_not_finite_change_no_bit_of_recurrent_steps(rn
     checks.check_rejected(rng, 1, 1, spec=NARROW, implementation="gpu", interpret=True, steps=6, rows=SLOTS)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("state", ["split", "split8"])
+def test_rejected_drafts_that_are_not_finite_change_no_bit_with_a_decay_a_channel(rng, state):
+    how = {"implementation": "gpu", "interpret": True, "rows": SLOTS, "state_dtype": state}
+    checks.check_rejected(rng, spec=KDA, steps=6, **how)
+
+
 @pytest.mark.slow
 def test_the_null_slot_gives_zeros_and_writes_nothing(rng):
     extending.check_null_slot("gpu", rng)
@@ -216,6 +263,7 @@ def test_the_gpu_kernel_follows_forks_and_the_order_that_a_tree_left(rng):
         pytest.param(WINDOWS_DELTA, marks=pytest.mark.exhaustive),
         pytest.param(KDA, marks=pytest.mark.exhaustive),
         pytest.param(DELTA_NET, marks=pytest.mark.exhaustive),
+        pytest.param(LARGE, marks=pytest.mark.exhaustive),
     ],
 )
 def test_trees_are_those_of_the_xla_path(rng, monkeypatch, spec):
@@ -226,7 +274,8 @@ def test_trees_are_those_of_the_xla_path(rng, monkeypatch, spec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "spec", [SMALL, *(pytest.param(spec, marks=pytest.mark.exhaustive) for spec in (KDA, WINDOWS, WIDE))]
+    "spec",
+    [SMALL, *(pytest.param(spec, marks=pytest.mark.exhaustive) for spec in (KDA, WINDOWS, WIDE, LARGE, LARGE_DELTA))],
 )
 def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng, spec):
     extending.check_at_once("gpu", rng, spec)
@@ -235,7 +284,7 @@ def test_tokens_at_once_and_one_by_one_store_the_same_bits(rng, spec):
 @pytest.mark.parametrize(
     "spec, limit, reason",
     [
-        (RecurrenceSpec(4, 2, key_dim=32, value_dim=64), 4, "key_dim 64 or 128, .* got 32 and 64"),
+        (RecurrenceSpec(4, 2, key_dim=32, value_dim=64), 4, "key_dim 64, 128 or 256, .* got 32 and 64"),
         (
             RecurrenceSpec(4, 2, key_dim=64, value_dim=64, decay="channel"),
             4,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from jaxbuf.pallas.attend.call import Call as AttendCall
 from jaxbuf.pallas.chunked.call import Call as ChunkedCall
 from jaxbuf.pallas.dispatch import KERNELS
 from jaxbuf.pallas.experts.call import Call as ExpertCall
+from jaxbuf.pallas.extend import gpu, gpu_channel_lane, gpu_schedule
 from jaxbuf.pallas.flash.call import Call as FlashCall
 from jaxbuf.pallas.gated_norm.call import Call as GatedNormCall
 from jaxbuf.pallas.prepare.call import Call as PrepareCall
@@ -95,12 +97,15 @@ def experts_on_tpu(call):
 
 # A row of the page's table, words in it; a call, one of its fields, values of it that are served, and that are not.
 LIMITS = [
-    ("extend", "key_dim 64 or 128", step, STEP, "key_dim", [64, 128], [32, 256]),
+    ("extend", "key_dim 64, 128 or 256", step, STEP, "key_dim", [64, 128, 256], [32, 192, 512]),
     ("extend", "value_dim 64, or more if the values of a key head are a multiple of 64", step, STEP, "value_dim",
      [64, 96, 128, 160, 256], [48, 80]),
-    ("extend", "128 for a decay a key channel", step, CHANNELS, "key_dim", [128], [64]),
-    ("extend", "which also takes no split checkpoints", step, CHANNELS, "low", [None], [BF16]),
+    ("extend", "value_dim 64, or more if the values of a key head are a multiple of 64", step,
+     dataclasses.replace(STEP, key_dim=256), "value_dim", [64, 96, 128, 160, 256], [48, 80]),
+    ("extend", "128 for a decay a key channel", step, CHANNELS, "key_dim", [128], [64, 256]),
     ("extend", "the high half of a split one", step, dataclasses.replace(STEP, state=BF16), "low", [None, BF16], []),
+    ("extend", "the high half of a split one", step, dataclasses.replace(CHANNELS, state=BF16), "low",
+     [None, BF16, np.dtype(np.int8)], []),
     ("extend", "1 to 16 tokens at once", step, STEP, "time", [1, 16], [0, 17]),
     ("extend", "a ring of at most 1,024 entries", step, STEP, "ring", [1024], [1025]),
     ("extend", "a float32 or bfloat16 checkpoint", step, STEP, "state", [F32, BF16], [F16]),
@@ -188,6 +193,21 @@ def test_a_kernel_takes_what_the_page_says_and_nothing_beyond(operation, words, 
 
     assert [reason(value) for value in served] == [None] * len(served)
     assert all((reason(value) or "").startswith("it needs ") for value in refused)
+
+
+@pytest.mark.parametrize("ring, time, max_pending", [(1024, 16, 16), (1024, 1, 16), (1024, 1, 1), (48, 16, 16)])
+def test_what_the_gpu_kernels_of_extend_serve_fits_into_shared_memory(ring, time, max_pending):
+    states = {"state": F32}, {"state": BF16}, *({"state": BF16, "low": low} for low in (BF16, np.dtype(np.int8)))
+    sizes = {"ring": ring, "time": time, "max_pending": max_pending, "rows": 128, "tree": time > 1}
+    for state, entry, delta in itertools.product(states, (BF16, F32), (True, False)):
+        kinds = {"entry": entry, "probe": entry, "delta": delta} | state | sizes
+        for key_dim, value_dim in itertools.product((64, 128, 256), (64, 80, 128, 160, 256)):
+            dims = {"key_heads": 8, "key_dim": key_dim, "value_dim": value_dim}
+            call = dataclasses.replace(STEP, **kinds, **dims)
+            assert step(call) is None and gpu_schedule.arrange(gpu.stack(call)).warpgroups > 0
+        call = dataclasses.replace(CHANNELS, **kinds)
+        one = gpu_schedule.count_bytes(gpu_channel_lane.shared_memory(call, 1))
+        assert step(call) is None and one <= gpu_schedule.MEMORY
 
 
 def test_what_prepare_refuses_beside_its_sizes():

@@ -11,8 +11,6 @@ from tests.portability.operations import CASES, WITHIN, check_compiled, each_cas
 TARGETS = {"gpu": "H100", "tpu": "v6e"}
 # What the kernel of a platform leaves to XLA, and the beginning of its reason. Nothing else may be refused.
 LEFT_TO_XLA: dict[tuple[str, str, str], str] = {
-    ("extend", "Mamba-2 (Falcon-H1-7B)", "gpu"): "it needs key_dim 64 or 128",
-    ("fold", "Mamba-2 (Falcon-H1-7B)", "gpu"): "it needs key_dim 64 or 128",
     ("prepare", "Gated DeltaNet, one of 8 devices", "gpu"): "it needs key heads in fours, got 2",
     ("prepare", "Kimi Delta Attention (Kimi-Linear), 5 tokens", "tpu"): "it needs a decay for each head",
     ("convolve", "Mamba-2, one of 8 devices", "tpu"): "it needs channels that are a multiple of 128, got 1216",

@@ -13,7 +13,7 @@ The words that the GPU kernels use, beside those of `jaxbuf.recurrence`:
   lane      A warpgroup (128 threads), counted over all blocks of the launch. It serves one item after the other.
   turn      The number of items that a lane served before. All lanes together serve a round of items per turn.
   window    64 or 128 values in a row of all heads of a key head, which count as one head where a head has another
-            number of values. A window of 64 may have rows of two heads.
+            number of values; 64 where a key has 256 numbers. A window of 64 may have rows of two heads.
   probe     A new key or a new query. A row has 2 T of them, the keys first: both the state and the entries' keys are
             multiplied with all of them.
   chunk     Entries that are multiplied at once. An item's first chunk has 16, its later chunks have up to 32.
@@ -66,10 +66,10 @@ def _needs_of_gpu(call: Call) -> list[tuple[bool, str]]:
             not channel or call.key_dim == call.value_dim == DIM,
             f"key_dim and value_dim {DIM} for a decay a channel, {sizes}",
         ),
-        (not channel or call.low is None, "a checkpoint that is not split for a decay a channel"),
         (
-            channel or (call.key_dim in gpu.VECTORS and (call.value_dim in gpu.VECTORS or gpu.has_windows(call))),
-            "key_dim 64 or 128, and value_dim 64, or more if the values of a key head are a multiple of 64, " + sizes,
+            channel or (call.key_dim in gpu.VECTORS and gpu.has_windows(call)),
+            "key_dim 64, 128 or 256, and value_dim 64, or more if the values of a key head are a multiple of 64, "
+            + sizes,
         ),
         (1 <= call.time <= 16, f"1 to 16 tokens at once, got {call.time}"),
         (call.ring <= 1024, f"a ring of at most 1024 entries, got {call.ring}"),

@@ -118,29 +118,31 @@ def _padded(positions: Array, length: int) -> Array:
 
 
 def window(call: Call) -> Call:
-    """The call with windows of 64 or 128 values in place of heads, if heads have other numbers of values.
+    """The call with windows of 64 or 128 values in place of heads, if heads have other numbers of values; with keys of
+    256 numbers of 64, as a lane has shared memory for so many rows of a state.
 
     Rows of a state do not depend on each other, and the states of all heads of a key head lie one behind the other. So
     a window is served like a head. One of 64 values has rows of two heads at most, if a head has more than 64.
     """
-    if call.value_dim in VECTORS:
+    widths = (BAND, THREADS) if call.key_dim <= THREADS else (BAND,)
+    if call.value_dim in widths:
         return call
-    width = max((n for n in VECTORS if call.value_dim % n == 0), default=BAND)
+    width = max((n for n in widths if call.value_dim % n == 0), default=BAND)
     heads, stacked = call.heads * call.value_dim // width, 1 if call.value_dim % width == 0 else 2
     return dataclasses.replace(call, heads=heads, value_dim=width, stacked=stacked, head_values=call.value_dim)
 
 
 def has_windows(call: Call) -> bool:
     """Whether the values of a key head's heads are whole windows, each with rows of two heads at most."""
-    return call.value_dim > BAND and call.heads_per_key * call.value_dim % BAND == 0
+    return call.value_dim >= BAND and call.heads_per_key * call.value_dim % BAND == 0
 
 
 def stack(call: Call) -> Call:
     """The call in windows, if it needs some; or with two heads of 64 values as one of 128, if they read the same key
     head and differ in decays alone."""
-    if call.value_dim not in VECTORS:
-        return window(call)
-    if call.delta or call.decay == "channel" or 2 * call.value_dim != THREADS or call.heads_per_key % 2:
+    call = window(call)
+    together = not call.delta and call.decay != "channel" and call.heads_per_key % 2 == 0 and not call.head_values
+    if not together or 2 * call.value_dim != THREADS or call.key_dim > THREADS:
         return call
     return dataclasses.replace(call, heads=call.heads // 2, value_dim=THREADS, stacked=2)
 
@@ -254,7 +256,7 @@ def _kernel(schedule: Schedule, interpret: bool):
                 synchronize(interpret)  # All threads are done with the entries.
                 lane.copy_ahead(following.exists, following, next_fields)
             # More probes than fit into registers are loaded again for each band.
-            loaded_once = schedule.probe_columns <= CHUNK
+            loaded_once = schedule.probe_columns * pl.cdiv(call.key_dim, THREADS) <= CHUNK
             probes = [lane.load_probes(strip) for strip in schedule.state_strips] if loaded_once else None
 
             def read_band(i):
@@ -350,7 +352,7 @@ def _multiply_band(lane: Lane, state, band, probes: list[list[Array]] | None, re
 
 def _read_folded(lane: Lane, i: Array) -> None:
     """Multiplies band i of a folded split state, whose high half `Lane.halves` names, with the probes."""
-    (_, state, _), _ = lane.halves()
+    (_, state, _), *_ = lane.halves()
     reads = lane.fold_reads if lane.schedule.one_token else lane.reads
     _multiply_band(lane, state, pl.ds(i * BAND, BAND), None, reads)
 

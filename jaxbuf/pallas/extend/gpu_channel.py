@@ -10,7 +10,8 @@ times the exponential of the decay since the checkpoint. A lane serves an item i
 1. A thread for each channel sums the entries' gates, and writes a chunk's decayed keys to shared memory, for each new
    token again.
 2. If the row folds, it multiplies the state in shared memory with the decay of all entries, adds update ⊗ decayed key
-   of each, and starts to copy it back.
+   of each, and starts to copy it back. Of a split state, shared memory holds the high half alone: a fold loads the low
+   half to registers, where it makes the sum, and stores it from there.
 3. Otherwise a warp for each entry multiplies the decayed keys with the probes, and a thread for each row of the state
    adds the updates, times these products, entry by entry.
 4. New tokens are multiplied with each other's decayed keys in the same way.
@@ -77,7 +78,8 @@ def extend_channels(
     Args:
       call, integers, q, k, v, beta, interpret: As there. Entries are padded to whole chunks.
       log_decay: f32 [rows, T, heads, key_dim].
-      refs: References to the checkpoints; and to the keys, updates and gates, with blocks and block_size as one axis.
+      refs: References to the checkpoints; to the keys, updates and gates, with blocks and block_size as one axis; and
+        to the low halves and their scales, as far as there are some.
 
     Returns:
       The outputs.
@@ -87,7 +89,8 @@ def extend_channels(
     lanes = warpgroups * count_blocks(call, warpgroups)
     draws = pl.cdiv(call.items, lanes) > MAX_DEALT_ROUNDS and not interpret
     counter = [jax.new_ref(jnp.zeros(1, jnp.int32))] if draws else []
-    return _kernel(call, warpgroups, draws, interpret)(*integers[:3], q, k, v, log_decay, beta, *refs, *paths, *counter)
+    tokens = q, k, v, log_decay, beta
+    return _kernel(call, warpgroups, draws, interpret)(*integers[:3], *tokens, *refs[:4], *paths, *refs[4:], *counter)
 
 
 def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):

@@ -10,11 +10,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend import gpu_schedule
-from jaxbuf.pallas.extend.call import CHECKPOINT, HAS_CHECKPOINT, ROW_FIELDS, Call
+from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, ROW_FIELDS, Call
 from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, read_item
 from jaxbuf.pallas.extend.gpu_products import ZERO, count, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, MAX_WARPGROUPS, MEMORY, SWIZZLE, count_bytes
-from jaxbuf.pallas.instructions import end_copies, publish, synchronize
+from jaxbuf.pallas.instructions import end_copies, prefetch, publish, synchronize
 from jaxbuf.pallas.threads import (
     NUMBERS,
     PER_THREAD,
@@ -57,7 +57,7 @@ class SharedMemory(NamedTuple):
         new gate, f32 [DIM], of such an item. Else None.
       scalars: f32 [2, THREADS], likewise: the new token's beta, many times; and without the delta rule the entries',
         each where `words` has its position.
-      state: [BANDS, BAND, DIM]: the item's checkpoint.
+      state: [BANDS, BAND, DIM]: the item's checkpoint, or the high half of a split one.
       input_barriers: One for each warpgroup, which opens when `probes`, `value` and `gate` have arrived.
     """
 
@@ -241,7 +241,10 @@ class Lane:
         return self.word(ROW_FIELDS + self.kept + self.call.time + t)
 
     def fetch(self, number: Array) -> None:
-        """Starts to copy the checkpoint of an item, whose words are kept, to shared memory, if it has one."""
+        """Starts to copy the checkpoint of an item, whose words are kept, to shared memory, if it has one.
+
+        Of a split one, that is the high half. The low half is brought to the L2 cache if the item folds.
+        """
         head, checkpoint = lax.rem(number, self.call.heads), self.word(CHECKPOINT)
 
         @pl.when(self.word(HAS_CHECKPOINT) > 0)
@@ -249,6 +252,9 @@ class Lane:
             for i in range(BANDS):
                 source = self.arrays.checkpoints.at[checkpoint, head, pl.ds(i * BAND, BAND)]
                 plgpu.copy_gmem_to_smem(source, self.state.at[i], self.barrier(i))
+            if self.arrays.low is not None:
+                low = self.arrays.low.at[checkpoint, head]
+                pl.when(self.word(FOLD_TO) >= 0)(lambda: prefetch(low, self.interpret))
 
     def read_item(self, number: Array) -> Item:
         """The item with a number, whose words are kept."""

@@ -3,9 +3,11 @@
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.gpu_channel_keys import decay_keys, sum_behind
 from jaxbuf.pallas.extend.gpu_channel_lane import BANDS, GROUP, Entry, Lane
 from jaxbuf.pallas.extend.gpu_channel_sums import Sum, factor
@@ -15,15 +17,22 @@ from jaxbuf.pallas.extend.gpu_products import (
     STATE_LEFT,
     STATE_RIGHT,
     TALL,
+    ZERO,
     cut,
     multiply_state,
+    split,
     spread,
+    to_int8,
     where,
     zeros,
 )
 from jaxbuf.pallas.extend.gpu_schedule import BAND
 from jaxbuf.pallas.instructions import synchronize
 from jaxbuf.pallas.threads import load, store, store_rows
+
+# The layout of a strip of a split state while it is folded: a thread has eight numbers in a row, so that it loads and
+# stores sixteen bytes of either half at once.
+SPLIT = plgpu.Layout.TILED(plgpu.Tiling(((16, 64), (4, 8))), (-4,), (-2, -3), -1)
 
 
 def fold(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -> None:
@@ -37,6 +46,18 @@ def fold(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -> None:
     # The checkpoint's decay, for the columns that each thread has of it.
     store(lane.numbers.at[lane.last_row, lane.channels], factor(lane.interpret, total))
     synchronize(lane.interpret)
+    if lane.arrays.low is None:
+        _fold_whole(lane, item, first, total)
+    else:
+        lane.each_band(functools.partial(_fold_split, lane, item, first, total))
+    plgpu.commit_smem()  # The copies below read what was stored.
+    for band in range(BANDS):
+        stored = lane.arrays.checkpoints.at[item.fold_to, item.head, pl.ds(band * BAND, BAND)]
+        plgpu.copy_smem_to_gmem(lane.state.at[band], stored)
+
+
+def _fold_whole(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -> None:
+    """`fold` of a state that is not split: each chunk is added to both bands in shared memory."""
     decays = [load(lane.numbers.at[lane.last_row, strip], TALL.reduce(0)) for strip in lane.strips()]
 
     def add_chunk(load_updates, betas, begins):
@@ -75,10 +96,63 @@ def fold(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -> None:
         add_chunk(lambda rows: [load(lane.updates.at[i, rows], TALL.reduce(1)) for i in places], betas, jnp.bool_(True))
     else:
         lane.each_chunk(item, first, add_loaded, total)
-    plgpu.commit_smem()  # The copies below read what was stored.
-    for band in range(BANDS):
-        stored = lane.arrays.checkpoints.at[item.fold_to, item.head, pl.ds(band * BAND, BAND)]
-        plgpu.copy_smem_to_gmem(lane.state.at[band], stored)
+
+
+def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, total: Sum, band: Array | int) -> None:
+    """`fold` of one band of a split state, which is in registers until all entries have been added.
+
+    Its high half lies in shared memory, before and after. Its low half has none: each thread loads its numbers from
+    global memory, where `Lane.fetch` has brought them to the L2 cache, and stores them there.
+    """
+    call, arrays, rows = lane.call, lane.arrays, pl.ds(band * BAND, BAND)
+    low, low_scales, strips = arrays.low, arrays.low_scales, lane.strips()
+    assert low is not None
+    rests = [load(low.at[item.checkpoint, item.head, rows, strip], SPLIT) for strip in strips]
+    scale = None if low_scales is None else load(low_scales.at[item.checkpoint, item.head, rows], SPLIT.reduce(1))
+    pl.when(item.has_checkpoint)(lambda: plgpu.barrier_wait(lane.barrier(band)))
+    state = []
+    for strip, rest in zip(strips, rests, strict=True):
+        rest = rest.astype(jnp.float32)
+        rest = rest if scale is None else rest * spread(scale, rest.shape, 0, SPLIT)
+        old = load(lane.state.at[band, :, strip], SPLIT).astype(jnp.float32) + rest
+        decay = load(lane.numbers.at[lane.last_row, strip], SPLIT.reduce(0))
+        state.append(where(item.has_checkpoint, old * spread(decay, old.shape, 1, SPLIT)))
+
+    def add(state, i, update, strength):
+        update = update.astype(jnp.float32)
+        update = update if strength is None else strength * update
+        keys = [load(lane.numbers.at[i, strip], SPLIT.reduce(0)) for strip in strips]
+        return [
+            x + spread(update, x.shape, 0, SPLIT) * spread(key, x.shape, 1, SPLIT)
+            for x, key in zip(state, keys, strict=True)
+        ]
+
+    def add_chunk(c, chunk, carry):
+        state, left = carry
+        positions, behind = lane.positions(item, c), sum_behind(lane, chunk, left)
+        decay_keys(lane, chunk, behind, None)
+        for i, (entry, at) in enumerate(zip(chunk, positions, strict=True)):
+            update = where(entry.alive, load(arrays.updates.at[at, item.head, rows], SPLIT.reduce(1)))
+            state = add(state, i, update, entry.strength)
+        return state, behind[-1]
+
+    if lane.short:
+        for i in range(lane.places):
+            update = load(lane.updates.at[i, rows], SPLIT.reduce(1))
+            state = add(state, i, update, None if call.delta else lane.strength(item, i))
+    else:
+        state, _ = lane.each_chunk(item, first, add_chunk, (state, total))
+    kept = jnp.float32 if low_scales is not None else low.dtype
+    halves = [split(x, [call.state, kept], lane.interpret) for x in state]
+    if low_scales is not None:  # A row's largest number is 127.
+        largest = [jnp.max(jnp.abs(rest), axis=1) for _, rest in halves]
+        scale = functools.reduce(jnp.maximum, largest) * np.float32(1 / 127)
+        inverse = jnp.where(scale > 0, 1 / scale, ZERO)
+        halves = [(high, to_int8(x, spread(inverse, x.shape, 0, SPLIT), lane.interpret)) for high, x in halves]
+        store(low_scales.at[item.fold_to, item.head, rows], scale)
+    for strip, (high, rest) in zip(strips, halves, strict=True):
+        store(lane.state.at[band, :, strip], high)
+        store(low.at[item.fold_to, item.head, rows, strip], rest)
 
 
 def read_state(lane: Lane, item: Item) -> None:

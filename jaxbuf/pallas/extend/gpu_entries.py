@@ -38,7 +38,7 @@ from jaxbuf.pallas.extend.gpu_products import (
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, MAX_LATER_CHUNK, SKIPPED_TOGETHER
 from jaxbuf.pallas.extend.gpu_sums import factor, load_decays, load_factors, load_strengths, sum_path
 from jaxbuf.pallas.instructions import end_copies, synchronize, wait_for_copies
-from jaxbuf.pallas.threads import load, store, store_rows
+from jaxbuf.pallas.threads import THREADS, load, store, store_rows
 
 
 def add_all(lane: Lane, item: Item, gates: list[list[list[Array]]], paths: list[Array] | None) -> list[Array | None]:
@@ -58,8 +58,10 @@ def add_all(lane: Lane, item: Item, gates: list[list[list[Array]]], paths: list[
     call, schedule, interpret = lane.call, lane.schedule, lane.interpret
     stages, later_size = schedule.stages, schedule.later_size
     loops = call.max_live > CHUNK + MAX_LATER_CHUNK  # An item may have several later chunks.
-    # With one token there are registers for the left side, which is then loaded once for all chunks.
-    left = [_load_left(lane, 0, strip) for strip in schedule.key_strips] if schedule.one_token and loops else None
+    # With one token there are registers for the left side, which is then loaded once for all chunks; not for that of
+    # keys of 256 numbers in two planes.
+    fits = schedule.one_token and schedule.planes * call.key_dim <= 2 * THREADS
+    left = [_load_left(lane, 0, strip) for strip in schedule.key_strips] if fits and loops else None
     if schedule.adds_on_tensor_cores:
         return _without_recalls(call, _add_all_on_tensor_cores(lane, item, gates, left))
     add = functools.partial(_add_chunk, lane, item, gates, paths, left)

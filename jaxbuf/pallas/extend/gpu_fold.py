@@ -38,7 +38,8 @@ def fold(lane: Lane, item: Item, totals: list[list[Array]], read_band: Callable[
     Entries are added chunk after chunk, or all chunks that are in shared memory at once. As soon as a band is made, its
     copy to global memory starts. A checkpoint that is not split lies in shared memory as a whole, and each chunk is
     added to all bands. Of a split one there is shared memory for the halves of one band: all chunks are added to it,
-    its high half is multiplied with the probes, and then the next band is fetched.
+    its high half is multiplied with the probes, and then the next band is fetched. With keys of 256 numbers there is
+    none for low halves, which are loaded from global memory.
 
     Args:
       lane: Its `decays` hold the entries' decays, or their exponentials.
@@ -57,7 +58,7 @@ def fold(lane: Lane, item: Item, totals: list[list[Array]], read_band: Callable[
                 decay, steps = same or weigh(i)
                 rows, state, barrier = lane.band(i)
                 pl.when(item.has_checkpoint & jnp.equal(c, 0))(lambda: plgpu.barrier_wait(barrier))
-                _add(lane, item, c, rows, decay, steps, [state])
+                _add(lane, item, c, rows, decay, steps, [state], [state])
                 plgpu.commit_smem()  # The copy below reads what was stored.
                 stored = lane.arrays.checkpoints.at[item.fold_to, item.head, rows]
                 pl.when(last)(lambda: plgpu.copy_smem_to_gmem(state, stored))
@@ -79,7 +80,14 @@ def fold(lane: Lane, item: Item, totals: list[list[Array]], read_band: Callable[
 
         def add(c, chunks_in_memory, _):
             decay, steps = _weigh(lane, totals, c, chunks_in_memory, i)
-            _add(lane, item, c, rows, decay, steps, [target for _, target, _ in halves])
+            parts = [target for _, target, _ in halves]
+            before, after = [*parts], [*parts]
+            if lane.schedule.low_in_registers:
+                low = lane.arrays.low
+                assert low is not None
+                before.append(low.at[jnp.where(jnp.equal(c, 0), item.checkpoint, item.fold_to), item.head, rows])
+                after.append(low.at[item.fold_to, item.head, rows])
+            _add(lane, item, c, rows, decay, steps, before, after)
 
         _each_chunk(lane, item, add, begun=i > 0)
         plgpu.commit_smem()  # The copies below read what was stored.
@@ -180,15 +188,15 @@ def _weigh(lane: Lane, totals: list[list[Array]], c: Array | int, chunks_in_memo
     return decay, steps
 
 
-def _add(lane: Lane, item: Item, c: Array | int, rows, decay: Array, steps: list, parts: list) -> None:
-    """Adds chunks of entries to a band of the state in shared memory.
+def _add(lane: Lane, item: Item, c: Array | int, rows, decay: Array, steps: list, before: list, after: list) -> None:
+    """Adds chunks of entries to a band of the state.
 
     Args:
       lane, item: The lane, and its item.
       c: Number of the first chunk; with chunk 0, the state is zeros if there is no checkpoint.
       rows: The band.
       decay, steps: From `_weigh`.
-      parts: Where the band lies in shared memory; or its high half, and its low half.
+      before, after: Where the band lies; or its high half, and its low half.
     """
     interpret = lane.interpret
     updates, rests = [], []
@@ -200,8 +208,8 @@ def _add(lane: Lane, item: Item, c: Array | int, rows, decay: Array, steps: list
     scales = None if lane.low_scales is None else lane.low_scales.at[rows]
     scale = None if scales is None else load(scales, TALL.reduce(1))
     for columns in lane.schedule.state_strips:
-        strips = [part.at[:, columns] for part in parts]
-        old = [load(strip, TALL).astype(jnp.float32) for strip in strips]
+        old = [load(part.at[:, columns], TALL).astype(jnp.float32) for part in before]
+        strips = [part.at[:, columns] for part in after]
         if scale is not None:
             old[1] = old[1] * spread(scale, old[1].shape, 0, TALL)
         decays = spread(decay, old[0].shape, 0, TALL) if decay.ndim else decay
@@ -225,7 +233,7 @@ def _store_scaled(scales, rests: list, interpret: bool) -> None:
 
     Args:
       scales: Where the scales of the band's rows lie in shared memory.
-      rests: For each strip of the band where its low half lies in shared memory, and what is left, in layout `TALL`.
+      rests: For each strip of the band where its low half lies, and what is left, in layout `TALL`.
       interpret: Whether this runs in Pallas' interpreter.
     """
     largest = [jnp.max(jnp.abs(rest), axis=1) for _, rest in rests]

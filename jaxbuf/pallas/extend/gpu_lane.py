@@ -232,9 +232,12 @@ class Lane:
 
     def halves(self):
         """The halves of a split checkpoint, the high one first: the whole in global memory; and where a band lies in
-        shared memory while it is folded, with the barrier that opens when it has arrived.
+        shared memory while it is folded, with the barrier that opens when it has arrived. Without the low half, if that
+        lies in registers.
         """
         _, high, high_barrier = self.band(0)
+        if self.schedule.low_in_registers:
+            return ((self.arrays.checkpoints, high, high_barrier),)
         _, low, low_barrier = self.band(1)
         low, source = low if self._low is None else self._low, self.arrays.low
         assert source is not None
@@ -315,7 +318,7 @@ class Lane:
         """Starts to copy band i of an item's checkpoint to shared memory, if the row has a checkpoint.
 
         If a split one folds, there is shared memory for the halves of one band: those of the first are copied, in the
-        place of all bands, and the others are brought to the L2 cache.
+        place of all bands, and the others are brought to the L2 cache. So is a low half that a fold loads to registers.
         """
         checkpoint, (first, *others) = fields[CHECKPOINT], self.schedule.bands
 
@@ -334,6 +337,11 @@ class Lane:
         exists, folds = fields[HAS_CHECKPOINT] > 0, fields[FOLD_TO] >= 0
         if self.arrays.low is None:
             pl.when(exists)(fetch_band)
+        elif self.schedule.low_in_registers:
+            pl.when(exists)(fetch_band)
+            rows, *_ = self.band(i)
+            low = self.arrays.low.at[checkpoint, head, rows]
+            pl.when(exists & folds)(functools.partial(prefetch, low, self.interpret))
         else:
             pl.when(exists & ~folds)(fetch_band)
             pl.when(exists & folds)(fetch_first_band)

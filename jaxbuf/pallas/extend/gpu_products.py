@@ -26,8 +26,10 @@ _Tiling = plgpu.Tiling
 STATE_LEFT = plgpu.Layout.TILED(_Tiling(((64, 16), (16, 16), (8, 16), (4, 4))), (-8,), (-2, -4, -3), -1)
 STATE_RIGHT = plgpu.Layout.TILED(_Tiling(((8, 16), (4,))), (plgpu.Replicated(4),), (-3, -2), -1)
 STATE = plgpu.Layout.TILED(_Tiling(((64, 8), (16, 8), (8, 8), (4, 2))), (-8,), (-2, -4, -3), -1)
-# The layout of a row or column of the state, by its length: one number in each thread, or the same two in four threads.
-VECTORS = {128: PER_THREAD, 64: TALL.reduce(1)}
+# The layout of a row or column of the state, by its length: two numbers or one in each thread, or the same two in four
+# threads.
+_PAIRS = plgpu.Layout.TILED(_Tiling(((256,), (64,), (2,))), (-3,), (-2,), -1)
+VECTORS = {256: _PAIRS, 128: PER_THREAD, 64: TALL.reduce(1)}
 ZERO = np.float32(0)
 WHOLE = np.float32(1.5 * 2**23)
 

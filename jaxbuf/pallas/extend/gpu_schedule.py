@@ -54,8 +54,10 @@ class SharedMemory(NamedTuple):
       vectors: bfloat16 [planes, 2 · CHUNK + probe_rows, pitch]: the first chunk's keys, the probes, the first chunk's
         updates. With `adds_on_tensor_cores`, the weights of each chunk overwrite these keys.
       state: [bands, BAND, key_dim], the item's checkpoint, or the high half of a split one. While a split one folds,
-        the first band is the high half of the band that the fold has come to, and the second the low half.
-      low: int8 [BAND, key_dim], where the low half lies instead if it is int8. None if it is not.
+        the first band is the high half of the band that the fold has come to, and the second the low half, unless
+        `low_in_registers`.
+      low: int8 [BAND, key_dim], where the low half lies instead if it is int8. None if it is not, or with
+        `low_in_registers`.
       low_scales: f32 [value_dim], with one new token the scales of an int8 low half's rows; with several, they are the
         column of `reads` behind the products. None if it is not int8.
       strengths: f32 [stacked, padded_entries + CHUNK], without the delta rule: of each entry its beta. Else None.
@@ -184,7 +186,15 @@ class Schedule:
     @property
     def buffers(self) -> int:
         """Bands that have shared memory at the same time: all; or two at least, for the halves of a split one."""
-        return len(self.bands) if self.call.low is None else max(2, len(self.bands))
+        return len(self.bands) if self.call.low is None or self.low_in_registers else max(2, len(self.bands))
+
+    @property
+    def low_in_registers(self) -> bool:
+        """Whether a fold loads the low half of a split checkpoint to registers, and stores it from there.
+
+        With keys of 256 numbers, shared memory for it would cost a warpgroup.
+        """
+        return self.call.low is not None and self.call.key_dim > THREADS
 
     @property
     def state_strips(self) -> list:
@@ -275,7 +285,7 @@ class Schedule:
             fold_reads=memory(*reads) if call.low is not None and one_token else None,
             vectors=memory(self.planes, 2 * CHUNK + self.probe_rows, pitch, dtype=jnp.bfloat16),
             state=states(self.buffers, dtype=call.state),
-            low=states(dtype=call.low) if call.low == jnp.int8 else None,
+            low=states(dtype=call.low) if call.low == jnp.int8 and not self.low_in_registers else None,
             low_scales=memory(call.value_dim) if call.low == jnp.int8 and one_token else None,
             strengths=None if call.delta else memory(call.stacked, every),
             decays=memory(call.stacked, every),
@@ -298,7 +308,7 @@ def count_bytes(memory: Iterable) -> int:
 def arrange(call: Call) -> Schedule:
     """Chooses a call's warpgroups and stages: as many as there is work and shared memory for."""
     # Small states: a window takes as long as what its lane waits for, not as its bytes, so more lanes are faster.
-    small = call.time == 1 and call.head_values and call.value_dim == BAND
+    small = call.time == 1 and call.head_values and call.value_dim == BAND and call.key_dim <= THREADS
     most = MAX_SMALL_WARPGROUPS if small else MAX_WARPGROUPS
     if call.low == jnp.int8 and call.time > 1:
         most = min(2, most)  # Three have too few registers for folds of several tokens with int8 low halves.

@@ -1,7 +1,7 @@
 """`extend` on NVIDIA GPUs (Hopper) where launches bring one token and rings are short: limit 1, the recurrent step.
 
-A block loads one band (64 rows) of a head's state [value_dim, key_dim] into registers, adds the entries to it one after
-the other, writes it back if the row folds, and multiplies it with the new key and query. A thread needs numbers of
+A block loads some rows of a head's state [value_dim, key_dim] into registers, adds the entries to them one after the
+other, writes them back if the row folds, and multiplies them with the new key and query. A thread needs numbers of
 other threads only for the sums over a row of the state. Several blocks run on a multiprocessor, in the order in which
 the states lie in memory, so that one block's loads overlap with the others' stores.
 
@@ -23,9 +23,10 @@ from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Call, Integers
 from jaxbuf.pallas.extend.gpu_products import ZERO, by_row, split, to_int8, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND
-from jaxbuf.pallas.threads import COMPILER, load, store
+from jaxbuf.pallas.threads import COMPILER, THREADS, load, store
 
 MAX_RING = 8  # entries of a ring; they are added to the state one after the other
+HELD = BAND * THREADS  # numbers of a state, at most, that a block has in registers
 
 
 def serves(call: Call) -> bool:
@@ -65,36 +66,36 @@ def extend_step(
 
 @functools.cache
 def _layout(dtype):
-    """The layout of a band [BAND, key_dim]: a thread has sixteen bytes of a row, a warp those of four rows."""
+    """The layout of a block's rows [n, key_dim]: a thread has sixteen bytes of a row, a warp those of four rows."""
     vector = 16 // np.dtype(dtype).itemsize
     return plgpu.Layout.TILED(plgpu.Tiling(((16, 8 * vector), (4, vector))), (-4,), (-2, -3), -1)
 
 
 def _kernel(call: Call, interpret: bool):
-    heads, key_dim, bands = call.heads, call.key_dim, call.value_dim // BAND
-    channel = call.decay == "channel"
+    heads, key_dim, n = call.heads, call.key_dim, min(BAND, HELD // call.key_dim)
+    parts, channel = call.value_dim // n, call.decay == "channel"
     layout = _layout(call.state)
     along_keys, along_values = layout.reduce(0), layout.reduce(1)
 
     def spread(x, axis):
-        """A row (axis 1) or column (axis 0) of the band, repeated over the whole band."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (BAND, key_dim), [axis]), layout)
+        """A row (axis 1) or column (axis 0), repeated over all of the block's part of the state."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (n, key_dim), [axis]), layout)
 
     def extend_part(  # A profile shows this name.
         fields, entries, append, q_ref, k_ref, v_ref, decay_ref, beta_ref, checkpoints, keys, updates, gates, *rest
     ):  # fmt: skip
         *low, out_ref = rest
         block = lax.axis_index("part")
-        band, head, line = lax.rem(block, bands), lax.rem(block // bands, heads), block // (bands * heads)
-        values, key_head = pl.ds(band * BAND, BAND), head // call.heads_per_key
+        part, head, line = lax.rem(block, parts), lax.rem(block // parts, heads), block // (parts * heads)
+        values, key_head = pl.ds(part * n, n), head // call.heads_per_key
         row, length, live = (fields[line, i] for i in (ROW, LENGTH, LIVE))
         checkpoint, has_checkpoint, fold_to = (fields[line, i] for i in (CHECKPOINT, HAS_CHECKPOINT, FOLD_TO))
         first, appended = entries[line, 0], append[line, 0]
         stack = range(call.stacked)
 
         def select(numbers):
-            """A number of each head that the band has rows of: itself if there is one, else [BAND]."""
-            return by_row(numbers, call.first_rows(head), (BAND,), along_values)
+            """A number of each head of a stack: itself if there is one, else [n], of each of the block's rows."""
+            return by_row(numbers, call.first_rows(head) - part * n, (n,), along_values)
 
         def load_entry(at):
             key = load(keys.at[at, key_head], along_keys).astype(jnp.float32)
@@ -153,7 +154,7 @@ def _kernel(call: Call, interpret: bool):
         if call.state != jnp.float32:
             state = jnp.where(jnp.broadcast_to(fold_to >= 0, state.shape), stored.astype(jnp.float32), state)
 
-        @pl.when((appended >= 0) & (band == 0))
+        @pl.when((appended >= 0) & (part == 0))
         def _():
             if channel:
                 store(gates.at[appended, head, pl.ds(0, key_dim)], new_gate)
@@ -191,7 +192,7 @@ def _kernel(call: Call, interpret: bool):
     return plgpu.kernel(
         extend_part,
         out_type=jax.ShapeDtypeStruct((call.rows, 1, heads, call.value_dim), call.out),
-        grid=(call.items * bands,),
+        grid=(call.items * parts,),
         grid_names=("part",),
         compiler_params=COMPILER,  # There are no barriers: no thread reads what another one wrote.
         interpret=plgpu.InterpretGPUParams() if interpret else False,
