@@ -134,7 +134,7 @@ def measure(spec: RecurrenceSpec, implementation: str, rows: int, tokens: int, s
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status."""
     options, console, notes = parse(arguments), Console(highlight=False), Console(stderr=True, highlight=False)
-    sizes = [getattr(options, name) for name in SIZES]
+    sizes = options.heads, options.key_heads, options.dim, options.value_dim
     spec, began = RecurrenceSpec(*sizes, *RECURRENCES[options.family]), time.perf_counter()
     record = report.provenance("scripts/bench_chunked", arguments, report.ROOT)
     record |= {"family": options.family, "spec": dataclasses.asdict(spec), "seed": options.seed, "dtype": "bfloat16"}
