@@ -247,8 +247,12 @@ def _on_tpu(calls, interpret: bool, x, first, second, weights, chosen, begin) ->
 
 
 def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) -> Array:
-    from jaxbuf.pallas.experts import gpu  # as in _mixture
+    from jaxbuf.pallas.experts import gpu, gpu_few  # as in _mixture
 
+    if gpu_few.serves(x.shape[0], calls):
+        here = chosen if begin is None else chosen - begin
+        inner = gpu_few.expand(calls[0], x, first, here, interpret=interpret)
+        return gpu_few.gather(calls[1], inner, second, here, weights, interpret=interpret)
     by_expert = chosen.reshape(-1) if begin is None else chosen.reshape(-1) - begin
     places, groups = gpu.arrange_rows(by_expert, calls[0].experts)
     aligned = gpu.aligned_rows(calls[0].rows, calls[0].experts)

@@ -393,39 +393,45 @@ def store_rows(x: Array, layout, axis: int, ref, interpret: bool) -> None:
     inline_mlir(write, (layout, plgpu.RefType()), None)(x, ref)
 
 
-def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *, end=None) -> None:
+def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *, begin=None, end=None) -> None:
     """Writes those numbers of an array to global memory for which there is room.
 
     Args:
       x: [64, length] of float32 or of two bytes each, in `layout`, where a thread holds pairs of neighbouring columns.
       layout: x's layout.
       ref: [n, m] in global memory, m even. Number (i, j) of x is number (first + i, first_column + j) there.
-      first, first_column: Scalars; first_column is even.
+      first, first_column: Scalars; first_column is even. first may be negative.
       interpret: Whether this runs in Pallas' interpreter.
+      begin: A scalar: no row in front of it is written. None: 0.
       end: A scalar at most n: no row from it on is written. None: n.
     """
     n, m = ref.shape
+    begin = jnp.int32(0) if begin is None else begin
     end = jnp.int32(n) if end is None else end
     if interpret:
         width = min(x.shape[1], m)
         # Where less room is left than that, what was written before is written again.
-        begin = jnp.minimum(first_column, m - width)
+        left = jnp.minimum(first_column, m - width)
 
         def write_row(i, _):
-            row = jnp.roll(lax.dynamic_index_in_dim(x, i, keepdims=False), first_column - begin)[:width]
-            held = ref[first + i, pl.ds(begin, width)]
-            ref[first + i, pl.ds(begin, width)] = jnp.where(jnp.arange(width) < first_column - begin, held, row)
+            row = jnp.roll(lax.dynamic_index_in_dim(x, i, keepdims=False), first_column - left)[:width]
+            held = ref[first + i, pl.ds(left, width)]
+            ref[first + i, pl.ds(left, width)] = jnp.where(jnp.arange(width) < first_column - left, held, row)
 
-        lax.fori_loop(0, jnp.minimum(x.shape[0], end - first), write_row, None)
+        lax.fori_loop(jnp.maximum(begin - first, 0), jnp.minimum(x.shape[0], end - first), write_row, None)
         return
 
     def write(_, x, ref, *scalars):
         i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
-        *firsts, end = [arith.index_cast(ir.IndexType.get(), scalar.registers.flat[0]) for scalar in scalars]
-        ends = end, _number(m)
+        *firsts, begin, end = [arith.index_cast(ir.IndexType.get(), scalar.registers.flat[0]) for scalar in scalars]
+        # Unsigned, what lies in front of the beginning is far behind the end.
+        begins, sizes = (begin, _number(0)), (arith.subi(end, begin), _number(m))
         for place, numbers in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
             place = [arith.addi(at, first) for at, first in zip(place, firsts, strict=True)]
-            inside = [arith.cmpi(arith.CmpIPredicate.ult, at, end) for at, end in zip(place, ends, strict=True)]
+            inside = [
+                arith.cmpi(arith.CmpIPredicate.ult, arith.subi(at, start), size)
+                for at, start, size in zip(place, begins, sizes, strict=True)
+            ]
             stores = arith.extui(i32, arith.andi(*inside))
             if mgpu.utils.bitwidth(x.mlir_dtype) == 32:
                 pair, kinds = [vector.extract(numbers, [], [i]) for i in range(2)], "f,f"
@@ -439,7 +445,50 @@ def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *,
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 
     scalar = plgpu.Layout.WG_SPLAT
-    inline_mlir(write, (layout, plgpu.RefType(), scalar, scalar, scalar), None)(x, ref, first, first_column, end)
+    arguments = layout, plgpu.RefType(), *[scalar] * 4
+    inline_mlir(write, arguments, None)(x, ref, first, first_column, begin, end)
+
+
+def store_sum(x: Array, layout, ref, row, first_column, interpret: bool) -> None:
+    """Writes the sum of the first sixteen rows of an array to a row in global memory.
+
+    Args:
+      x: float32 [64, length] in `layout`, that of the tensor cores' results: the first of the four warps has the first
+        sixteen rows, a thread pairs of neighbouring columns, of rows that are eight apart.
+      layout: x's layout.
+      ref: [n, m] in global memory, of float32 or of two bytes each, m at least first_column + length.
+      row, first_column: Scalars: where the sums are written; first_column is even.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        ref[row, pl.ds(first_column, x.shape[1])] = jnp.sum(x[:16], axis=0).astype(ref.dtype)
+        return
+
+    def write(_, x, ref, row, first_column):
+        i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
+        row, first_column = (arith.index_cast(ir.IndexType.get(), n.registers.flat[0]) for n in (row, first_column))
+        thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, THREADS))
+        stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, thread, arith.constant(i32, 4)))
+        places = [*x.layout.thread_idxs(x.shape)][::2]  # of rows eight apart, the upper ones
+        for (_, column), (upper, lower) in zip(places, x.registers.reshape(-1, 2), strict=True):
+            total = arith.addf(upper, lower)
+            for distance in (4, 8, 16):  # Eight lanes, four apart, have the same columns of eight rows.
+                total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+            pair = [vector.extract(total, [], [i]) for i in range(2)]
+            if mgpu.utils.bitwidth(ir.MemRefType(ref.type).element_type) == 32:
+                kinds, text = "f,f", "@p st.global.v2.f32 [$1], {$2, $3};"
+            else:
+                kind = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
+                rounded = arith.truncf(kind, total)
+                pair = [vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), rounded), [], [0])]
+                kinds, text = "r", "@p st.global.b32 [$1], $2;"
+            text = f"{{.reg .pred p; setp.ne.s32 p, $0, 0; {text}}}"
+            operands = [stores, target.point(row, arith.addi(column, first_column)), *pair]
+            constraints = f"r,l,{kinds},~{{memory}}"
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    scalar = plgpu.Layout.WG_SPLAT
+    inline_mlir(write, (layout, plgpu.RefType(), scalar, scalar), None)(x, ref, row, first_column)
 
 
 def store_vectors(source, target, places: list[Array], interpret: bool) -> None:
