@@ -80,9 +80,29 @@ class Router:
             raise ValueError(f"groups must have at least {GROUP_BEST} experts each, got {each}")
 
     def __call__(
-        self, logits: Float32[Array, "tokens experts"], bias: Float32[Array, "experts"] | None = None
+        self,
+        logits: Float32[Array, "tokens experts"],
+        bias: Float32[Array, "experts"] | None = None,
+        *,
+        implementation: str = "auto",
+        interpret: bool = False,
+        target: Target | str | None = None,
     ) -> tuple[Int32[Array, "tokens chosen"], Float32[Array, "tokens chosen"]]:
-        """The experts of each token, the best first, and their weights, which are differentiable."""
+        """The experts of each token, the best first, and their weights, which are differentiable.
+
+        Args:
+          logits: Of each token and expert.
+          bias: Of each expert, if there is one.
+          implementation, interpret, target: As in `mixture`. On TPUs the choice is XLA's.
+
+        Raises:
+          ValueError: The implementation asked for can't serve the call; it says why.
+        """
+        asked = ask("experts", implementation, target, (logits,), interpret=interpret)
+        return _choose(self, asked, logits, bias)
+
+    def _defined(self, logits: Array, bias: Array | None) -> tuple[Array, Array]:
+        """The choice as XLA computes it."""
         scores = jax.nn.softmax(logits, axis=-1) if self.scores == "softmax" else jax.nn.sigmoid(logits)
         preferred = jax.lax.stop_gradient(scores if bias is None else scores + bias[None])
         if self.groups > 1:
@@ -96,6 +116,20 @@ class Router:
         if self.renormalised:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + LEAST_SUM)
         return chosen, scaled(weights, self.scale)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _choose(router: Router, asked: Asked | None, logits: Array, bias: Array | None) -> tuple[Array, Array]:
+    if asked is None or asked.platform != "gpu":
+        return router._defined(logits, bias)
+    from jaxbuf.pallas.experts import choose  # as in _mixture
+
+    known = {field.name: getattr(router, field.name) for field in dataclasses.fields(router) if field.name != "scores"}
+    choice = choose.Choice(tokens=logits.shape[0], softmax=router.scores == "softmax", **known)
+    if not asked.takes(choose.supports(choice)):
+        return router._defined(logits, bias)
+    run = partial(choose.choose, choice, interpret=asked.interpret)
+    return differentiable(run, router._defined)(logits, bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +185,7 @@ class Experts:
         """As in `FeedForward.__call__`."""
         p, tokens = parameters, x.reshape(-1, x.shape[-1])
         bias = None if p.router_bias is None else p.router_bias[...]
-        chosen, weights = self.router(linear_float32(tokens, p.router), bias)
+        chosen, weights = self.router(linear_float32(tokens, p.router), bias, target=target)
         inner = tokens if p.latent_in is None else linear(tokens, p.latent_in, p.latent_in_bias)
         first, second = p.up_proj[...], p.down_proj[...]
         begin = jax.lax.axis_index(EXPERT) * first.shape[0] if self.expert_devices > 1 else None

@@ -197,6 +197,105 @@ def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
     return inline_mlir(load_numbers, (plgpu.RefType(), PER_THREAD), out)(ref, positions)
 
 
+def load_lanes(ref, row, column: int, fill: float, interpret: bool) -> Array:
+    """Loads neighbouring numbers of four rows, a row for each warp and a number for each of its threads.
+
+    Args:
+      ref: [n, m] in global memory, float32.
+      row: A scalar: of the first warp; warps for whose rows there is no room have the last one.
+      column: Of the first thread.
+      fill: What threads have that are behind a row's end.
+      interpret: Whether this runs in Pallas' interpreter.
+
+    Returns:
+      [4, WARP] in layout `NUMBERS`.
+    """
+    n, m = ref.shape
+    dims, columns = (THREADS // WARP, WARP), min(WARP, m - column)
+    if interpret:
+        rows = jnp.minimum(row + jnp.arange(dims[0], dtype=jnp.int32), n - 1)
+        found = jnp.take(ref[...], rows, axis=0)[:, column : column + columns]
+        return jnp.pad(found, ((0, 0), (0, WARP - columns)), constant_values=fill)
+
+    def load_numbers(_, ref, row):
+        tiled, kind = NUMBERS.to_mgpu(), ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
+        ((warp, lane),) = tiled.thread_idxs(dims)
+        row = arith.minui(arith.addi(arith.index_cast(ir.IndexType.get(), row.registers.flat[0]), warp), _number(n - 1))
+        number = arith.addi(arith.minui(lane, _number(columns - 1)), _number(column))
+        numbers = vector.load(kind, ref, [row, number])
+        if columns < WARP:
+            element = ir.FloatAttr.get(kind.element_type, fill)
+            other = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, element))
+            inside = arith.cmpi(arith.CmpIPredicate.ult, lane, _number(columns))
+            numbers = arith.select(inside, numbers, other)
+        registers = np.full(tiled.registers_shape(dims), numbers, object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+
+    out = plgpu.ShapeDtypeStruct(dims, ref.dtype, layout=NUMBERS)
+    return inline_mlir(load_numbers, (plgpu.RefType(), plgpu.Layout.WG_SPLAT), out)(ref, row)
+
+
+def store_lanes(x: Array, ref, row, interpret: bool) -> None:
+    """Writes the first numbers of each warp to a row.
+
+    Args:
+      x: [4, WARP] in layout `NUMBERS`, float32 or int32.
+      ref: [n, m] in global memory, m at most WARP.
+      row: A scalar: of the first warp; warps for whose rows there is no room write none.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    n, m = ref.shape
+    if interpret:
+
+        def write_row(i, _):
+            ref[row + i] = lax.dynamic_index_in_dim(x, i, keepdims=False)[:m]
+
+        lax.fori_loop(0, jnp.minimum(x.shape[0], n - row), write_row, None)
+        return
+
+    def write(_, x, ref, row):
+        i32 = ir.IntegerType.get_signless(32)
+        ((warp, lane),) = x.layout.thread_idxs(x.shape)
+        row = arith.addi(arith.index_cast(ir.IndexType.get(), row.registers.flat[0]), warp)
+        inside = [arith.cmpi(arith.CmpIPredicate.ult, i, _number(size)) for i, size in ((row, n), (lane, m))]
+        (numbers,) = x.registers.flat
+        number = vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), numbers), [], [0])
+        text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.b32 [$1], $2;}"
+        operands = [arith.extui(i32, arith.andi(*inside)), _Rows(ref).point(row, lane), number]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r,~{memory}", has_side_effects=True)
+
+    inline_mlir(write, (NUMBERS, plgpu.RefType(), plgpu.Layout.WG_SPLAT), None)(x, ref, row)
+
+
+def reduce_lanes(x: Array, kind: str, interpret: bool) -> Array:
+    """The largest or smallest number of each warp's threads, or their sum, for all of them.
+
+    Args:
+      x: [4, WARP] in layout `NUMBERS`; int32 for "max" and "min", float32 for "sum".
+      kind: "max", "min" or "sum".
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        reduce = {"max": jnp.max, "min": jnp.min, "sum": jnp.sum}[kind]
+        return jnp.broadcast_to(reduce(x, axis=1, keepdims=True), x.shape)
+
+    def reduce_registers(_, x):
+        i32, (numbers,) = ir.IntegerType.get_signless(32), x.registers.flat
+        if kind == "sum":
+            for distance in (1, 2, 4, 8, 16):
+                numbers = arith.addf(numbers, mgpu.utils.shfl_bfly(numbers, distance))
+        else:
+            number = vector.extract(numbers, [], [0])
+            text = f"redux.sync.{kind}.s32 $0, $1, 0xffffffff;"
+            number = llvm.inline_asm(i32, [number], text, "=r,r", has_side_effects=True)
+            numbers = vector.broadcast(numbers.type, number)
+        registers, signed = np.full(x.registers.shape, numbers, object), None if kind == "sum" else True
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=signed)
+
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=NUMBERS)
+    return inline_mlir(reduce_registers, (NUMBERS,), out)(x)
+
+
 def load_columns(ref, columns: int, layout, interpret: bool) -> list[Array]:
     """Loads a matrix [n, columns] as its columns; each thread loads its rows, sixteen bytes at once.
 

@@ -100,7 +100,7 @@ def arrange(call: Call, units: int, held: int = 0) -> Schedule:
 
 class Memory(NamedTuple):
     """A block's ring: weights [ring, parts · rows, columns], and barriers that open when a piece is there (`full`), and
-    when it was used (`free`). Besides the tokens [rows, columns]: eight or sixteen rows for each piece, one piece behind
+    when it was used (`free`). Besides `tokens` [rows, columns]: of each piece eight or sixteen rows, one piece behind
     the other, and as many more as the last product reads."""
 
     tokens: Any
@@ -124,7 +124,8 @@ def expand(call: Call, x: Array, weights: Array, chosen: Array, *, interpret: bo
     """
     if x.shape[0] > EIGHT:  # pieces have rows by eight, unless x has fewer
         x = jnp.pad(x, ((0, -x.shape[0] % EIGHT), (0, 0)))
-    return _expanding(call, arrange(call, chosen.size), chosen.shape, interpret)(chosen, x, weights)
+    dims = chosen.shape[0], chosen.shape[1]
+    return _expanding(call, arrange(call, chosen.size), dims, interpret)(chosen, x, weights)
 
 
 def gather(call: Call, inner: Array, weights: Array, chosen: Array, shares: Array, *, interpret: bool = False) -> Array:
@@ -141,8 +142,9 @@ def gather(call: Call, inner: Array, weights: Array, chosen: Array, shares: Arra
     Returns:
       [tokens, outputs].
     """
-    schedule = arrange(call, chosen.shape[0], _padded(chosen.shape[1]))
-    return _gathering(call, schedule, chosen.shape, interpret)(chosen, shares, inner, weights)
+    dims = chosen.shape[0], chosen.shape[1]
+    schedule = arrange(call, dims[0], _padded(dims[1]))
+    return _gathering(call, schedule, dims, interpret)(chosen, shares, inner, weights)
 
 
 def _padded(chosen: int) -> int:
