@@ -106,8 +106,9 @@ def choose_lanes(choice: Choice, logits, bias, token, interpret: bool) -> tuple[
     plain = choice.softmax and not choice.bias and choice.groups == 1  # Logits suffice to choose and to weigh.
     if choice.softmax:
         top = _number(reduce_lanes(_largest([_key(number) for number in x]), "max", interpret))
-        powers = [jnp.exp(number - top) for number in x]
-        total = reduce_lanes(_added(powers), "sum", interpret)
+        if not (plain and choice.renormalised):
+            powers = [jnp.exp(number - top) for number in x]
+            total = reduce_lanes(_added(powers), "sum", interpret)
         scores = x if plain else [number / total for number in powers]
     else:
         scores = [np.float32(1) / (np.float32(1) + jnp.exp(-number)) for number in x]

@@ -39,7 +39,8 @@ MOST_CHOSEN = 16  # experts of a token: those rows of a result that one warp has
 MOST_SUMS = 64  # rows of weights in a tile
 PIECE = 2**14  # bytes of a piece of weights, at most
 MOST_STEPS = 4  # of a piece, each STEP numbers
-MOST_PIECES = 32  # in the ring
+MOST_PIECES, LEAST_PIECES = 32, 4  # in the ring
+RESERVED = 2**10  # bytes of shared memory that a block has besides
 MOST_BLOCKS = 4  # of a multiprocessor at once
 BUSY = 120  # multiprocessors that have a block suffice
 
@@ -53,7 +54,8 @@ def serves(tokens: int, calls: tuple[Call, Call]) -> bool:
     """
     rows, experts, chosen = calls[0].rows, calls[0].experts, calls[0].rows // tokens
     apart = tokens == 1 or rows <= min(MOST_ROWS, experts // 4)
-    return apart and chosen <= MOST_CHOSEN and arrange(calls[1], tokens, chosen).ring >= 2
+    schedules = arrange(calls[0], rows), arrange(calls[1], tokens, _padded(chosen))
+    return apart and chosen <= MOST_CHOSEN and min(each.ring for each in schedules) >= LEAST_PIECES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +92,14 @@ def arrange(call: Call, units: int, held: int = 0) -> Schedule:
         return call.inputs % (steps * STEP) == 0 and 2 * parts * rows * steps * STEP <= PIECE
 
     columns = STEP * max(steps for steps in range(1, MOST_STEPS + 1) if steps == 1 or fits(steps))
+    slot, more = parts * rows + (0 if held else EIGHT), 2 * (columns * (TILE - EIGHT) + call.inputs * held)
+
+    def ring(blocks: int) -> int:
+        return min(MOST_PIECES, (SHARED_MEMORY // blocks - RESERVED - more) // (2 * columns * slot))
+
     # Blocks that share a multiprocessor share its memory: they all read at once, and end together.
-    blocks = min(MOST_BLOCKS, -(-units * tiles // PROCESSORS))
-    room = SHARED_MEMORY // blocks - 2**10 - 2 * columns * (TILE - EIGHT)
-    slot = parts * rows + (0 if held else EIGHT)
-    room -= 2 * call.inputs * held
-    return Schedule(rows, tiles, columns, min(MOST_PIECES, room // (2 * columns * slot)))
+    together = range(min(MOST_BLOCKS, -(-units * tiles // PROCESSORS)), 1, -1)
+    return Schedule(rows, tiles, columns, next((n for n in map(ring, together) if n >= LEAST_PIECES), ring(1)))
 
 
 class Memory(NamedTuple):
