@@ -77,11 +77,14 @@ def few_processors(monkeypatch):
         pytest.param(1, 2, False, marks=pytest.mark.exhaustive),
         pytest.param(60, 2, True, marks=pytest.mark.exhaustive),
         pytest.param(200, 3, False, marks=pytest.mark.exhaustive),
+        pytest.param(180, 2, True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_gpu_kernel_is_the_mixture(tokens, chosen, gated, rng, few_processors):
-    """Groups of few rows, and of more than one visit has; some of them empty; visits for one warpgroup and for two."""
-    arrays = new_arrays(rng, tokens, chosen, gated=gated, **SIZES | {"inner": 128 if tokens == 1 else 64})
+    """Groups of few rows, and of more than one visit has; some of them empty; visits for up to three warpgroups, some
+    of which have no rows; tiles that are multiplied in halves."""
+    sizes = SIZES | {"inner": 128 if tokens == 1 else 64, "outputs": 208 if tokens == 200 else 64}
+    arrays = new_arrays(rng, tokens, chosen, gated=gated, **sizes)
     if tokens == 60:
         arrays = *arrays[:3], jnp.where(arrays[3] == 4, 5, arrays[3]), arrays[4]
     found = mixture(*arrays, gated=gated, implementation="gpu", interpret=True)

@@ -3,7 +3,9 @@
 Rows of x lie sorted by expert, and the rows of a group, which have one expert, begin at a multiple of ALIGNED. A visit
 is of up to so many rows of a group; an expert without rows has none, so that its weights are not read. Each visit has a
 block for every tile of the weight's rows. A warpgroup of the block brings pieces of the visit's rows and of the tile to
-a ring in shared memory; one or two others multiply them on the tensor cores.
+a ring in shared memory; up to three others multiply them on the tensor cores, 64 rows each. A visit of fewer rows than
+theirs brings and multiplies those 64 that it has some of: with 128 rows an expert in the mean, as of 4,096 tokens, most
+experts have one visit, and their weights are brought once.
 
 Where rows lie and which of them a visit has is computed before, by XLA (`arrange_rows`, `plan_visits`). There are
 blocks for as many visits as there can be; those of visits without rows end at once.
@@ -44,7 +46,8 @@ from jaxbuf.pallas.project.gpu import (
 from jaxbuf.pallas.threads import COMPILER, THREADS, store_inside
 
 ALIGNED = 8  # Rows: shared memory has them in eights.
-MOST_VISITED = 2 * TILE  # rows of a visit
+MOST_VISITED = 3 * TILE  # rows of a visit
+MOST_AT_ONCE = 192  # rows of a weight that an instruction of one of three warpgroups multiplies
 MOST_COMPARED = 4096  # rows of which all pairs are compared, rather than sorted
 
 
@@ -74,11 +77,11 @@ class Schedule:
 
 
 def visited_rows(rows: int, experts: int) -> int:
-    """Rows of a visit, at most: a power of two, about twice what an expert has in the mean."""
+    """Rows of a visit, at most: a power of two or MOST_VISITED, about twice what an expert has in the mean."""
     visited = ALIGNED
     while visited < min(MOST_VISITED, 2 * rows / experts):
         visited *= 2
-    return visited
+    return min(visited, MOST_VISITED)
 
 
 def most_visits(rows: int, experts: int) -> int:
@@ -102,7 +105,9 @@ def arrange(call: Call) -> Schedule:
         return -(-visits * (call.outputs // rows) // PROCESSORS) * (parts * rows + visited + 8)
 
     most = min(256, MOST_SUMS * THREADS // TILE) // parts  # wgmma has 256 columns at most
-    rows = min((n for n in range(8, most + 1, 8) if call.outputs % n == 0), key=cost)
+    # Tiles of more rows than MOST_AT_ONCE may be multiplied in halves.
+    found = [n for n in range(8, most + 1, 8) if call.outputs % n == 0 and (n <= MOST_AT_ONCE or n % 16 == 0)]
+    rows = min(found, key=cost)
     room = SHARED_MEMORY // (2 * STEP * (warpgroups * TILE + parts * rows))
     return Schedule(visited, visits, rows, call.outputs // rows, min(MOST_STEPS, room))
 
@@ -180,6 +185,9 @@ def multiply_groups(call: Call, x: Array, weights: Array, visits: Array, *, inte
 
 def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
     parts, steps, warpgroups = 2 if call.gated else 1, call.inputs // STEP, schedule.warpgroups
+    # The compiler gives no instruction more registers than each thread has in the beginning, here 128.
+    halves = 2 if warpgroups > 2 and parts * schedule.rows > MOST_AT_ONCE and not call.gated else 1
+    product = dataclasses.replace(schedule, rows=schedule.rows // halves)
     transforms = plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 
     def multiply_experts(visits, x, weights, out, *refs):
@@ -195,14 +203,22 @@ def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
         @pl.when((end > first) & (role < warpgroups))
         def _():
             set_registers(0, "increase")
-            (sums,) = multiply(schedule, memory, role, steps, parts, interpret)
-            found = result(sums).astype(out.dtype)
-            store_inside(found, WGMMA, out, first + role * TILE, row, interpret, end=end)
+            mine = first + role * TILE
+
+            @pl.when(mine < end)
+            def _():
+                (sums,) = multiply(product, memory, role, steps, max(parts, halves), interpret)
+                for half in range(halves):
+                    found = result(sums if call.gated else sums[half : half + 1]).astype(out.dtype)
+                    store_inside(found, WGMMA, out, mine, row + half * product.rows, interpret, end=end)
+
+            if warpgroups > 1:
+                pl.when(mine >= end)(lambda: _pass(schedule, memory, steps))
 
         @pl.when((end > first) & (role == warpgroups))
         def _():
             set_registers(1, "decrease")
-            _bring(call, schedule, memory, x, weights.at[expert], first, row, steps)
+            _bring(call, schedule, memory, x, weights.at[expert], first, end, row, steps)
 
     # A profile shows this name, and kernels of other weights have others.
     multiply_experts.__name__ = f"multiply_experts_{call.outputs}_by_{call.inputs}"
@@ -216,7 +232,7 @@ def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
         scratch_types=[
             plgpu.SMEM((schedule.ring, warpgroups * TILE, STEP), call.dtype, transforms=transforms),
             plgpu.SMEM((schedule.ring, parts * schedule.rows, STEP), call.dtype, transforms=transforms),
-            plgpu.Barrier(num_arrivals=1 + parts, num_barriers=schedule.ring),
+            plgpu.Barrier(num_arrivals=warpgroups + parts, num_barriers=schedule.ring),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=schedule.ring),
         ],
         compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
@@ -224,12 +240,25 @@ def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
     )
 
 
-def _bring(call: Call, schedule: Schedule, memory: Memory, x, weight, first: Array, row: Array, steps: int) -> None:
-    """Brings all pieces of a visit's rows, from `first` on, and of a tile, which begins at `row` of the weight.
+def _pass(schedule: Schedule, memory: Memory, steps: int) -> None:
+    """Lets go of all pieces: what a warpgroup does that has no rows of a visit."""
+
+    def let_go(i, _):
+        at = lax.rem(i, np.int32(schedule.ring))
+        plgpu.barrier_wait(memory.full.at[at])
+        plgpu.barrier_arrive(memory.free.at[at])
+
+    lax.fori_loop(0, steps, let_go, None)
+
+
+def _bring(
+    call: Call, schedule: Schedule, memory: Memory, x, weight, first: Array, end: Array, row: Array, steps: int
+) -> None:
+    """Brings all pieces of a visit's rows, from `first` to `end`, and of a tile, which begins at `row` of the weight.
 
     The last pieces may have rows of the next group: nothing of their products is written.
     """
-    ring = np.int32(schedule.ring)
+    ring, some = np.int32(schedule.ring), min(schedule.visited, TILE)
 
     def bring_piece(i, _):
         at, columns = lax.rem(i, ring), pl.ds(i * STEP, STEP)
@@ -238,8 +267,17 @@ def _bring(call: Call, schedule: Schedule, memory: Memory, x, weight, first: Arr
         for part in range(2 if call.gated else 1):
             piece = weight.at[pl.ds(part * call.outputs + row, schedule.rows), columns]
             plgpu.copy_gmem_to_smem(piece, memory.weights.at[at, pl.ds(part * schedule.rows, schedule.rows)], full)
-        rows = pl.ds(first, schedule.visited)
-        plgpu.copy_gmem_to_smem(x.at[rows, columns], memory.tokens.at[at, pl.ds(0, schedule.visited)], full)
+        for begin in range(0, schedule.visited, TILE):
+
+            def bring_rows(begin=begin):
+                target = memory.tokens.at[at, pl.ds(begin, some)]
+                plgpu.copy_gmem_to_smem(x.at[pl.ds(first + begin, some), columns], target, full)
+
+            if begin == 0:
+                bring_rows()
+            else:
+                pl.when(first + begin < end)(bring_rows)
+                pl.when(first + begin >= end)(lambda: plgpu.barrier_arrive(full))
 
     lax.fori_loop(0, steps, bring_piece, None)
 

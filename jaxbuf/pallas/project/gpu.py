@@ -43,7 +43,7 @@ MOST_STEPS = 10  # in the ring
 SLICES, MOST_IN_SLICES, MOST_ROWS = (3, 4, 2), 128, 8192
 MOST_SUMS = 160  # of a thread
 # Registers of each thread that multiplies, and of each that brings, by the warpgroups that multiply; None: as compiled.
-REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (216, 40)}
+REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (216, 40), 3: (160, 32)}
 
 WGMMA, ACC = plgpu.Layout.WGMMA, plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
