@@ -292,11 +292,11 @@ def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) ->
     aligned = gpu.aligned_rows(calls[0].rows, calls[0].experts)
     tokens = jnp.arange(calls[0].rows, dtype=jnp.int32) // chosen.shape[1]
     sources = jnp.zeros(aligned, jnp.int32).at[places].set(tokens, mode="drop")
-    visits = gpu.plan_visits(groups, calls[0].rows)
-    inner = gpu.multiply_groups(calls[0], x[sources], first, visits, interpret=interpret)
+    visits, used = gpu.plan_visits(groups, calls[0].rows)
+    inner = gpu.multiply_groups(calls[0], x[sources], first, visits, used, interpret=interpret)
     if not calls[0].gated:
         inner = jnp.square(jax.nn.relu(inner))
-    each = gpu.multiply_groups(calls[1], inner, second, visits, interpret=interpret)
+    each = gpu.multiply_groups(calls[1], inner, second, visits, used, interpret=interpret)
     return _weighted(each.at[places].get(mode="fill", fill_value=0), weights, x.dtype)
 
 

@@ -66,6 +66,7 @@ def test_it_is_taken_where_it_serves_both_products(inner, kernels, rng):
 def few_processors(monkeypatch):
     """So that a call has few blocks for the interpreter."""
     monkeypatch.setattr(gpu, "PROCESSORS", 2)
+    monkeypatch.setattr(gpu, "BLOCKS", 2)
     monkeypatch.setattr(gpu_few, "PROCESSORS", 2)
     monkeypatch.setattr(gpu_few, "BUSY", 2)
 
@@ -161,8 +162,9 @@ def test_visits_have_every_row_of_every_group_once(rows, experts, rng):
     for share in (np.full(experts, 1 / experts), rng.dirichlet(np.full(experts, 0.05)), np.eye(experts)[-1]):
         counts = rng.multinomial(rows, share)
         groups = -(-counts // gpu.ALIGNED) * gpu.ALIGNED
-        visits = np.asarray(gpu.plan_visits(jnp.asarray(groups, jnp.int32), rows))
+        visits, used = map(np.asarray, gpu.plan_visits(jnp.asarray(groups, jnp.int32), rows))
         assert len(visits) == gpu.most_visits(rows, experts)
+        assert (visits[: used[0], 2] > visits[: used[0], 1]).all() and not visits[used[0] :].any()
         ends, seen = np.cumsum(groups), []
         for expert, first, end in visits:
             assert 0 <= end - first <= gpu.visited_rows(rows, experts) and first % gpu.ALIGNED == 0

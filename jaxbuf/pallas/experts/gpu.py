@@ -1,14 +1,14 @@
 """The products of `jaxbuf.models.experts.mixture` on NVIDIA GPUs (Hopper): Pallas Mosaic GPU.
 
 Rows of x lie sorted by expert, and the rows of a group, which have one expert, begin at a multiple of ALIGNED. A visit
-is of up to so many rows of a group; an expert without rows has none, so that its weights are not read. Each visit has a
-block for every tile of the weight's rows. A warpgroup of the block brings pieces of the visit's rows and of the tile to
+is of up to so many rows of a group; an expert without rows has none, so that its weights are not read. A block for each
+multiprocessor takes its share of all tiles, those of a visit's weight and of the next ones: while it multiplies and
+writes one, it brings the next one. A warpgroup of the block brings pieces of the visit's rows and of the tile to
 a ring in shared memory; up to three others multiply them on the tensor cores, 64 rows each. A visit of fewer rows than
 theirs brings and multiplies those 64 that it has some of: with 128 rows an expert in the mean, as of 4,096 tokens, most
 experts have one visit, and their weights are brought once.
 
-Where rows lie and which of them a visit has is computed before, by XLA (`arrange_rows`, `plan_visits`). There are
-blocks for as many visits as there can be; those of visits without rows end at once.
+Where rows lie and which of them a visit has is computed before, by XLA (`arrange_rows`, `plan_visits`).
 
 jax.experimental.pallas.ops.gpu.ragged_dot_mgpu, a kernel for few and large groups, gives each group a tile even if it
 is empty, which then reads the weight of an expert that no token chose, and it searches all groups in every block.
@@ -47,6 +47,7 @@ from jaxbuf.pallas.threads import COMPILER, THREADS, store_inside
 
 ALIGNED = 8  # Rows: shared memory has them in eights.
 MOST_VISITED = 3 * TILE  # rows of a visit
+BLOCKS = PROCESSORS  # at most; each takes several tiles
 MOST_AT_ONCE = 192  # rows of a weight that an instruction of one of three warpgroups multiplies
 MOST_COMPARED = 4096  # rows of which all pairs are compared, rather than sorted
 
@@ -147,13 +148,16 @@ def _sums_before(x: Array) -> Array:
     return jnp.sum(jnp.where(jnp.tri(x.shape[0], k=-1, dtype=bool), x[None], 0), axis=1, dtype=jnp.int32)
 
 
-def plan_visits(groups: Array, rows: int) -> Array:
-    """Which rows of which expert each visit has: int32 [visits, 3], the expert, the first row and the one behind the
-    last; a visit without rows comes after all others.
+def plan_visits(groups: Array, rows: int) -> tuple[Array, Array]:
+    """Which rows of which expert each visit has.
 
     Args:
       groups: int32 [experts], rows of each, aligned, one group behind the other.
       rows: Of all groups before they were aligned.
+
+    Returns:
+      int32 [visits, 3] the expert, the first row and the one behind the last, zeros for visits without rows, which come
+      after all others; and int32 [1] how many have rows.
     """
     experts = groups.shape[0]
     visited, begins = np.int32(visited_rows(rows, experts)), _sums_before(groups)
@@ -164,23 +168,25 @@ def plan_visits(groups: Array, rows: int) -> Array:
     there, expert = expert < experts, jnp.minimum(expert, experts - 1)
     first = begins[expert] + visited * (number - before[expert])
     found = jnp.stack([expert, first, jnp.minimum(first + visited, (begins + groups)[expert])], axis=1)
-    return jnp.where(there[:, None], found, 0)
+    return jnp.where(there[:, None], found, 0), jnp.sum(each, keepdims=True, dtype=jnp.int32)
 
 
-def multiply_groups(call: Call, x: Array, weights: Array, visits: Array, *, interpret: bool = False) -> Array:
+def multiply_groups(
+    call: Call, x: Array, weights: Array, visits: Array, used: Array, *, interpret: bool = False
+) -> Array:
     """Each row of x times its expert's weight; `supports` says for which sizes.
 
     Args:
       call: The call's sizes and dtype.
       x: [aligned_rows(rows, experts), inputs].
       weights: [experts, outputs, inputs], gated [experts, 2 · outputs, inputs].
-      visits: From `plan_visits`.
+      visits, used: From `plan_visits`.
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
       [aligned rows, outputs]; rows of no group are not specified.
     """
-    return _kernel(call, arrange(call), x.shape[0], interpret)(visits, x, weights)
+    return _kernel(call, arrange(call), x.shape[0], interpret)(visits, used, x, weights)
 
 
 def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
@@ -188,44 +194,66 @@ def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
     # The compiler gives no instruction more registers than each thread has in the beginning, here 128.
     halves = 2 if warpgroups > 2 and parts * schedule.rows > MOST_AT_ONCE and not call.gated else 1
     product = dataclasses.replace(schedule, rows=schedule.rows // halves)
+    blocks = min(BLOCKS, schedule.visits * schedule.tiles)
     transforms = plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 
-    def multiply_experts(visits, x, weights, out, *refs):
-        memory, block = Memory(*refs), lax.axis_index("block")
-        visit = lax.div(block, np.int32(schedule.tiles))
-        row, role = (block - visit * schedule.tiles) * schedule.rows, lax.axis_index("warpgroup")
-        expert, first, end = (visits[visit, i] for i in range(3))
+    def multiply_experts(visits, used, x, weights, out, *refs):
+        memory, role, block = Memory(*refs), lax.axis_index("warpgroup"), lax.axis_index("block")
+        count = lax.div(used[0] * np.int32(schedule.tiles) - block + np.int32(blocks - 1), np.int32(blocks))
+
+        def tile(i):
+            """The block's i-th tile: its first row, and expert, first and last row of the visit."""
+            number = block + i * np.int32(blocks)
+            visit = lax.div(number, np.int32(schedule.tiles))
+            row = (number - visit * np.int32(schedule.tiles)) * np.int32(schedule.rows)
+            return row, *(visits[visit, j] for j in range(3))
 
         def set_registers(which: int, action) -> None:
             if (registers := REGISTERS[warpgroups]) and not interpret:
                 plgpu.set_max_registers(registers[which], action=action)
 
-        @pl.when((end > first) & (role < warpgroups))
+        @pl.when(role < warpgroups)
         def _():
             set_registers(0, "increase")
-            mine = first + role * TILE
 
-            @pl.when(mine < end)
-            def _():
-                (sums,) = multiply(product, memory, role, steps, max(parts, halves), interpret)
-                for half in range(halves):
-                    found = result(sums if call.gated else sums[half : half + 1]).astype(out.dtype)
-                    store_inside(found, WGMMA, out, mine, row + half * product.rows, interpret, end=end)
+            def multiply_tile(i, _):
+                (row, _, first, end), before = tile(i), i * np.int32(steps)
+                mine = first + role * TILE
 
-            if warpgroups > 1:
-                pl.when(mine >= end)(lambda: _pass(schedule, memory, steps))
+                @pl.when(mine < end)
+                def _():
+                    (sums,) = multiply(product, memory, role, steps, max(parts, halves), interpret, before)
+                    for half in range(halves):
+                        found = result(sums if call.gated else sums[half : half + 1]).astype(out.dtype)
+                        store_inside(found, WGMMA, out, mine, row + half * product.rows, interpret, end=end)
 
-        @pl.when((end > first) & (role == warpgroups))
+                if warpgroups > 1:
+                    pl.when(mine >= end)(lambda: _pass(schedule, memory, before, steps))
+
+            lax.fori_loop(0, count, multiply_tile, None)
+
+        @pl.when(role == warpgroups)
         def _():
             set_registers(1, "decrease")
-            _bring(call, schedule, memory, x, weights.at[expert], first, end, row, steps)
+
+            def bring_tile(i, _):
+                row, expert, first, end = tile(i)
+                _bring(call, schedule, memory, x, weights.at[expert], first, end, row, i * np.int32(steps), steps)
+
+            lax.fori_loop(0, count, bring_tile, None)
+
+            def wait(i, _):
+                plgpu.barrier_wait(memory.free.at[lax.rem(i, np.int32(schedule.ring))])
+
+            pieces = count * np.int32(steps)
+            lax.fori_loop(jnp.maximum(pieces - schedule.ring, 0), pieces, wait, None)
 
     # A profile shows this name, and kernels of other weights have others.
     multiply_experts.__name__ = f"multiply_experts_{call.outputs}_by_{call.inputs}"
     return plgpu.kernel(
         multiply_experts,
         out_type=jax.ShapeDtypeStruct((aligned, call.outputs), call.dtype),
-        grid=(schedule.visits * schedule.tiles,),
+        grid=(blocks,),
         grid_names=("block",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
@@ -240,11 +268,11 @@ def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
     )
 
 
-def _pass(schedule: Schedule, memory: Memory, steps: int) -> None:
-    """Lets go of all pieces: what a warpgroup does that has no rows of a visit."""
+def _pass(schedule: Schedule, memory: Memory, before: Array, steps: int) -> None:
+    """Lets go of all pieces of a tile: what a warpgroup does that has no rows of a visit."""
 
     def let_go(i, _):
-        at = lax.rem(i, np.int32(schedule.ring))
+        at = lax.rem(before + i, np.int32(schedule.ring))
         plgpu.barrier_wait(memory.full.at[at])
         plgpu.barrier_arrive(memory.free.at[at])
 
@@ -252,18 +280,28 @@ def _pass(schedule: Schedule, memory: Memory, steps: int) -> None:
 
 
 def _bring(
-    call: Call, schedule: Schedule, memory: Memory, x, weight, first: Array, end: Array, row: Array, steps: int
+    call: Call,
+    schedule: Schedule,
+    memory: Memory,
+    x,
+    weight,
+    first: Array,
+    end: Array,
+    row: Array,
+    before: Array,
+    steps: int,
 ) -> None:
     """Brings all pieces of a visit's rows, from `first` to `end`, and of a tile, which begins at `row` of the weight.
 
-    The last pieces may have rows of the next group: nothing of their products is written.
+    The last pieces may have rows of the next group: nothing of their products is written. `before`: how many pieces
+    of other tiles the block brought earlier.
     """
     ring, some = np.int32(schedule.ring), min(schedule.visited, TILE)
 
     def bring_piece(i, _):
-        at, columns = lax.rem(i, ring), pl.ds(i * STEP, STEP)
+        at, columns = lax.rem(before + i, ring), pl.ds(i * STEP, STEP)
         full = memory.full.at[at]
-        pl.when(i >= ring)(lambda: plgpu.barrier_wait(memory.free.at[at]))
+        pl.when(before + i >= ring)(lambda: plgpu.barrier_wait(memory.free.at[at]))
         for part in range(2 if call.gated else 1):
             piece = weight.at[pl.ds(part * call.outputs + row, schedule.rows), columns]
             plgpu.copy_gmem_to_smem(piece, memory.weights.at[at, pl.ds(part * schedule.rows, schedule.rows)], full)
@@ -280,8 +318,3 @@ def _bring(
                 pl.when(first + begin >= end)(lambda: plgpu.barrier_arrive(full))
 
     lax.fori_loop(0, steps, bring_piece, None)
-
-    def wait(i, _):
-        plgpu.barrier_wait(memory.free.at[lax.rem(i, ring)])
-
-    lax.fori_loop(max(steps - schedule.ring, 0), steps, wait, None)
