@@ -281,23 +281,20 @@ def _on_tpu(calls, interpret: bool, x, first, second, weights, chosen, begin) ->
 
 
 def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) -> Array:
-    from jaxbuf.pallas.experts import gpu, gpu_few  # as in _mixture
+    from jaxbuf.pallas.experts import gpu, gpu_few, gpu_rows  # as in _mixture
 
+    here = chosen if begin is None else chosen - begin
     if gpu_few.serves(x.shape[0], calls):
-        here = chosen if begin is None else chosen - begin
         inner = gpu_few.expand(calls[0], x, first, here, interpret=interpret)
         return gpu_few.gather(calls[1], inner, second, here, weights, interpret=interpret)
-    by_expert = chosen.reshape(-1) if begin is None else chosen.reshape(-1) - begin
-    places, groups = gpu.arrange_rows(by_expert, calls[0].experts)
-    aligned = gpu.aligned_rows(calls[0].rows, calls[0].experts)
-    tokens = jnp.arange(calls[0].rows, dtype=jnp.int32) // chosen.shape[1]
-    sources = jnp.zeros(aligned, jnp.int32).at[places].set(tokens, mode="drop")
-    visits, used = gpu.plan_visits(groups, calls[0].rows)
-    inner = gpu.multiply_groups(calls[0], x[sources], first, visits, used, interpret=interpret)
+    places, sources, *visits = gpu_rows.place_rows(here, calls[0].experts, interpret=interpret)
+    rows = x.at[sources].get(mode="promise_in_bounds")
+    inner = gpu.multiply_groups(calls[0], rows, first, *visits, interpret=interpret)
     if not calls[0].gated:
         inner = jnp.square(jax.nn.relu(inner))
-    each = gpu.multiply_groups(calls[1], inner, second, visits, used, interpret=interpret)
-    return _weighted(each.at[places].get(mode="fill", fill_value=0), weights, x.dtype)
+    each = gpu.multiply_groups(calls[1], inner, second, *visits, interpret=interpret).at[places]
+    found = each.get(mode="promise_in_bounds") if begin is None else each.get(mode="fill", fill_value=0)
+    return _weighted(found, weights, x.dtype)
 
 
 def _defined(gated: bool, x, first, second, weights, chosen, begin, products=None) -> Array:
