@@ -292,9 +292,10 @@ def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) ->
     inner = gpu.multiply_groups(calls[0], rows, first, *visits, interpret=interpret)
     if not calls[0].gated:
         inner = jnp.square(jax.nn.relu(inner))
-    each = gpu.multiply_groups(calls[1], inner, second, *visits, interpret=interpret).at[places]
-    found = each.get(mode="promise_in_bounds") if begin is None else each.get(mode="fill", fill_value=0)
-    return _weighted(found, weights, x.dtype)
+    each = gpu.multiply_groups(calls[1], inner, second, *visits, interpret=interpret)
+    if gpu_rows.sums(each.shape[1]):
+        return gpu_rows.sum_rows(each, places, weights, everywhere=begin is None, interpret=interpret)
+    return _weighted(each.at[places].get(mode="fill", fill_value=0), weights, x.dtype)
 
 
 def _defined(gated: bool, x, first, second, weights, chosen, begin, products=None) -> Array:

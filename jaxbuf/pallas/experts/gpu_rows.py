@@ -1,4 +1,4 @@
-"""Where the rows of experts lie, and which visits they have, on NVIDIA GPUs (Hopper): Pallas Mosaic GPU.
+"""Where the rows of experts lie, which visits they have, and their sums, on NVIDIA GPUs (Hopper): Pallas Mosaic GPU.
 
 One block counts the rows of each expert in shared memory: what a row finds counted is its place in its expert's group.
 In which order a group's rows lie is not specified, and no result depends on it. XLA, which would sort them, launches a
@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -20,10 +22,12 @@ from jaxlib.mlir.dialects import llvm, nvvm
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.experts import gpu
-from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, inline_mlir
+from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, inline_mlir, load, store
 
 MOST_EXPERTS = 1024  # Each has a thread.
 MOST_WARPGROUPS = 8
+MOST_OUTPUTS = 16384  # numbers of a row: what a block's registers hold
+LOADED = 2**14  # numbers that a block loads at once
 EACH = 8  # rows that a thread loads at once
 
 
@@ -106,6 +110,63 @@ def _kernel(rows: Rows, interpret: bool):
         thread_name="warpgroup",
         scratch_types=[*numbers, plgpu.Barrier(num_arrivals=warpgroups)],
         compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+    )
+
+
+def sums(outputs: int) -> bool:
+    """Whether `sum_rows` serves rows of so many numbers."""
+    return outputs % (2 * THREADS) == 0 and outputs <= MOST_OUTPUTS
+
+
+def sum_rows(each: Array, places: Array, weights: Array, *, everywhere: bool, interpret: bool = False) -> Array:
+    """The weighted sum of each token's rows; `sums` says of which sizes.
+
+    Args:
+      each: [aligned rows, outputs].
+      places: int32 [rows], of each token its rows; those of no group, behind all rows, count as zero.
+      weights: float32 [tokens, chosen].
+      everywhere: Whether all rows are in groups.
+      interpret: Run in Pallas' GPU interpreter.
+
+    Returns:
+      [tokens, outputs], summed in float32.
+    """
+    return _summing(each.shape, weights.shape, each.dtype, everywhere, interpret)(places, weights, each)
+
+
+def _summing(dims: tuple[int, ...], shape: tuple[int, ...], dtype, everywhere: bool, interpret: bool):
+    (rows, outputs), (tokens, chosen) = dims, shape
+    vector = next(n for n in (8, 4, 2) if outputs % (n * THREADS) == 0)
+    layout = plgpu.Layout.WG_STRIDED((outputs,), vector)
+    at_once = max(1, LOADED // outputs)  # rows
+
+    def sum_experts(places, weights, each, out):
+        token = lax.axis_index("token")
+        total = plgpu.layout_cast(jnp.zeros(outputs, jnp.float32), layout)
+        for begin in range(0, chosen, at_once):
+            some = range(begin, min(chosen, begin + at_once))
+            found = [places[token * np.int32(chosen) + np.int32(i)] for i in some]
+            shares = [weights[token, i] for i in some]
+            if everywhere:
+                loaded = [load(each.at[place], layout) for place in found]
+                for row, share in zip(loaded, shares, strict=True):
+                    total = total + row.astype(jnp.float32) * share
+                continue
+            for place, share in zip(found, shares, strict=True):
+
+                def add(_, total, place=place, share=share):
+                    return total + load(each.at[place], layout).astype(jnp.float32) * share
+
+                total = lax.fori_loop(0, jnp.where(place < rows, np.int32(1), np.int32(0)), add, total)
+        store(out.at[token], total.astype(dtype))
+
+    return plgpu.kernel(
+        sum_experts,
+        out_type=jax.ShapeDtypeStruct((tokens, outputs), dtype),
+        grid=(tokens,),
+        grid_names=("token",),
+        compiler_params=COMPILER,
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )
 
