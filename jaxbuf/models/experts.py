@@ -288,8 +288,11 @@ def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) ->
         inner = gpu_few.expand(calls[0], x, first, here, interpret=interpret)
         return gpu_few.gather(calls[1], inner, second, here, weights, interpret=interpret)
     places, sources, *visits = gpu_rows.place_rows(here, calls[0].experts, interpret=interpret)
-    rows = x.at[sources].get(mode="promise_in_bounds")
-    inner = gpu.multiply_groups(calls[0], rows, first, *visits, interpret=interpret)
+    if gpu.GATHERS:
+        inner = gpu.multiply_groups(calls[0], x, first, *visits, sources=sources, interpret=interpret)
+    else:
+        rows = x.at[sources].get(mode="promise_in_bounds")
+        inner = gpu.multiply_groups(calls[0], rows, first, *visits, interpret=interpret)
     if not calls[0].gated:
         inner = jnp.square(jax.nn.relu(inner))
     each = gpu.multiply_groups(calls[1], inner, second, *visits, interpret=interpret)

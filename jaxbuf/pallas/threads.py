@@ -171,6 +171,57 @@ def copy_numbers(ref, positions: Array, column: Array, target, interpret: bool) 
     inline_mlir(copy, arguments, None)(ref, positions, column, target)
 
 
+def copy_tile_rows(ref, rows: list[Array], column: Array, target, slot: Array, transforms, interpret: bool) -> None:
+    """Starts to copy 128 bytes of each of some rows from global memory to a piece in shared memory, as the tensor cores
+    read it. A warpgroup copies sixteen rows at once, eight threads each of them.
+
+    Args:
+      ref: [n, m] in global memory, of two bytes a number; rows begin at a multiple of sixteen bytes.
+      rows: int32 [THREADS] each, in layout `PER_THREAD`: which row each thread copies a part of, thread t row
+        16 · i + t / 8 of the piece with rows[i]; below 0: none.
+      column: A scalar: the first of the 64 numbers of a row that are copied.
+      target: [pieces, 8 · k, 64] in shared memory, with `transforms`.
+      slot: A scalar: which piece.
+      transforms: Tiles of eight rows and 64 numbers, swizzled over 128 bytes.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        each = jnp.stack([some[::8] for some in rows]).reshape(-1)[: target.shape[1]]
+        found = jnp.take(ref[:, pl.ds(column, 64)], jnp.maximum(each, 0), axis=0)
+        target[slot, pl.ds(0, each.shape[0])] = found
+        return
+    size = 128 * target.shape[1]  # bytes of a piece
+
+    def copy(_, ref, column, target, slot, *rows):
+        i32 = ir.IntegerType.get_signless(32)
+
+        def constant(value):
+            return arith.constant(i32, value)
+
+        thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+        row, part = arith.divui(thread, constant(8)), arith.remui(thread, constant(8))
+        # Of a tile's row i, the sixteen bytes that would be at place j are at place j xor i.
+        place = arith.xori(part, arith.remui(row, constant(8)))
+        begin = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target))
+        slot = arith.muli(slot.registers.flat[0], constant(size))
+        begin = arith.addi(
+            arith.addi(begin, slot), arith.addi(arith.muli(row, constant(128)), arith.muli(place, constant(16)))
+        )
+        sources, column = _Rows(ref), arith.index_cast(ir.IndexType.get(), column.registers.flat[0])
+        number = arith.addi(column, arith.index_cast(ir.IndexType.get(), arith.muli(part, constant(8))))
+        for i, some in enumerate(rows):
+            (register,) = some.registers.flat
+            wanted = vector.extract(register, [], [0])
+            source = sources.point(arith.index_cast(ir.IndexType.get(), wanted), number)
+            text = "{.reg .pred p; setp.ge.s32 p, $2, 0; @p cp.async.cg.shared.global [$0], [$1], 16;}"
+            operands = [arith.addi(begin, constant(2048 * i)), source, wanted]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r,~{memory}", has_side_effects=True)
+
+    scalar, whole = plgpu.Layout.WG_SPLAT, plgpu.RefType(transforms)
+    arguments = plgpu.RefType(), scalar, whole, scalar, *[PER_THREAD] * len(rows)
+    inline_mlir(copy, arguments, None)(ref, column, target, slot, *rows)
+
+
 def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
     """Loads the numbers at `positions`, one for each thread.
 

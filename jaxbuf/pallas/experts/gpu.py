@@ -20,6 +20,8 @@ Precision: products of 2-byte operands with float32 sums, rounded once; the gate
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.experts.call import Call
+from jaxbuf.pallas.instructions import end_copies, show_copies, wait_for_copies
 from jaxbuf.pallas.project.gpu import (
     MOST_STEPS,
     MOST_SUMS,
@@ -43,10 +46,13 @@ from jaxbuf.pallas.project.gpu import (
     multiply,
     result,
 )
-from jaxbuf.pallas.threads import COMPILER, THREADS, store_inside
+from jaxbuf.pallas.threads import COMPILER, PER_THREAD, THREADS, copy_tile_rows, gather_numbers, store_inside
 
 ALIGNED = 8  # Rows: shared memory has them in eights.
 MOST_VISITED = 3 * TILE  # rows of a visit
+GATHERS = True  # whether the first product gathers its rows itself
+LATER = 2  # pieces whose gathered rows are on their way; two fewer than the ring has, at most
+SIXTEEN = 16  # rows that a warpgroup gathers at once
 BLOCKS = PROCESSORS  # at most; each takes several tiles
 MOST_AT_ONCE = 192  # rows of a weight that an instruction of one of three warpgroups multiplies
 MOST_COMPARED = 4096  # rows of which all pairs are compared, rather than sorted
@@ -172,24 +178,34 @@ def plan_visits(groups: Array, rows: int) -> tuple[Array, Array]:
 
 
 def multiply_groups(
-    call: Call, x: Array, weights: Array, visits: Array, used: Array, *, interpret: bool = False
+    call: Call,
+    x: Array,
+    weights: Array,
+    visits: Array,
+    used: Array,
+    *,
+    sources: Array | None = None,
+    interpret: bool = False,
 ) -> Array:
     """Each row of x times its expert's weight; `supports` says for which sizes.
 
     Args:
       call: The call's sizes and dtype.
-      x: [aligned_rows(rows, experts), inputs].
+      x: [aligned_rows(rows, experts), inputs], or with sources [n, inputs].
       weights: [experts, outputs, inputs], gated [experts, 2 · outputs, inputs].
       visits, used: From `plan_visits`.
+      sources: int32 [aligned rows], which row of x each one is; None: x has them one behind the other.
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
       [aligned rows, outputs]; rows of no group are not specified.
     """
-    return _kernel(call, arrange(call), x.shape[0], interpret)(visits, used, x, weights)
+    rows = x.shape[0] if sources is None else sources.shape[0]
+    given = () if sources is None else (sources,)
+    return _kernel(call, arrange(call), rows, sources is not None, interpret)(visits, used, x, weights, *given)
 
 
-def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
+def _kernel(call: Call, schedule: Schedule, aligned: int, gathers: bool, interpret: bool):
     parts, steps, warpgroups = 2 if call.gated else 1, call.inputs // STEP, schedule.warpgroups
     # The compiler gives no instruction more registers than each thread has in the beginning, here 128.
     halves = 2 if warpgroups > 2 and parts * schedule.rows > MOST_AT_ONCE and not call.gated else 1
@@ -197,8 +213,9 @@ def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
     blocks = min(BLOCKS, schedule.visits * schedule.tiles)
     transforms = plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 
-    def multiply_experts(visits, used, x, weights, out, *refs):
-        memory, role, block = Memory(*refs), lax.axis_index("warpgroup"), lax.axis_index("block")
+    def multiply_experts(visits, used, x, weights, *refs):
+        *sources, out = refs[: 1 + gathers]
+        memory, role, block = Memory(*refs[1 + gathers :]), lax.axis_index("warpgroup"), lax.axis_index("block")
         count = lax.div(used[0] * np.int32(schedule.tiles) - block + np.int32(blocks - 1), np.int32(blocks))
 
         def tile(i):
@@ -238,15 +255,28 @@ def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
 
             def bring_tile(i, _):
                 row, expert, first, end = tile(i)
-                _bring(call, schedule, memory, x, weights.at[expert], first, end, row, i * np.int32(steps), steps)
+                if gathers:
+                    rows = _sources(schedule, sources[0], first, end, interpret)
+                    bring_rows = functools.partial(_gather_rows, memory, x, rows, transforms, interpret)
+                else:
+                    bring_rows = functools.partial(_bring_rows, schedule, memory, x, first, end)
+                _bring(call, schedule, memory, weights.at[expert], row, i * np.int32(steps), steps, bring_rows)
 
             lax.fori_loop(0, count, bring_tile, None)
+            pieces, ring = count * np.int32(steps), np.int32(schedule.ring)
+            if gathers:
+                wait_for_copies(0, interpret)
+                show_copies(interpret)
+
+                def arrive(i, _):
+                    plgpu.barrier_arrive(memory.full.at[lax.rem(i, ring)])
+
+                lax.fori_loop(jnp.maximum(pieces - LATER, 0), pieces, arrive, None)
 
             def wait(i, _):
-                plgpu.barrier_wait(memory.free.at[lax.rem(i, np.int32(schedule.ring))])
+                plgpu.barrier_wait(memory.free.at[lax.rem(i, ring)])
 
-            pieces = count * np.int32(steps)
-            lax.fori_loop(jnp.maximum(pieces - schedule.ring, 0), pieces, wait, None)
+            lax.fori_loop(jnp.maximum(pieces - ring, 0), pieces, wait, None)
 
     # A profile shows this name, and kernels of other weights have others.
     multiply_experts.__name__ = f"multiply_experts_{call.outputs}_by_{call.inputs}"
@@ -260,7 +290,7 @@ def _kernel(call: Call, schedule: Schedule, aligned: int, interpret: bool):
         scratch_types=[
             plgpu.SMEM((schedule.ring, warpgroups * TILE, STEP), call.dtype, transforms=transforms),
             plgpu.SMEM((schedule.ring, parts * schedule.rows, STEP), call.dtype, transforms=transforms),
-            plgpu.Barrier(num_arrivals=warpgroups + parts, num_barriers=schedule.ring),
+            plgpu.Barrier(num_arrivals=parts + (1 if gathers else warpgroups), num_barriers=schedule.ring),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=schedule.ring),
         ],
         compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
@@ -283,20 +313,23 @@ def _bring(
     call: Call,
     schedule: Schedule,
     memory: Memory,
-    x,
     weight,
-    first: Array,
-    end: Array,
     row: Array,
     before: Array,
     steps: int,
+    bring_rows: Callable[..., None],
 ) -> None:
-    """Brings all pieces of a visit's rows, from `first` to `end`, and of a tile, which begins at `row` of the weight.
+    """Brings all pieces of a tile, which begins at `row` of the weight, and of a visit's rows.
 
-    The last pieces may have rows of the next group: nothing of their products is written. `before`: how many pieces
-    of other tiles the block brought earlier.
+    Args:
+      call, schedule, memory: The product and the block's.
+      weight: The expert's.
+      row: Of the weight.
+      before: How many pieces of other tiles the block brought earlier.
+      steps: How many pieces there are.
+      bring_rows: Brings a piece of the visit's rows: given the ring, its number there, its place, and its columns.
     """
-    ring, some = np.int32(schedule.ring), min(schedule.visited, TILE)
+    ring = np.int32(schedule.ring)
 
     def bring_piece(i, _):
         at, columns = lax.rem(before + i, ring), pl.ds(i * STEP, STEP)
@@ -305,16 +338,49 @@ def _bring(
         for part in range(2 if call.gated else 1):
             piece = weight.at[pl.ds(part * call.outputs + row, schedule.rows), columns]
             plgpu.copy_gmem_to_smem(piece, memory.weights.at[at, pl.ds(part * schedule.rows, schedule.rows)], full)
-        for begin in range(0, schedule.visited, TILE):
-
-            def bring_rows(begin=begin):
-                target = memory.tokens.at[at, pl.ds(begin, some)]
-                plgpu.copy_gmem_to_smem(x.at[pl.ds(first + begin, some), columns], target, full)
-
-            if begin == 0:
-                bring_rows()
-            else:
-                pl.when(first + begin < end)(bring_rows)
-                pl.when(first + begin >= end)(lambda: plgpu.barrier_arrive(full))
+        bring_rows(ring, before + i, at, i * STEP)
 
     lax.fori_loop(0, steps, bring_piece, None)
+
+
+def _bring_rows(schedule: Schedule, memory: Memory, x, first: Array, end: Array, ring, number, at, column) -> None:
+    """A piece of the rows of x from `first` on: those of the warpgroups that have some in front of `end`.
+
+    The last ones may be rows of the next group: nothing of their products is written.
+    """
+    del ring, number
+    some, full = min(schedule.visited, TILE), memory.full.at[at]
+    for begin in range(0, schedule.visited, TILE):
+
+        def bring(begin=begin):
+            source = x.at[pl.ds(first + begin, some), pl.ds(column, STEP)]
+            plgpu.copy_gmem_to_smem(source, memory.tokens.at[at, pl.ds(begin, some)], full)
+
+        if begin == 0:
+            bring()
+        else:
+            pl.when(first + begin < end)(bring)
+            pl.when(first + begin >= end)(lambda: plgpu.barrier_arrive(full))
+
+
+def _sources(schedule: Schedule, sources, first: Array, end: Array, interpret: bool) -> list[Array]:
+    """Of which row of x each thread copies parts, for every sixteen rows of a visit; -1 behind its end."""
+    mine = lax.div(plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=PER_THREAD), np.int32(THREADS // SIXTEEN))
+    found = []
+    for begin in range(0, schedule.visited, SIXTEEN):
+        place = mine + (first + np.int32(begin))
+        token = gather_numbers(sources, jnp.minimum(place, np.int32(sources.shape[0] - 1)), interpret)
+        found.append(jnp.where(place < end, token, np.int32(-1)))
+    return found
+
+
+def _gather_rows(memory: Memory, x, rows: list[Array], transforms, interpret: bool, ring, number, at, column) -> None:
+    """Starts to copy a piece of some rows of x; those of the piece LATER ones earlier are there."""
+    copy_tile_rows(x, rows, column, memory.tokens, at, transforms, interpret)
+    end_copies(interpret)
+
+    @pl.when(number >= LATER)
+    def _():
+        wait_for_copies(LATER, interpret)
+        show_copies(interpret)
+        plgpu.barrier_arrive(memory.full.at[lax.rem(number - LATER, ring)])
