@@ -281,13 +281,13 @@ def _on_tpu(calls, interpret: bool, x, first, second, weights, chosen, begin) ->
 
 
 def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) -> Array:
-    from jaxbuf.pallas.experts import gpu, gpu_few, gpu_rows  # as in _mixture
+    from jaxbuf.pallas.experts import gpu, gpu_few, gpu_places  # as in _mixture
 
     here = chosen if begin is None else chosen - begin
     if gpu_few.serves(x.shape[0], calls):
         inner = gpu_few.expand(calls[0], x, first, here, interpret=interpret)
         return gpu_few.gather(calls[1], inner, second, here, weights, interpret=interpret)
-    places, sources, *visits = gpu_rows.place_rows(here, calls[0].experts, interpret=interpret)
+    places, sources, *visits = gpu_places.place_rows(here, calls[0].experts, interpret=interpret)
     if gpu.GATHERS:
         inner = gpu.multiply_groups(calls[0], x, first, *visits, sources=sources, interpret=interpret)
     else:
@@ -296,8 +296,8 @@ def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) ->
     if not calls[0].gated:
         inner = jnp.square(jax.nn.relu(inner))
     each = gpu.multiply_groups(calls[1], inner, second, *visits, interpret=interpret)
-    if gpu_rows.sums(each.shape[1]):
-        return gpu_rows.sum_rows(each, places, weights, everywhere=begin is None, interpret=interpret)
+    if gpu_places.sums(each.shape[1]):
+        return gpu_places.sum_rows(each, places, weights, everywhere=begin is None, interpret=interpret)
     return _weighted(each.at[places].get(mode="fill", fill_value=0), weights, x.dtype)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.models.experts import Router, mixture
-from jaxbuf.pallas.experts import STEP, Call, gpu, gpu_few, gpu_rows, tpu
+from jaxbuf.pallas.experts import STEP, Call, gpu, gpu_few, gpu_places, tpu
 from jaxbuf.pallas.project.gpu import SHARED_MEMORY, TILE
 
 SIZES = {"experts": 6, "inputs": 64, "inner": 72, "outputs": 64}
@@ -198,7 +198,7 @@ def test_the_kernel_that_places_rows_says_what_xla_does(tokens, chosen, experts,
     """Some experts are elsewhere; of each place the token is the one whose row lies there."""
     picked = jnp.asarray(rng.integers(-1, experts + 1, (tokens, chosen)), jnp.int32)
     picked = picked.at[0].set(-1).at[1].set(experts)
-    places, sources, visits, used = map(np.asarray, gpu_rows.place_rows(picked, experts, interpret=True))
+    places, sources, visits, used = map(np.asarray, gpu_places.place_rows(picked, experts, interpret=True))
     known, groups = map(np.asarray, gpu.arrange_rows(picked.reshape(-1), experts))
     np.testing.assert_array_equal(places, known)
     for found, expected in zip((visits, used), gpu.plan_visits(jnp.asarray(groups), picked.size), strict=True):
@@ -212,7 +212,7 @@ def test_the_kernel_that_places_rows_says_what_xla_does(tokens, chosen, experts,
 @pytest.mark.parametrize("outputs", [256, 1280])
 def test_the_kernel_that_sums_rows(everywhere, outputs, rng, monkeypatch):
     """Rows of no group are nowhere; what lies in other rows is not read."""
-    monkeypatch.setattr(gpu_rows, "LOADED", 2 * outputs)
+    monkeypatch.setattr(gpu_places, "LOADED", 2 * outputs)
     each = rng.standard_normal((40, outputs)).astype(jnp.bfloat16)
     places = rng.permutation(40)[:15].astype(np.int32)
     each[np.delete(np.arange(40), places)] = np.nan
@@ -220,7 +220,7 @@ def test_the_kernel_that_sums_rows(everywhere, outputs, rng, monkeypatch):
         places[[1, 7]] = 40
     weights = rng.random((5, 3)).astype(np.float32)
     arrays = jnp.asarray(each), jnp.asarray(places), jnp.asarray(weights)
-    found = gpu_rows.sum_rows(*arrays, everywhere=everywhere, interpret=True)
+    found = gpu_places.sum_rows(*arrays, everywhere=everywhere, interpret=True)
     rows = np.append(each.astype(np.float64), np.zeros((1, outputs)), axis=0)[places].reshape(5, 3, -1)
     assert error(found, np.sum(rows * weights[:, :, None], axis=1)) < 4e-3
 
