@@ -8,7 +8,10 @@ a ring in shared memory; up to three others multiply them on the tensor cores, 6
 theirs brings and multiplies those 64 that it has some of: with 128 rows an expert in the mean, as of 4,096 tokens, most
 experts have one visit, and their weights are brought once.
 
-Where rows lie and which of them a visit has is computed before, by XLA (`arrange_rows`, `plan_visits`).
+Where rows lie and which of them a visit has is computed before (`gpu_places`). The first product gathers its rows: the
+warpgroup that brings the weights with the tensor memory accelerator copies the rows itself, sixteen bytes a thread, so
+that no copy of x in the order of experts is written and read. A piece of rows is announced LATER pieces after its
+copies began, when they have most likely ended.
 
 jax.experimental.pallas.ops.gpu.ragged_dot_mgpu, a kernel for few and large groups, gives each group a tile even if it
 is empty, which then reads the weight of an expert that no token chose, and it searches all groups in every block.
@@ -16,7 +19,8 @@ is empty, which then reads the weight of an expert that no token chose, and it s
 Floor: (weights of the experts that have rows + x + results) / read bandwidth, or, of many rows,
 2 · rows · inputs · weight rows / rate of products. How near it comes is in benchmarks/experts.json.
 
-Precision: products of 2-byte operands with float32 sums, rounded once; the gate is computed from unrounded sums.
+Precision: products of 2-byte operands with float32 sums, rounded once; the gate, and the square of relu, are computed
+from unrounded sums.
 """
 
 import dataclasses
@@ -112,8 +116,9 @@ def arrange(call: Call) -> Schedule:
         return -(-visits * (call.outputs // rows) // PROCESSORS) * (parts * rows + visited + 8)
 
     most = min(256, MOST_SUMS * THREADS // TILE) // parts  # wgmma has 256 columns at most
-    # Tiles of more rows than MOST_AT_ONCE may be multiplied in halves.
-    found = [n for n in range(8, most + 1, 8) if call.outputs % n == 0 and (n <= MOST_AT_ONCE or n % 16 == 0)]
+    # Three warpgroups multiply tiles of more rows than MOST_AT_ONCE in halves.
+    whole = most if warpgroups < 3 else MOST_AT_ONCE
+    found = [n for n in range(8, most + 1, 8) if call.outputs % n == 0 and (n <= whole or n % 16 == 0)]
     rows = min(found, key=cost)
     room = SHARED_MEMORY // (2 * STEP * (warpgroups * TILE + parts * rows))
     return Schedule(visited, visits, rows, call.outputs // rows, min(MOST_STEPS, room))
@@ -185,6 +190,7 @@ def multiply_groups(
     used: Array,
     *,
     sources: Array | None = None,
+    squared: bool = False,
     interpret: bool = False,
 ) -> Array:
     """Each row of x times its expert's weight; `supports` says for which sizes.
@@ -195,6 +201,7 @@ def multiply_groups(
       weights: [experts, outputs, inputs], gated [experts, 2 · outputs, inputs].
       visits, used: From `plan_visits`.
       sources: int32 [aligned rows], which row of x each one is; None: x has them one behind the other.
+      squared: Whether the square of relu follows.
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
@@ -202,10 +209,10 @@ def multiply_groups(
     """
     rows = x.shape[0] if sources is None else sources.shape[0]
     given = () if sources is None else (sources,)
-    return _kernel(call, arrange(call), rows, sources is not None, interpret)(visits, used, x, weights, *given)
+    return _kernel(call, arrange(call), rows, sources is not None, squared, interpret)(visits, used, x, weights, *given)
 
 
-def _kernel(call: Call, schedule: Schedule, aligned: int, gathers: bool, interpret: bool):
+def _kernel(call: Call, schedule: Schedule, aligned: int, gathers: bool, squared: bool, interpret: bool):
     parts, steps, warpgroups = 2 if call.gated else 1, call.inputs // STEP, schedule.warpgroups
     # The compiler gives no instruction more registers than each thread has in the beginning, here 128.
     halves = 2 if warpgroups > 2 and parts * schedule.rows > MOST_AT_ONCE and not call.gated else 1
@@ -241,7 +248,8 @@ def _kernel(call: Call, schedule: Schedule, aligned: int, gathers: bool, interpr
                 def _():
                     (sums,) = multiply(product, memory, role, steps, max(parts, halves), interpret, before)
                     for half in range(halves):
-                        found = result(sums if call.gated else sums[half : half + 1]).astype(out.dtype)
+                        found = result(sums if call.gated else sums[half : half + 1])
+                        found = (jnp.square(jnp.maximum(found, 0)) if squared else found).astype(out.dtype)
                         store_inside(found, WGMMA, out, mine, row + half * product.rows, interpret, end=end)
 
                 if warpgroups > 1:
