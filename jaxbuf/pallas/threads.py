@@ -599,6 +599,53 @@ def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *,
     inline_mlir(write, arguments, None)(x, ref, first, first_column, begin, end)
 
 
+def store_wide(x: Array, layout, ref, first, first_column, interpret: bool, *, end) -> None:
+    """As `store_inside`, in sixteen bytes a thread: four threads of a row, each of which has two of every eight
+    neighbouring columns, exchange them until each has eight.
+
+    Args:
+      x: [64, length] of two bytes each in `layout`, that of the tensor cores' results; length in multiples of 32.
+      ref: [n, m] in global memory, m a multiple of 8 and at least first_column + length.
+      first_column: A scalar, a multiple of 8.
+      layout, first, interpret, end: As in `store_inside`.
+    """
+    if interpret:
+        store_inside(x, layout, ref, first, first_column, interpret, end=end)
+        return
+
+    def write(_, x, ref, *scalars):
+        i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
+        first, first_column, end = [arith.index_cast(ir.IndexType.get(), s.registers.flat[0]) for s in scalars]
+        thread, places = mgpu.utils.thread_idx(), [*x.layout.thread_idxs(x.shape)]
+        bits = [
+            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, arith.constant(i32, bit)), arith.constant(i32, 0))
+            for bit in (1, 2)
+        ]
+        quarter = arith.index_cast(ir.IndexType.get(), arith.andi(thread, arith.constant(i32, 3)))
+        packed = [vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), n), [], [0]) for n in x.registers.flat]
+        # Of a thread's registers, neighbours are eight rows apart, and those two further eight columns.
+        for begin in range(0, len(packed), 8):
+            for half in range(2):
+                numbers = packed[begin + half : begin + 8 : 2]
+                for distance, bit in zip((1, 2), bits, strict=True):
+                    for i in (0, 2) if distance == 1 else (0, 1):
+                        mine, other = numbers[i], numbers[i + distance]
+                        found = mgpu.utils.shfl_bfly(arith.select(bit, mine, other), distance)
+                        numbers[i] = arith.select(bit, found, mine)
+                        numbers[i + distance] = arith.select(bit, other, found)
+                row = arith.addi(places[begin + half][0], first)
+                stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, row, end))
+                # Of the four times eight columns, a thread has those of its number among the four.
+                column = arith.addi(first_column, _number(begin * 4))
+                column = arith.addi(column, arith.muli(quarter, _number(8)))
+                text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5};}"
+                operands, constraints = [stores, target.point(row, column), *numbers], "r,l,r,r,r,r,~{memory}"
+                llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    scalar = plgpu.Layout.WG_SPLAT
+    inline_mlir(write, (layout, plgpu.RefType(), scalar, scalar, scalar), None)(x, ref, first, first_column, end)
+
+
 def store_sum(x: Array, layout, ref, row, first_column, interpret: bool) -> None:
     """Writes the sum of the first sixteen rows of an array to a row in global memory.
 

@@ -50,7 +50,15 @@ from jaxbuf.pallas.project.gpu import (
     multiply,
     result,
 )
-from jaxbuf.pallas.threads import COMPILER, PER_THREAD, THREADS, copy_tile_rows, gather_numbers, store_inside
+from jaxbuf.pallas.threads import (
+    COMPILER,
+    PER_THREAD,
+    THREADS,
+    copy_tile_rows,
+    gather_numbers,
+    store_inside,
+    store_wide,
+)
 
 ALIGNED = 8  # Rows: shared memory has them in eights.
 MOST_VISITED = 3 * TILE  # rows of a visit
@@ -250,7 +258,8 @@ def _kernel(call: Call, schedule: Schedule, aligned: int, gathers: bool, squared
                     for half in range(halves):
                         found = result(sums if call.gated else sums[half : half + 1])
                         found = (jnp.square(jnp.maximum(found, 0)) if squared else found).astype(out.dtype)
-                        store_inside(found, WGMMA, out, mine, row + half * product.rows, interpret, end=end)
+                        store = store_wide if product.rows % 32 == 0 else store_inside
+                        store(found, WGMMA, out, mine, row + half * product.rows, interpret, end=end)
 
                 if warpgroups > 1:
                     pl.when(mine >= end)(lambda: _pass(schedule, memory, before, steps))
