@@ -182,7 +182,8 @@ def make_layer(case: Case, key: jax.Array) -> Layer:
 
 def route(case: Case, layer: Layer) -> tuple[Array, Array]:
     """The experts of each token, and their weights."""
-    return Router(case.experts, case.chosen)(product_float32(layer.x, layer.router))
+    implementation = "gpu" if case.implementation == "gpu" else "xla"
+    return Router(case.experts, case.chosen)(product_float32(layer.x, layer.router), implementation=implementation)
 
 
 def apply(case: Case, layer: Layer) -> Array:

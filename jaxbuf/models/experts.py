@@ -80,9 +80,29 @@ class Router:
             raise ValueError(f"groups must have at least {GROUP_BEST} experts each, got {each}")
 
     def __call__(
-        self, logits: Float32[Array, "tokens experts"], bias: Float32[Array, "experts"] | None = None
+        self,
+        logits: Float32[Array, "tokens experts"],
+        bias: Float32[Array, "experts"] | None = None,
+        *,
+        implementation: str = "auto",
+        interpret: bool = False,
+        target: Target | str | None = None,
     ) -> tuple[Int32[Array, "tokens chosen"], Float32[Array, "tokens chosen"]]:
-        """The experts of each token, the best first, and their weights, which are differentiable."""
+        """The experts of each token, the best first, and their weights, which are differentiable.
+
+        Args:
+          logits: Of each token and expert.
+          bias: Of each expert, if there is one.
+          implementation, interpret, target: As in `mixture`. On TPUs the choice is XLA's.
+
+        Raises:
+          ValueError: The implementation asked for can't serve the call; it says why.
+        """
+        asked = ask("experts", implementation, target, (logits,), interpret=interpret)
+        return _choose(self, asked, logits, bias)
+
+    def _defined(self, logits: Array, bias: Array | None) -> tuple[Array, Array]:
+        """The choice as XLA computes it."""
         scores = jax.nn.softmax(logits, axis=-1) if self.scores == "softmax" else jax.nn.sigmoid(logits)
         preferred = jax.lax.stop_gradient(scores if bias is None else scores + bias[None])
         if self.groups > 1:
@@ -96,6 +116,20 @@ class Router:
         if self.renormalised:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + LEAST_SUM)
         return chosen, scaled(weights, self.scale)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _choose(router: Router, asked: Asked | None, logits: Array, bias: Array | None) -> tuple[Array, Array]:
+    if asked is None or asked.platform != "gpu":
+        return router._defined(logits, bias)
+    from jaxbuf.pallas.experts import choose  # as in _mixture
+
+    known = {field.name: getattr(router, field.name) for field in dataclasses.fields(router) if field.name != "scores"}
+    choice = choose.Choice(tokens=logits.shape[0], softmax=router.scores == "softmax", **known)
+    if not asked.takes(choose.supports(choice)):
+        return router._defined(logits, bias)
+    run = partial(choose.choose, choice, interpret=asked.interpret)
+    return differentiable(run, router._defined)(logits, bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +185,7 @@ class Experts:
         """As in `FeedForward.__call__`."""
         p, tokens = parameters, x.reshape(-1, x.shape[-1])
         bias = None if p.router_bias is None else p.router_bias[...]
-        chosen, weights = self.router(linear_float32(tokens, p.router), bias)
+        chosen, weights = self.router(linear_float32(tokens, p.router), bias, target=target)
         inner = tokens if p.latent_in is None else linear(tokens, p.latent_in, p.latent_in_bias)
         first, second = p.up_proj[...], p.down_proj[...]
         begin = jax.lax.axis_index(EXPERT) * first.shape[0] if self.expert_devices > 1 else None
@@ -247,18 +281,20 @@ def _on_tpu(calls, interpret: bool, x, first, second, weights, chosen, begin) ->
 
 
 def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) -> Array:
-    from jaxbuf.pallas.experts import gpu  # as in _mixture
+    from jaxbuf.pallas.experts import gpu, gpu_few, gpu_places  # as in _mixture
 
-    by_expert = chosen.reshape(-1) if begin is None else chosen.reshape(-1) - begin
-    places, groups = gpu.arrange_rows(by_expert, calls[0].experts)
-    aligned = gpu.aligned_rows(calls[0].rows, calls[0].experts)
-    tokens = jnp.arange(calls[0].rows, dtype=jnp.int32) // chosen.shape[1]
-    sources = jnp.zeros(aligned, jnp.int32).at[places].set(tokens, mode="drop")
-    visits = gpu.plan_visits(groups, calls[0].rows)
-    inner = gpu.multiply_groups(calls[0], x[sources], first, visits, interpret=interpret)
-    if not calls[0].gated:
-        inner = jnp.square(jax.nn.relu(inner))
-    each = gpu.multiply_groups(calls[1], inner, second, visits, interpret=interpret)
+    here = chosen if begin is None else chosen - begin
+    if gpu_few.serves(x.shape[0], calls):
+        inner = gpu_few.expand(calls[0], x, first, here, interpret=interpret)
+        return gpu_few.gather(calls[1], inner, second, here, weights, interpret=interpret)
+    places, sources, *visits = gpu_places.place_rows(here, calls[0].experts, interpret=interpret)
+    rows = {"sources": sources} if gpu.GATHERS else {}
+    given = x if gpu.GATHERS else x.at[sources].get(mode="promise_in_bounds")
+    squared = not calls[0].gated
+    inner = gpu.multiply_groups(calls[0], given, first, *visits, **rows, squared=squared, interpret=interpret)
+    each = gpu.multiply_groups(calls[1], inner, second, *visits, interpret=interpret)
+    if gpu_places.sums(each.shape[1]):
+        return gpu_places.sum_rows(each, places, weights, everywhere=begin is None, interpret=interpret)
     return _weighted(each.at[places].get(mode="fill", fill_value=0), weights, x.dtype)
 
 

@@ -28,6 +28,12 @@ def wait_for_copies(groups: int, interpret: bool) -> None:
     _command(f"cp.async.wait_group {groups};", interpret)
 
 
+def show_copies(interpret: bool) -> None:
+    """Makes what this thread wrote to shared memory, copies that it waited for included, seen by the tensor cores of
+    those who wait for it."""
+    _command("fence.proxy.async.shared::cta;", interpret)
+
+
 def synchronize_warp(interpret: bool) -> None:
     """Waits for all threads of the warp; each then sees what the others wrote to shared memory."""
     _command("bar.warp.sync 0xffffffff;", interpret)

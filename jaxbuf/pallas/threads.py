@@ -172,6 +172,57 @@ def copy_numbers(ref, positions: Array, column: Array, target, interpret: bool) 
     inline_mlir(copy, arguments, None)(ref, positions, column, target)
 
 
+def copy_tile_rows(ref, rows: list[Array], column: Array, target, slot: Array, transforms, interpret: bool) -> None:
+    """Starts to copy 128 bytes of each of some rows from global memory to a piece in shared memory, as the tensor cores
+    read it. A warpgroup copies sixteen rows at once, eight threads each of them.
+
+    Args:
+      ref: [n, m] in global memory, of two bytes a number; rows begin at a multiple of sixteen bytes.
+      rows: int32 [THREADS] each, in layout `PER_THREAD`: which row each thread copies a part of, thread t row
+        16 · i + t / 8 of the piece with rows[i]; below 0: none.
+      column: A scalar: the first of the 64 numbers of a row that are copied.
+      target: [pieces, 8 · k, 64] in shared memory, with `transforms`.
+      slot: A scalar: which piece.
+      transforms: Tiles of eight rows and 64 numbers, swizzled over 128 bytes.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        each = jnp.stack([some[::8] for some in rows]).reshape(-1)[: target.shape[1]]
+        found = jnp.take(ref[:, pl.ds(column, 64)], jnp.maximum(each, 0), axis=0)
+        target[slot, pl.ds(0, each.shape[0])] = found
+        return
+    size = 128 * target.shape[1]  # bytes of a piece
+
+    def copy(_, ref, column, target, slot, *rows):
+        i32 = ir.IntegerType.get_signless(32)
+
+        def constant(value):
+            return arith.constant(i32, value)
+
+        thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+        row, part = arith.divui(thread, constant(8)), arith.remui(thread, constant(8))
+        # Of a tile's row i, the sixteen bytes that would be at place j are at place j xor i.
+        place = arith.xori(part, arith.remui(row, constant(8)))
+        begin = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target))
+        slot = arith.muli(slot.registers.flat[0], constant(size))
+        begin = arith.addi(
+            arith.addi(begin, slot), arith.addi(arith.muli(row, constant(128)), arith.muli(place, constant(16)))
+        )
+        sources, column = _Rows(ref), arith.index_cast(ir.IndexType.get(), column.registers.flat[0])
+        number = arith.addi(column, arith.index_cast(ir.IndexType.get(), arith.muli(part, constant(8))))
+        for i, some in enumerate(rows):
+            (register,) = some.registers.flat
+            wanted = vector.extract(register, [], [0])
+            source = sources.point(arith.index_cast(ir.IndexType.get(), wanted), number)
+            text = "{.reg .pred p; setp.ge.s32 p, $2, 0; @p cp.async.cg.shared.global [$0], [$1], 16;}"
+            operands = [arith.addi(begin, constant(2048 * i)), source, wanted]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r,~{memory}", has_side_effects=True)
+
+    scalar, whole = plgpu.Layout.WG_SPLAT, plgpu.RefType(transforms)
+    arguments = plgpu.RefType(), scalar, whole, scalar, *[PER_THREAD] * len(rows)
+    inline_mlir(copy, arguments, None)(ref, column, target, slot, *rows)
+
+
 def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
     """Loads the numbers at `positions`, one for each thread.
 
@@ -196,6 +247,105 @@ def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
 
     out = plgpu.ShapeDtypeStruct(positions.shape, ref.dtype, layout=PER_THREAD)
     return inline_mlir(load_numbers, (plgpu.RefType(), PER_THREAD), out)(ref, positions)
+
+
+def load_lanes(ref, row, column: int, fill: float, interpret: bool) -> Array:
+    """Loads neighbouring numbers of four rows, a row for each warp and a number for each of its threads.
+
+    Args:
+      ref: [n, m] in global memory, float32.
+      row: A scalar: of the first warp; warps for whose rows there is no room have the last one.
+      column: Of the first thread.
+      fill: What threads have that are behind a row's end.
+      interpret: Whether this runs in Pallas' interpreter.
+
+    Returns:
+      [4, WARP] in layout `NUMBERS`.
+    """
+    n, m = ref.shape
+    dims, columns = (THREADS // WARP, WARP), min(WARP, m - column)
+    if interpret:
+        rows = jnp.minimum(row + jnp.arange(dims[0], dtype=jnp.int32), n - 1)
+        found = jnp.take(ref[...], rows, axis=0)[:, column : column + columns]
+        return jnp.pad(found, ((0, 0), (0, WARP - columns)), constant_values=fill)
+
+    def load_numbers(_, ref, row):
+        tiled, kind = NUMBERS.to_mgpu(), ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
+        ((warp, lane),) = tiled.thread_idxs(dims)
+        row = arith.minui(arith.addi(arith.index_cast(ir.IndexType.get(), row.registers.flat[0]), warp), _number(n - 1))
+        number = arith.addi(arith.minui(lane, _number(columns - 1)), _number(column))
+        numbers = vector.load(kind, ref, [row, number])
+        if columns < WARP:
+            element = ir.FloatAttr.get(kind.element_type, fill)
+            other = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, element))
+            inside = arith.cmpi(arith.CmpIPredicate.ult, lane, _number(columns))
+            numbers = arith.select(inside, numbers, other)
+        registers = np.full(tiled.registers_shape(dims), numbers, object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+
+    out = plgpu.ShapeDtypeStruct(dims, ref.dtype, layout=NUMBERS)
+    return inline_mlir(load_numbers, (plgpu.RefType(), plgpu.Layout.WG_SPLAT), out)(ref, row)
+
+
+def store_lanes(x: Array, ref, row, interpret: bool) -> None:
+    """Writes the first numbers of each warp to a row.
+
+    Args:
+      x: [4, WARP] in layout `NUMBERS`, float32 or int32.
+      ref: [n, m] in global memory, m at most WARP.
+      row: A scalar: of the first warp; warps for whose rows there is no room write none.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    n, m = ref.shape
+    if interpret:
+
+        def write_row(i, _):
+            ref[row + i] = lax.dynamic_index_in_dim(x, i, keepdims=False)[:m]
+
+        lax.fori_loop(0, jnp.minimum(x.shape[0], n - row), write_row, None)
+        return
+
+    def write(_, x, ref, row):
+        i32 = ir.IntegerType.get_signless(32)
+        ((warp, lane),) = x.layout.thread_idxs(x.shape)
+        row = arith.addi(arith.index_cast(ir.IndexType.get(), row.registers.flat[0]), warp)
+        inside = [arith.cmpi(arith.CmpIPredicate.ult, i, _number(size)) for i, size in ((row, n), (lane, m))]
+        (numbers,) = x.registers.flat
+        number = vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), numbers), [], [0])
+        text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.b32 [$1], $2;}"
+        operands = [arith.extui(i32, arith.andi(*inside)), _Rows(ref).point(row, lane), number]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r,~{memory}", has_side_effects=True)
+
+    inline_mlir(write, (NUMBERS, plgpu.RefType(), plgpu.Layout.WG_SPLAT), None)(x, ref, row)
+
+
+def reduce_lanes(x: Array, kind: str, interpret: bool) -> Array:
+    """The largest or smallest number of each warp's threads, or their sum, for all of them.
+
+    Args:
+      x: [4, WARP] in layout `NUMBERS`; int32 for "max" and "min", float32 for "sum".
+      kind: "max", "min" or "sum".
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        reduce = {"max": jnp.max, "min": jnp.min, "sum": jnp.sum}[kind]
+        return jnp.broadcast_to(reduce(x, axis=1, keepdims=True), x.shape)
+
+    def reduce_registers(_, x):
+        i32, (numbers,) = ir.IntegerType.get_signless(32), x.registers.flat
+        if kind == "sum":
+            for distance in (1, 2, 4, 8, 16):
+                numbers = arith.addf(numbers, mgpu.utils.shfl_bfly(numbers, distance))
+        else:
+            number = vector.extract(numbers, [], [0])
+            text = f"redux.sync.{kind}.s32 $0, $1, 0xffffffff;"
+            number = llvm.inline_asm(i32, [number], text, "=r,r", has_side_effects=True)
+            numbers = vector.broadcast(numbers.type, number)
+        registers, signed = np.full(x.registers.shape, numbers, object), None if kind == "sum" else True
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=signed)
+
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=NUMBERS)
+    return inline_mlir(reduce_registers, (NUMBERS,), out)(x)
 
 
 def load_columns(ref, columns: int, layout, interpret: bool) -> list[Array]:
@@ -396,39 +546,45 @@ def store_rows(x: Array, layout, axis: int, ref, interpret: bool) -> None:
     inline_mlir(write, (layout, plgpu.RefType()), None)(x, ref)
 
 
-def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *, end=None) -> None:
+def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *, begin=None, end=None) -> None:
     """Writes those numbers of an array to global memory for which there is room.
 
     Args:
       x: [64, length] of float32 or of two bytes each, in `layout`, where a thread holds pairs of neighbouring columns.
       layout: x's layout.
       ref: [n, m] in global memory, m even. Number (i, j) of x is number (first + i, first_column + j) there.
-      first, first_column: Scalars; first_column is even.
+      first, first_column: Scalars; first_column is even. first may be negative.
       interpret: Whether this runs in Pallas' interpreter.
+      begin: A scalar: no row in front of it is written. None: 0.
       end: A scalar at most n: no row from it on is written. None: n.
     """
     n, m = ref.shape
+    begin = jnp.int32(0) if begin is None else begin
     end = jnp.int32(n) if end is None else end
     if interpret:
         width = min(x.shape[1], m)
         # Where less room is left than that, what was written before is written again.
-        begin = jnp.minimum(first_column, m - width)
+        left = jnp.minimum(first_column, m - width)
 
         def write_row(i, _):
-            row = jnp.roll(lax.dynamic_index_in_dim(x, i, keepdims=False), first_column - begin)[:width]
-            held = ref[first + i, pl.ds(begin, width)]
-            ref[first + i, pl.ds(begin, width)] = jnp.where(jnp.arange(width) < first_column - begin, held, row)
+            row = jnp.roll(lax.dynamic_index_in_dim(x, i, keepdims=False), first_column - left)[:width]
+            held = ref[first + i, pl.ds(left, width)]
+            ref[first + i, pl.ds(left, width)] = jnp.where(jnp.arange(width) < first_column - left, held, row)
 
-        lax.fori_loop(0, jnp.minimum(x.shape[0], end - first), write_row, None)
+        lax.fori_loop(jnp.maximum(begin - first, 0), jnp.minimum(x.shape[0], end - first), write_row, None)
         return
 
     def write(_, x, ref, *scalars):
         i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
-        *firsts, end = [arith.index_cast(ir.IndexType.get(), scalar.registers.flat[0]) for scalar in scalars]
-        ends = end, _number(m)
+        *firsts, begin, end = [arith.index_cast(ir.IndexType.get(), scalar.registers.flat[0]) for scalar in scalars]
+        # Unsigned, what lies in front of the beginning is far behind the end.
+        begins, sizes = (begin, _number(0)), (arith.subi(end, begin), _number(m))
         for place, numbers in zip(x.layout.thread_idxs(x.shape), x.registers.flat, strict=True):
             place = [arith.addi(at, first) for at, first in zip(place, firsts, strict=True)]
-            inside = [arith.cmpi(arith.CmpIPredicate.ult, at, end) for at, end in zip(place, ends, strict=True)]
+            inside = [
+                arith.cmpi(arith.CmpIPredicate.ult, arith.subi(at, start), size)
+                for at, start, size in zip(place, begins, sizes, strict=True)
+            ]
             stores = arith.extui(i32, arith.andi(*inside))
             if mgpu.utils.bitwidth(x.mlir_dtype) == 32:
                 pair, kinds = [vector.extract(numbers, [], [i]) for i in range(2)], "f,f"
@@ -442,7 +598,97 @@ def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *,
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 
     scalar = plgpu.Layout.WG_SPLAT
+    arguments = layout, plgpu.RefType(), *[scalar] * 4
+    inline_mlir(write, arguments, None)(x, ref, first, first_column, begin, end)
+
+
+def store_wide(x: Array, layout, ref, first, first_column, interpret: bool, *, end) -> None:
+    """As `store_inside`, in sixteen bytes a thread: four threads of a row, each of which has two of every eight
+    neighbouring columns, exchange them until each has eight.
+
+    Args:
+      x: [64, length] of two bytes each in `layout`, that of the tensor cores' results; length in multiples of 32.
+      ref: [n, m] in global memory, m a multiple of 8 and at least first_column + length.
+      first_column: A scalar, a multiple of 8.
+      layout, first, interpret, end: As in `store_inside`.
+    """
+    if interpret:
+        store_inside(x, layout, ref, first, first_column, interpret, end=end)
+        return
+
+    def write(_, x, ref, *scalars):
+        i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
+        first, first_column, end = [arith.index_cast(ir.IndexType.get(), s.registers.flat[0]) for s in scalars]
+        thread, places = mgpu.utils.thread_idx(), [*x.layout.thread_idxs(x.shape)]
+        bits = [
+            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, arith.constant(i32, bit)), arith.constant(i32, 0))
+            for bit in (1, 2)
+        ]
+        quarter = arith.index_cast(ir.IndexType.get(), arith.andi(thread, arith.constant(i32, 3)))
+        packed = [vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), n), [], [0]) for n in x.registers.flat]
+        # Of a thread's registers, neighbours are eight rows apart, and those two further eight columns.
+        for begin in range(0, len(packed), 8):
+            for half in range(2):
+                numbers = packed[begin + half : begin + 8 : 2]
+                for distance, bit in zip((1, 2), bits, strict=True):
+                    for i in (0, 2) if distance == 1 else (0, 1):
+                        mine, other = numbers[i], numbers[i + distance]
+                        found = mgpu.utils.shfl_bfly(arith.select(bit, mine, other), distance)
+                        numbers[i] = arith.select(bit, found, mine)
+                        numbers[i + distance] = arith.select(bit, other, found)
+                row = arith.addi(places[begin + half][0], first)
+                stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, row, end))
+                # Of the four times eight columns, a thread has those of its number among the four.
+                column = arith.addi(first_column, _number(begin * 4))
+                column = arith.addi(column, arith.muli(quarter, _number(8)))
+                text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5};}"
+                operands, constraints = [stores, target.point(row, column), *numbers], "r,l,r,r,r,r,~{memory}"
+                llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    scalar = plgpu.Layout.WG_SPLAT
     inline_mlir(write, (layout, plgpu.RefType(), scalar, scalar, scalar), None)(x, ref, first, first_column, end)
+
+
+def store_sum(x: Array, layout, ref, row, first_column, interpret: bool) -> None:
+    """Writes the sum of the first sixteen rows of an array to a row in global memory.
+
+    Args:
+      x: float32 [64, length] in `layout`, that of the tensor cores' results: the first of the four warps has the first
+        sixteen rows, a thread pairs of neighbouring columns, of rows that are eight apart.
+      layout: x's layout.
+      ref: [n, m] in global memory, of float32 or of two bytes each, m at least first_column + length.
+      row, first_column: Scalars: where the sums are written; first_column is even.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        ref[row, pl.ds(first_column, x.shape[1])] = jnp.sum(x[:16], axis=0).astype(ref.dtype)
+        return
+
+    def write(_, x, ref, row, first_column):
+        i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
+        row, first_column = (arith.index_cast(ir.IndexType.get(), n.registers.flat[0]) for n in (row, first_column))
+        thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, THREADS))
+        stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, thread, arith.constant(i32, 4)))
+        places = [*x.layout.thread_idxs(x.shape)][::2]  # of rows eight apart, the upper ones
+        for (_, column), (upper, lower) in zip(places, x.registers.reshape(-1, 2), strict=True):
+            total = arith.addf(upper, lower)
+            for distance in (4, 8, 16):  # Eight lanes, four apart, have the same columns of eight rows.
+                total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+            pair = [vector.extract(total, [], [i]) for i in range(2)]
+            if mgpu.utils.bitwidth(ir.MemRefType(ref.type).element_type) == 32:
+                kinds, text = "f,f", "@p st.global.v2.f32 [$1], {$2, $3};"
+            else:
+                kind = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
+                rounded = arith.truncf(kind, total)
+                pair = [vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), rounded), [], [0])]
+                kinds, text = "r", "@p st.global.b32 [$1], $2;"
+            text = f"{{.reg .pred p; setp.ne.s32 p, $0, 0; {text}}}"
+            operands = [stores, target.point(row, arith.addi(column, first_column)), *pair]
+            constraints = f"r,l,{kinds},~{{memory}}"
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    scalar = plgpu.Layout.WG_SPLAT
+    inline_mlir(write, (layout, plgpu.RefType(), scalar, scalar), None)(x, ref, row, first_column)
 
 
 def store_vectors(source, target, places: list[Array], interpret: bool) -> None:

@@ -17,7 +17,7 @@ from jaxbuf.attention.latent import append_and_attend_latent
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.bench.measure import worst_errors
-from jaxbuf.models.experts import mixture
+from jaxbuf.models.experts import Router, mixture
 from jaxbuf.models.layers import Norm
 from jaxbuf.models.projections import gated_project, project
 from jaxbuf.models.residual import add_and_norm
@@ -159,7 +159,8 @@ def check_long_chunk(rng, time: int = 1024, committed: int = 3000, rows: int = 2
 
 
 def check_experts(rng) -> Figures:
-    """Mixtures of experts with a gate and without, of one token and of many, against float64."""
+    """Mixtures of experts with a gate and without, of one token and of many, against float64; some of the experts too,
+    as a device of several has them, and tokens that prefer one of them."""
     found: Figures = {}
     shapes = (512, 64, 8, 256, True), (2048, 128, 8, 512, True), (320, 16, 4, 192, False)
     for hidden, experts, chosen, size, gated in shapes:
@@ -170,13 +171,18 @@ def check_experts(rng) -> Figures:
         for dtype, bound in (("bfloat16", 1.2e-2), ("float16", 1.5e-3)):
             weights = [jnp.asarray(w, dtype) for w in (first, second)]
             wide = [np.asarray(w, np.float64) for w in weights]
-            for tokens in (1, 5, 32, 300):
+            for tokens, begin in ((1, 0), (2, 0), (5, 0), (32, 0), (300, 0), (1500, 0), (1, 8), (32, 8), (300, 8)):
+                if tokens == 1500 and hidden == 2048:  # the definition would take long
+                    continue
                 x = jnp.asarray(rng.standard_normal((tokens, hidden)), dtype)
                 picked = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
+                if tokens == 300:  # the last expert has all of them
+                    picked[:, -1] = np.where((picked == experts - 1).any(axis=1), picked[:, -1], experts - 1)
                 share = rng.dirichlet(np.ones(chosen), tokens).astype(np.float32)
-                out = mixture(x, *weights, jnp.asarray(picked), jnp.asarray(share), gated=gated, implementation="gpu")
+                given = x, *(w[begin:] for w in weights), jnp.asarray(picked), jnp.asarray(share)
+                out = mixture(*given, gated=gated, begin=begin or None, implementation="gpu")
                 expected, exact = np.zeros((tokens, hidden)), np.asarray(x, np.float64)
-                for expert in range(experts):
+                for expert in range(begin, experts):
                     token, place = np.nonzero(picked == expert)
                     inner = exact[token] @ wide[0][expert].T
                     if gated:
@@ -186,15 +192,56 @@ def check_experts(rng) -> Figures:
                         inner = np.maximum(inner, 0) ** 2
                     expected[token] += share[token, place, None] * (inner @ wide[1][expert].T)
                 gaps = np.linalg.norm(np.asarray(out, np.float64) - expected, axis=-1)
-                error = float(np.max(gaps / np.linalg.norm(expected, axis=-1)))
+                sizes = np.linalg.norm(expected, axis=-1)
+                error = float(np.max(gaps / np.where(sizes > 0, sizes, 1)))  # a token may have none of the experts here
                 name = f"{dtype}, {'gated' if gated else 'squared ReLU'}"
                 assert error <= bound, f"{name}, {tokens} tokens of {hidden}: {error}, at most {bound}"
                 found[name] = max(found.get(name, 0.0), error)
     return found
 
 
+def check_choices(rng) -> Figures:
+    """The router's kernel against float64: each expert it takes is as good as the one in its place, and its weights."""
+    found: Figures = {}
+    routers = {
+        "softmax": Router(256, 8),
+        "softmax, as it is": Router(500, 10, renormalised=False, scale=2.0),
+        "sigmoid, biased, groups": Router(256, 8, scores="sigmoid", bias=True, groups=8, chosen_groups=4, scale=2.5),
+    }
+    for name, router in routers.items():
+        for tokens in (1, 7, 4096):
+            logits = (2 * rng.standard_normal((tokens, router.experts))).astype(np.float32)
+            logits[0, 40:44] = 9.0  # equal ones, which are taken in their order
+            bias = rng.standard_normal(router.experts).astype(np.float32) if router.bias else None
+            given = jnp.asarray(logits), None if bias is None else jnp.asarray(bias)
+            chosen, weights = map(np.asarray, router(*given, implementation="gpu"))
+            exact = logits.astype(np.float64)
+            powers = np.exp(exact - exact.max(axis=1, keepdims=True))
+            softmax = router.scores == "softmax"
+            scores = powers / powers.sum(axis=1, keepdims=True) if softmax else 1 / (1 + np.exp(-exact))
+            preferred = scores if bias is None else scores + bias
+            if router.groups > 1:
+                grouped = preferred.reshape(tokens, router.groups, -1)
+                sums = np.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
+                closed = np.argsort(-sums, axis=1, kind="stable")[:, router.chosen_groups :]
+                np.put_along_axis(grouped, closed[:, :, None], -np.inf, axis=1)
+            best = -np.sort(-preferred, axis=1)[:, : router.chosen]
+            gap = float(np.abs(np.take_along_axis(preferred, chosen, axis=1) - best).max())
+            assert gap <= 2e-6 and all(len(set(row)) == router.chosen for row in chosen), f"{name}, {tokens}: {gap}"
+            if bias is None:
+                assert chosen[0, :4].tolist() == [40, 41, 42, 43], f"{name}: {chosen[0]}"
+            expected = np.take_along_axis(scores, chosen, axis=1)
+            if router.renormalised:
+                expected /= expected.sum(axis=1, keepdims=True)
+            error = float(np.abs(weights / (router.scale * expected) - 1).max())
+            assert error <= 1e-5, f"{name}, {tokens} tokens: {error}, at most 1e-5"
+            found[name] = max(found.get(name, 0.0), error)
+    return found
+
+
 CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "experts_are_those_of_float64": check_experts,
+    "choices_of_experts_are_those_of_float64": check_choices,
     "attention_is_that_of_float64": check_attention,
     "latent_attention_is_that_of_float64": check_latent_attention,
     "projections_are_those_of_float64": check_projections,

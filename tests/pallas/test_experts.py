@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.models.experts import mixture
-from jaxbuf.pallas.experts import STEP, Call, gpu, tpu
+from jaxbuf.models.experts import Router, mixture
+from jaxbuf.pallas.experts import STEP, Call, gpu, gpu_few, gpu_places, tpu
+from jaxbuf.pallas.project.gpu import SHARED_MEMORY, TILE
 
 SIZES = {"experts": 6, "inputs": 64, "inner": 72, "outputs": 64}
 
@@ -51,10 +52,10 @@ def test_the_gpu_kernel_lowers_for_cuda_at_the_real_sizes(experts, chosen, token
     arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
     arrays += [jax.ShapeDtypeStruct((tokens, chosen), dtype) for dtype in (jnp.int32, jnp.float32)]
     traced = jax.jit(partial(mixture, implementation="gpu", target="H100")).trace(*arrays)
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == (2 if tokens == 1 else 4)
 
 
-@pytest.mark.parametrize(("inner", "kernels"), [(64, 2), (72, 0)])
+@pytest.mark.parametrize(("inner", "kernels"), [(64, 3), (72, 0)])
 def test_it_is_taken_where_it_serves_both_products(inner, kernels, rng):
     arrays = new_arrays(rng, 2, 2, **SIZES | {"inner": inner})
     traced = jax.jit(partial(mixture, target="H100")).trace(*arrays)
@@ -65,6 +66,9 @@ def test_it_is_taken_where_it_serves_both_products(inner, kernels, rng):
 def few_processors(monkeypatch):
     """So that a call has few blocks for the interpreter."""
     monkeypatch.setattr(gpu, "PROCESSORS", 2)
+    monkeypatch.setattr(gpu, "BLOCKS", 2)
+    monkeypatch.setattr(gpu_few, "PROCESSORS", 2)
+    monkeypatch.setattr(gpu_few, "BUSY", 2)
 
 
 @pytest.mark.parametrize(
@@ -74,25 +78,61 @@ def few_processors(monkeypatch):
         pytest.param(1, 2, False, marks=pytest.mark.exhaustive),
         pytest.param(60, 2, True, marks=pytest.mark.exhaustive),
         pytest.param(200, 3, False, marks=pytest.mark.exhaustive),
+        pytest.param(180, 2, True, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_gpu_kernel_is_the_mixture(tokens, chosen, gated, rng, few_processors):
-    """Groups of few rows, and of more than one visit has; some of them empty; visits for one warpgroup and for two."""
-    arrays = new_arrays(rng, tokens, chosen, gated=gated, **SIZES | {"inner": 128 if tokens == 1 else 64})
+def test_the_gpu_kernel_is_the_mixture(tokens, chosen, gated, rng, few_processors, monkeypatch):
+    """Groups of few rows, and of more than one visit has; some of them empty; visits for up to three warpgroups, some
+    of which have no rows; tiles that are multiplied in halves; rows that the kernel gathers, or XLA."""
+    monkeypatch.setattr(gpu, "GATHERS", tokens != 60)
+    sizes = SIZES | {"inner": 128 if tokens == 1 else 64, "outputs": {200: 208, 180: 256}.get(tokens, 64)}
+    arrays = new_arrays(rng, tokens, chosen, gated=gated, **sizes)
     if tokens == 60:
         arrays = *arrays[:3], jnp.where(arrays[3] == 4, 5, arrays[3]), arrays[4]
     found = mixture(*arrays, gated=gated, implementation="gpu", interpret=True)
     assert found.dtype == jnp.bfloat16 and error(found, defined(*arrays, gated=gated)) < 1e-2
 
 
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "experts", "gated", "dtype"),
+    [
+        (3, 2, 40, True, "bfloat16"),
+        pytest.param(1, 10, 24, False, "float16", marks=pytest.mark.exhaustive),
+        pytest.param(9, 1, 64, True, "bfloat16", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_kernels_of_few_tokens_are_the_mixture(tokens, chosen, experts, gated, dtype, rng, few_processors):
+    """Weights of a token's experts in more pieces than the ring has; more experts than eight; tokens that share one."""
+    sizes = SIZES | {"experts": experts, "inner": 128, "inputs": 256}
+    x, first, second, picked, weights = new_arrays(rng, tokens, chosen, jnp.dtype(dtype), gated=gated, **sizes)
+    picked = picked.at[:, 0].set(picked[0, 0]) if chosen == 1 else picked
+    call = Call(picked.size, 256, 128, experts, np.dtype(x.dtype), gated)
+    assert gpu_few.serves(tokens, (call, Call(picked.size, 128, 64, experts, np.dtype(x.dtype))))
+    arrays = x, first, second, picked, weights
+    found = mixture(*arrays, gated=gated, implementation="gpu", interpret=True)
+    assert found.dtype == dtype and error(found, defined(*arrays, gated=gated)) < 1e-2
+
+
+def test_few_tokens_of_few_experts_are_sorted():
+    """There most experts have several tokens, for each of which the kernels of few tokens would read them."""
+
+    def serves(tokens, chosen, experts):
+        calls = (Call(tokens * chosen, *sizes, experts, np.dtype("bfloat16")) for sizes in ((2048, 512), (512, 2048)))
+        return gpu_few.serves(tokens, tuple(calls))
+
+    assert serves(1, 8, 256) and serves(1, 2, 8) and serves(8, 8, 256)
+    assert not serves(9, 8, 256) and not serves(4, 2, 8) and not serves(1, 17, 256)
+
+
 @pytest.mark.slow
-def test_of_experts_elsewhere_the_kernel_computes_nothing(rng, few_processors):
-    check_experts_elsewhere(rng, "gpu", SIZES | {"inner": 64})
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_of_experts_elsewhere_the_kernel_computes_nothing(tokens, rng, few_processors):
+    check_experts_elsewhere(rng, "gpu", SIZES | {"inner": 64, "outputs": 256}, tokens)
 
 
-def check_experts_elsewhere(rng, implementation, sizes):
+def check_experts_elsewhere(rng, implementation, sizes, tokens=5):
     """Three devices have two experts each; what lies in no group is whatever memory held."""
-    x, first, second, chosen, weights = new_arrays(rng, 5, 3, **sizes)
+    x, first, second, chosen, weights = new_arrays(rng, tokens, 3, **sizes)
     for begin in (0, 2, 4):
         here = slice(begin, begin + 2)
         how = {"begin": begin, "implementation": implementation, "interpret": True}
@@ -123,8 +163,9 @@ def test_visits_have_every_row_of_every_group_once(rows, experts, rng):
     for share in (np.full(experts, 1 / experts), rng.dirichlet(np.full(experts, 0.05)), np.eye(experts)[-1]):
         counts = rng.multinomial(rows, share)
         groups = -(-counts // gpu.ALIGNED) * gpu.ALIGNED
-        visits = np.asarray(gpu.plan_visits(jnp.asarray(groups, jnp.int32), rows))
+        visits, used = map(np.asarray, gpu.plan_visits(jnp.asarray(groups, jnp.int32), rows))
         assert len(visits) == gpu.most_visits(rows, experts)
+        assert (visits[: used[0], 2] > visits[: used[0], 1]).all() and not visits[used[0] :].any()
         ends, seen = np.cumsum(groups), []
         for expert, first, end in visits:
             assert 0 <= end - first <= gpu.visited_rows(rows, experts) and first % gpu.ALIGNED == 0
@@ -153,6 +194,38 @@ def test_rows_lie_in_the_groups_of_their_experts(begin, most_compared, rng, monk
     assert (places[~inside] == gpu.aligned_rows(rows, here)).all()
 
 
+@pytest.mark.parametrize(("tokens", "chosen", "experts"), [(9, 3, 40), (200, 2, 6)])
+def test_the_kernel_that_places_rows_says_what_xla_does(tokens, chosen, experts, rng):
+    """Some experts are elsewhere; of each place the token is the one whose row lies there."""
+    picked = jnp.asarray(rng.integers(-1, experts + 1, (tokens, chosen)), jnp.int32)
+    picked = picked.at[0].set(-1).at[1].set(experts)
+    places, sources, visits, used = map(np.asarray, gpu_places.place_rows(picked, experts, interpret=True))
+    known, groups = map(np.asarray, gpu.arrange_rows(picked.reshape(-1), experts))
+    np.testing.assert_array_equal(places, known)
+    for found, expected in zip((visits, used), gpu.plan_visits(jnp.asarray(groups), picked.size), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    inside = np.flatnonzero(places < len(sources))
+    np.testing.assert_array_equal(sources[places[inside]], inside // chosen)
+    assert not np.delete(sources, places[inside]).any() and len(inside) < picked.size
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("outputs", [256, 1280])
+def test_the_kernel_that_sums_rows(everywhere, outputs, rng, monkeypatch):
+    """Rows of no group are nowhere; what lies in other rows is not read."""
+    monkeypatch.setattr(gpu_places, "LOADED", 2 * outputs)
+    each = rng.standard_normal((40, outputs)).astype(jnp.bfloat16)
+    places = rng.permutation(40)[:15].astype(np.int32)
+    each[np.delete(np.arange(40), places)] = np.nan
+    if not everywhere:
+        places[[1, 7]] = 40
+    weights = rng.random((5, 3)).astype(np.float32)
+    arrays = jnp.asarray(each), jnp.asarray(places), jnp.asarray(weights)
+    found = gpu_places.sum_rows(*arrays, everywhere=everywhere, interpret=True)
+    rows = np.append(each.astype(np.float64), np.zeros((1, outputs)), axis=0)[places].reshape(5, 3, -1)
+    assert error(found, np.sum(rows * weights[:, :, None], axis=1)) < 4e-3
+
+
 def test_a_schedule_fits_a_multiprocessor():
     assert STEP == gpu.STEP
     for rows in (8, 80, 256, 1024, 1280, 32_768, 40_960):
@@ -162,6 +235,86 @@ def test_a_schedule_fits_a_multiprocessor():
             assert schedule.rows * schedule.tiles == outputs and schedule.ring >= 4
             if rows == 8:  # a token's experts keep nearly all multiprocessors busy
                 assert 112 <= schedule.visits * schedule.tiles <= 264
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (1, 8), (1, 10), (1, 16), (3, 10), (8, 8)])
+def test_a_schedule_of_few_tokens_fits_a_multiprocessor(tokens, chosen):
+    for hidden, inner in ((2048, 512), (2304, 1024), (7168, 2048), (2688, 1856), (64, 64)):
+        for gated in (True, False):
+            first = Call(tokens * chosen, hidden, inner, 256, np.dtype(jnp.bfloat16), gated)
+            second = Call(tokens * chosen, inner, hidden, 256, np.dtype(jnp.bfloat16))
+            padded = -(-chosen // 8) * 8
+            schedules = gpu_few.arrange(first, tokens * chosen), gpu_few.arrange(second, tokens, padded)
+            held = schedules[0].ring * 8, inner // schedules[1].columns * padded
+            for call, schedule, rows in zip((first, second), schedules, held, strict=True):
+                assert schedule.rows * schedule.tiles == call.outputs
+                assert call.inputs % schedule.columns == 0 and schedule.columns % STEP == 0
+                weights = schedule.ring * schedule.rows * (1 + call.gated)
+                assert 2 * schedule.columns * (weights + rows + TILE - 8) < SHARED_MEMORY
+                assert gpu_few.LEAST_PIECES <= schedule.ring <= 32
+                if (hidden, inner, tokens) == (2048, 512, 1) and chosen >= 8:
+                    assert 2 * schedule.columns * weights >= 2**16, "so many bytes are on their way"
+
+
+CHOICES = {
+    "softmax": (1, Router(40, 3)),
+    "softmax, as it is": (5, Router(40, 5, renormalised=False, scale=0.7)),
+    "softmax, biased": (3, Router(20, 20, bias=True)),
+    "softmax, groups": (3, Router(128, 2, groups=4, chosen_groups=2)),
+    "sigmoid": (2, Router(96, 4, scores="sigmoid", scale=2.5)),
+    "sigmoid, groups": (6, Router(96, 4, scores="sigmoid", bias=True, groups=3, chosen_groups=2, scale=1.5)),
+    "one of one": (1, Router(1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_kernel_chooses_as_the_router_does(name, rng):
+    """Some experts have equal scores; of the weights the gradient is the same, too."""
+    tokens, router = CHOICES[name]
+    logits = rng.standard_normal((tokens, router.experts)).astype(np.float32)
+    logits[0, 3:7] = logits[-1, ::7] = 1.5
+    bias = jnp.asarray(rng.integers(0, 2, router.experts), jnp.float32) if router.bias else None
+
+    def weighed(logits, **how):
+        chosen, weights = router(logits, bias, **how)
+        return jnp.sum(weights * jnp.arange(1.0, router.chosen + 1)[None]), (chosen, weights)
+
+    run = jax.value_and_grad(weighed, has_aux=True)
+    (_, (chosen, weights)), slope = run(jnp.asarray(logits), implementation="gpu", interpret=True)
+    (_, (known, expected)), known_slope = run(jnp.asarray(logits))
+    np.testing.assert_array_equal(chosen, known)
+    np.testing.assert_allclose(weights, expected, rtol=2e-6)
+    np.testing.assert_allclose(slope, known_slope, atol=1e-6)
+
+
+def test_the_router_and_experts_of_a_token_are_three_kernels():
+    """Besides the product that gives the logits: nothing is sorted, gathered or added up by XLA."""
+    sizes = [(1, 256), (1, 2048), (256, 1024, 2048), (256, 2048, 512)]
+    arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16 if i else jnp.float32) for i, size in enumerate(sizes)]
+
+    def run(logits, *arrays):
+        return mixture(*arrays, *Router(256, 8)(logits, target="H100"), target="H100")
+
+    lowered = jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("@mosaic_gpu") == 3
+    assert not [
+        name for name in ("sort", "top_k", "gather", "scatter", "dot", "reduce") if f"stablehlo.{name}" in lowered
+    ]
+
+
+@pytest.mark.parametrize(
+    ("router", "reason"),
+    [
+        (Router(1056, 8), "at most 1024 experts, got 1056"),
+        (Router(64, 33), "chosen at most 32, got 33"),
+        (Router(40, 2, groups=2), "groups of experts in 32s, got 20 in each"),
+    ],
+)
+def test_choices_that_the_kernel_cannot_serve(router, reason):
+    logits = jnp.zeros((2, router.experts))
+    with pytest.raises(ValueError, match=f'implementation="gpu" can not serve this experts: it needs {reason}'):
+        router(logits, implementation="gpu", target="H100")
+    assert router(logits)[0].tolist() == [[*range(router.chosen)]] * 2
 
 
 TPU_SIZES = {"experts": 6, "inputs": 128, "inner": 128, "outputs": 256}

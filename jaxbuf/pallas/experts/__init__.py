@@ -1,7 +1,8 @@
 """The kernels of a layer's routed experts, and what they can serve.
 
 `Call` describes one of the two products, `supports` says whether a platform's kernel serves it. On GPUs the kernel is
-ours (`gpu.multiply_groups`), on TPUs it is JAX's Megablox (`tpu.multiply_groups`).
+ours (`gpu.multiply_groups`, and of a few tokens `gpu_few`), on TPUs it is JAX's Megablox (`tpu.multiply_groups`). On
+GPUs `choose` has the router's choice, and `gpu_places` what is around the products.
 """
 
 import jax.numpy as jnp

@@ -43,7 +43,7 @@ MOST_STEPS = 10  # in the ring
 SLICES, MOST_IN_SLICES, MOST_ROWS = (3, 4, 2), 128, 8192
 MOST_SUMS = 160  # of a thread
 # Registers of each thread that multiplies, and of each that brings, by the warpgroups that multiply; None: as compiled.
-REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (216, 40)}
+REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (216, 40), 3: (160, 32)}
 
 WGMMA, ACC = plgpu.Layout.WGMMA, plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
@@ -245,23 +245,37 @@ class Multiplied(Protocol):
     def ring(self) -> int: ...
 
 
-def multiply(schedule: Multiplied, memory: Memory, role, steps: int, parts: int, interpret: bool) -> list[list[Array]]:
-    """float32 [TILE, rows] for each of the warpgroup's products and each part: its tokens times the tile's rows."""
+def multiply(
+    schedule: Multiplied, memory: Memory, role, steps: int, parts: int, interpret: bool, before=0
+) -> list[list[Array]]:
+    """float32 [TILE, rows] for each of the warpgroup's products and each part: its tokens times the tile's rows.
+
+    Args:
+      schedule, memory: The block's.
+      role: The warpgroup's number.
+      steps: How many pieces there are.
+      parts: Of the tile.
+      interpret: Run in Pallas' GPU interpreter.
+      before: How many pieces of other tiles went through the ring earlier.
+    """
     dims, products = (TILE, schedule.rows), schedule.products
 
+    def place(i):
+        return lax.rem(before + i, np.int32(schedule.ring))
+
     def factors(i):
-        at = lax.rem(i, np.int32(schedule.ring))
+        at = place(i)
         tokens = [memory.tokens.at[at, pl.ds((role * products + j) * TILE, TILE)] for j in range(products)]
         weights = [memory.weights.at[at, pl.ds(part * schedule.rows, schedule.rows)] for part in range(parts)]
         return [(x, weight) for x in tokens for weight in weights]
 
     def let_go(i):
-        plgpu.barrier_arrive(memory.free.at[lax.rem(i, np.int32(schedule.ring))])
+        plgpu.barrier_arrive(memory.free.at[place(i)])
 
     if interpret:  # The interpreter does not know the instruction.
 
         def add(i, sums):
-            plgpu.barrier_wait(memory.full.at[lax.rem(i, np.int32(schedule.ring))])
+            plgpu.barrier_wait(memory.full.at[place(i)])
             pairs = [[ref[...].astype(jnp.float32) for ref in pair] for pair in factors(i)]
             sums = [s + jnp.dot(x, w.T, precision="highest") for s, (x, w) in zip(sums, pairs, strict=True)]
             let_go(i)
@@ -272,7 +286,7 @@ def multiply(schedule: Multiplied, memory: Memory, role, steps: int, parts: int,
 
     def multiply_pieces(*sums):
         def add_piece(i, _):
-            plgpu.barrier_wait(memory.full.at[lax.rem(i, np.int32(schedule.ring))])
+            plgpu.barrier_wait(memory.full.at[place(i)])
             for total, (x, weight) in zip(sums, factors(i), strict=True):
                 plgpu.wgmma(total, x, weight.transpose((1, 0)))
             plgpu.wgmma_wait(len(sums))  # those of the piece before have ended
