@@ -316,7 +316,7 @@ def _routed(router: Router, gated: bool, asked: Asked, logits, bias, x, first, s
 
     def run(logits, bias, x, first, second):
         given = {"interpret": asked.interpret}
-        inner, chosen, weights = gpu_few.choose_and_expand(choice, calls[0], x, first, second, logits, bias, **given)
+        inner, chosen, weights = gpu_few.choose_and_expand(choice, calls[0], x, first, logits, bias, **given)
         return gpu_few.gather(calls[1], inner, second, chosen, weights, **given)
 
     def defined(logits, bias, x, first, second):
@@ -361,7 +361,7 @@ def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) ->
 
     here = chosen if begin is None else chosen - begin
     if gpu_few.serves(x.shape[0], calls):
-        inner = gpu_few.expand(calls[0], x, first, second, here, interpret=interpret)
+        inner = gpu_few.expand(calls[0], x, first, here, interpret=interpret)
         return gpu_few.gather(calls[1], inner, second, here, weights, interpret=interpret)
     places, sources, *visits = gpu_places.place_rows(here, calls[0].experts, interpret=interpret)
     rows = {"sources": sources} if gpu.GATHERS else {}

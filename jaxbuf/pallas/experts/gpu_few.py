@@ -9,9 +9,6 @@ each token, one for every tile of the rows of all its experts' weights: it multi
 An expert of several tokens is read for each of them; the later ones find it in the L2, at best. Therefore these
 kernels take over only where most tokens have experts of their own (`serves`).
 
-The first one ends by asking for the second weights of the same experts, so that they are on their way to the L2, or
-there, when the second one begins.
-
 A warpgroup of a block brings pieces of weights to a ring in shared memory, another multiplies them on the tensor cores,
 which take 64 rows of tokens, or what lies there. A row of a result depends on one of them, and the others are left.
 
@@ -35,7 +32,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxbuf.axes import Array
 from jaxbuf.pallas.experts.call import Call
 from jaxbuf.pallas.experts.choose import Choice, choose_lanes
-from jaxbuf.pallas.instructions import prefetch
 from jaxbuf.pallas.project.gpu import ACC, PROCESSORS, SHARED_MEMORY, STEP, TILE, WGMMA, result
 from jaxbuf.pallas.threads import COMPILER, NUMBERS, as_scalar, reduce_lanes, store_inside, store_lanes, store_sum
 
@@ -49,7 +45,6 @@ MOST_STEPS = 4  # of a piece, each STEP numbers
 MOST_PIECES, LEAST_PIECES = 32, 4  # in the ring
 RESERVED = 2**10  # bytes of shared memory that a block has besides
 MOST_BLOCKS = 4  # of a multiprocessor at once
-MOST_AHEAD = 24 * 2**20  # bytes of the second weights that the first product asks the L2, of 50 MB, to bring
 BUSY = 120  # multiprocessors that have a block suffice
 
 
@@ -122,21 +117,13 @@ class Memory(NamedTuple):
 
 
 def choose_and_expand(
-    choice: Choice,
-    call: Call,
-    x: Array,
-    weights: Array,
-    following: Array,
-    logits: Array,
-    bias: Array | None,
-    *,
-    interpret: bool = False,
+    choice: Choice, call: Call, x: Array, weights: Array, logits: Array, bias: Array | None, *, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
     """`choose.choose` and `expand` in one launch: each block finds the expert that it is for by itself.
 
     Args:
       choice: What the router does; `choose.supports` says for which.
-      call, x, weights, following, interpret: As for `expand`.
+      call, x, weights, interpret: As for `expand`.
       logits: float32 [tokens, experts].
       bias: float32 [experts], if the router has one.
 
@@ -146,17 +133,16 @@ def choose_and_expand(
     given = [logits] if bias is None else [logits, bias.reshape(1, -1)]
     dims = x.shape[0], choice.chosen
     schedule = arrange(call, dims[0] * dims[1])
-    return tuple(_expanding(call, schedule, dims, interpret, choice)(*given, _in_eights(x), weights, following))
+    return tuple(_expanding(call, schedule, dims, interpret, choice)(*given, _in_eights(x), weights))
 
 
-def expand(call: Call, x: Array, weights: Array, following: Array, chosen: Array, *, interpret: bool = False) -> Array:
+def expand(call: Call, x: Array, weights: Array, chosen: Array, *, interpret: bool = False) -> Array:
     """Each token times the first weight of each of its experts, and what follows it: the gate, or the square of relu.
 
     Args:
       call: The product's sizes and dtype.
       x: [tokens, inputs].
       weights: [experts, outputs, inputs], gated [experts, 2 · outputs, inputs].
-      following: The second weights, which are read next.
       chosen: int32 [tokens, chosen]; those that are not in [0, experts) are elsewhere.
       interpret: Run in Pallas' GPU interpreter.
 
@@ -164,8 +150,7 @@ def expand(call: Call, x: Array, weights: Array, following: Array, chosen: Array
       [tokens · padded, outputs], padded being chosen, or more, in eights; rows of no expert are not specified.
     """
     dims = chosen.shape[0], chosen.shape[1]
-    expanding = _expanding(call, arrange(call, chosen.size), dims, interpret)
-    return expanding(chosen, _in_eights(x), weights, following)[0]
+    return _expanding(call, arrange(call, chosen.size), dims, interpret)(chosen, _in_eights(x), weights)[0]
 
 
 def _in_eights(x: Array) -> Array:
@@ -202,7 +187,7 @@ def _expanding(call: Call, schedule: Schedule, dims: tuple[int, int], interpret:
     inputs = 1 if choice is None or not choice.bias else 2
 
     def expand_tokens(*refs):
-        router, (x, weights, following, out), refs = refs[:inputs], refs[inputs : inputs + 4], refs[inputs + 4 :]
+        router, (x, weights, out), refs = refs[:inputs], refs[inputs : inputs + 3], refs[inputs + 3 :]
         choices, memory = refs[: 0 if choice is None else 2], Memory(*refs[-4:])
         block, role = lax.axis_index("block"), lax.axis_index("warpgroup")
         pair, row = _split(block, schedule.tiles)
@@ -249,7 +234,6 @@ def _expanding(call: Call, schedule: Schedule, dims: tuple[int, int], interpret:
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(eight, EIGHT), columns], target, full)
 
             _bring(schedule, memory, np.int32(0), np.int32(pieces), bring)
-            _ask_for(following, expert, row, schedule, tokens * number, interpret)
             _await_uses(schedule, memory, np.int32(pieces))
 
     name = f"{'expand' if choice is None else 'choose_and_expand'}_tokens_{call.outputs}_by_{call.inputs}"
@@ -258,22 +242,6 @@ def _expanding(call: Call, schedule: Schedule, dims: tuple[int, int], interpret:
         shape += [jax.ShapeDtypeStruct(dims, dtype) for dtype in (jnp.int32, jnp.float32)]
     blocks, held = tokens * number * schedule.tiles, schedule.ring * EIGHT
     return _launch(expand_tokens, name, call, schedule, blocks, shape, held, parts + 1, interpret)
-
-
-def _ask_for(following, expert, row, schedule: Schedule, pairs: int, interpret: bool) -> None:
-    """Asks the L2 for the block's share of an expert's second weight, unless those of all pairs of a token and an
-    expert are many."""
-    _, rows, width = following.shape
-    share = rows // schedule.tiles
-    if rows % schedule.tiles or pairs * rows * width * following.dtype.itemsize > MOST_AHEAD:
-        return
-    first = lax.div(row, np.int32(schedule.rows)) * share
-    at_once = max(n for n in (16, 8, 4, 2, 1) if share % n == 0)
-
-    def ask(i, _):
-        prefetch(following.at[expert, pl.ds(first + i * at_once, at_once)], interpret)
-
-    lax.fori_loop(0, share // at_once, ask, None)
 
 
 def _gathering(call: Call, schedule: Schedule, dims: tuple[int, int], interpret: bool):
