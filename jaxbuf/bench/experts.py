@@ -20,7 +20,7 @@ from jaxbuf.bench.expert_figures import WANTED, add_floor, describe, judge, plot
 from jaxbuf.bench.kernel_figures import Row
 from jaxbuf.bench.measure import bandwidths, device_time, timed, worst_errors
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, number, output, whole
-from jaxbuf.models.experts import Router, routed
+from jaxbuf.models.experts import Router
 from jaxbuf.models.layers import scaled
 from jaxbuf.models.projections import product_float32
 
@@ -188,9 +188,6 @@ def route(case: Case, layer: Layer) -> tuple[Array, Array]:
 
 def apply(case: Case, layer: Layer) -> Array:
     """One layer's call."""
-    if case.implementation == "gpu":
-        router, logits = Router(case.experts, case.chosen), product_float32(layer.x, layer.router)
-        return routed(router, logits, None, layer.x, layer.first, layer.second, implementation="gpu")
     chosen, weights = route(case, layer)
     return mixture_by(case.implementation, layer.x, layer.first, layer.second, chosen, weights)
 

@@ -124,19 +124,12 @@ def _choose(router: Router, asked: Asked | None, logits: Array, bias: Array | No
         return router._defined(logits, bias)
     from jaxbuf.pallas.experts import choose  # as in _mixture
 
-    choice = _choice(router, logits.shape[0])
+    known = {field.name: getattr(router, field.name) for field in dataclasses.fields(router) if field.name != "scores"}
+    choice = choose.Choice(tokens=logits.shape[0], softmax=router.scores == "softmax", **known)
     if not asked.takes(choose.supports(choice)):
         return router._defined(logits, bias)
     run = partial(choose.choose, choice, interpret=asked.interpret)
     return differentiable(run, router._defined)(logits, bias)
-
-
-def _choice(router: Router, tokens: int):
-    """The router as its kernel knows it."""
-    from jaxbuf.pallas.experts import choose  # as in _mixture
-
-    known = {field.name: getattr(router, field.name) for field in dataclasses.fields(router) if field.name != "scores"}
-    return choose.Choice(tokens=tokens, softmax=router.scores == "softmax", **known)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,11 +185,11 @@ class Experts:
         """As in `FeedForward.__call__`."""
         p, tokens = parameters, x.reshape(-1, x.shape[-1])
         bias = None if p.router_bias is None else p.router_bias[...]
-        logits = linear_float32(tokens, p.router)
+        chosen, weights = self.router(linear_float32(tokens, p.router), bias, target=target)
         inner = tokens if p.latent_in is None else linear(tokens, p.latent_in, p.latent_in_bias)
         first, second = p.up_proj[...], p.down_proj[...]
         begin = jax.lax.axis_index(EXPERT) * first.shape[0] if self.expert_devices > 1 else None
-        y = routed(self.router, logits, bias, inner, first, second, gated=self.gated, begin=begin, target=target)
+        y = mixture(inner, first, second, chosen, weights, gated=self.gated, begin=begin, target=target)
         y = (y if p.latent_out is None else linear(y, p.latent_out)).reshape(x.shape)
         return add_bias(self._with_shared(p, x, y, target), p.latent_out_bias)
 
@@ -255,75 +248,6 @@ def mixture(
     asked = ask("experts", implementation, target, (x,), interpret=interpret)
     begin = None if begin is None else jnp.asarray(begin, jnp.int32)
     return _mixture(gated, asked, x, first, second, chosen, weights, begin)
-
-
-def routed(
-    router: Router,
-    logits: Float32[Array, "tokens experts"],
-    bias: Float32[Array, "experts"] | None,
-    x: Float[Array, "tokens in"],
-    first: Float[Array, "_ _ in"],
-    second: Float[Array, "_ out inner"],
-    *,
-    gated: bool = True,
-    begin: int | Int32[Array, ""] | None = None,
-    implementation: str = "auto",
-    interpret: bool = False,
-    target: Target | str | None = None,
-) -> Float[Array, "tokens out"]:
-    """The `mixture` of the experts that a router chooses. Differentiable.
-
-    Args:
-      router, logits, bias: The router, and what it is called with.
-      x, first, second, gated, begin, implementation, interpret, target: As in `mixture`.
-
-    Returns:
-      An array of x's dtype, summed in float32.
-
-    Raises:
-      ValueError: The implementation asked for can't serve the call; it says why.
-    """
-    how = {"implementation": implementation, "interpret": interpret, "target": target}
-    asked = ask("experts", implementation, target, (x,), interpret=interpret)
-    together = None if begin is not None or asked is None else _few(router, asked, logits, x, first, second, gated)
-    if asked is not None and together is not None:
-        return _routed(router, gated, asked, logits, bias, x, first, second)
-    chosen, weights = router(logits, bias, **how)
-    return mixture(x, first, second, chosen, weights, gated=gated, begin=begin, **how)
-
-
-def _few(router: Router, asked: Asked, logits, x, first, second, gated: bool):
-    """The choice and both products of a call of few tokens that a GPU's kernels serve together; None: they do not."""
-    if asked.platform != "gpu":
-        return None
-    from jaxbuf.pallas.experts import Call, choose, gpu_few, supports  # as in _mixture
-
-    (experts, outputs, inner), rows = second.shape, x.shape[0] * router.chosen
-    calls = Call(rows, x.shape[1], inner, experts, x.dtype, gated), Call(rows, inner, outputs, experts, x.dtype)
-    choice = _choice(router, x.shape[0])
-    reasons = choose.supports(choice), *(supports(call) for call in calls)
-    served = gpu_few.TOGETHER and not any(reasons) and {first.dtype, second.dtype} == {x.dtype}
-    return (choice, calls) if served and gpu_few.serves(x.shape[0], calls) else None
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _routed(router: Router, gated: bool, asked: Asked, logits, bias, x, first, second) -> Array:
-    from jaxbuf.pallas.experts import gpu_few  # as in _mixture
-
-    found = _few(router, asked, logits, x, first, second, gated)
-    assert found is not None
-    choice, calls = found
-
-    def run(logits, bias, x, first, second):
-        given = {"interpret": asked.interpret}
-        inner, chosen, weights = gpu_few.choose_and_expand(choice, calls[0], x, first, logits, bias, **given)
-        return gpu_few.gather(calls[1], inner, second, chosen, weights, **given)
-
-    def defined(logits, bias, x, first, second):
-        chosen, weights = router._defined(logits, bias)
-        return _defined(gated, x, first, second, weights, chosen, None)
-
-    return differentiable(run, defined)(logits, bias, x, first, second)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

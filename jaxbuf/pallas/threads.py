@@ -249,7 +249,7 @@ def gather_numbers(ref, positions: Array, interpret: bool) -> Array:
     return inline_mlir(load_numbers, (plgpu.RefType(), PER_THREAD), out)(ref, positions)
 
 
-def load_lanes(ref, row, column: int, fill: float, interpret: bool, *, alike: bool = False) -> Array:
+def load_lanes(ref, row, column: int, fill: float, interpret: bool) -> Array:
     """Loads neighbouring numbers of four rows, a row for each warp and a number for each of its threads.
 
     Args:
@@ -258,7 +258,6 @@ def load_lanes(ref, row, column: int, fill: float, interpret: bool, *, alike: bo
       column: Of the first thread.
       fill: What threads have that are behind a row's end.
       interpret: Whether this runs in Pallas' interpreter.
-      alike: Whether all warps have the same row.
 
     Returns:
       [4, WARP] in layout `NUMBERS`.
@@ -266,15 +265,14 @@ def load_lanes(ref, row, column: int, fill: float, interpret: bool, *, alike: bo
     n, m = ref.shape
     dims, columns = (THREADS // WARP, WARP), min(WARP, m - column)
     if interpret:
-        rows = jnp.minimum(row + jnp.arange(dims[0], dtype=jnp.int32) * (0 if alike else 1), n - 1)
+        rows = jnp.minimum(row + jnp.arange(dims[0], dtype=jnp.int32), n - 1)
         found = jnp.take(ref[...], rows, axis=0)[:, column : column + columns]
         return jnp.pad(found, ((0, 0), (0, WARP - columns)), constant_values=fill)
 
     def load_numbers(_, ref, row):
         tiled, kind = NUMBERS.to_mgpu(), ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
         ((warp, lane),) = tiled.thread_idxs(dims)
-        row = arith.index_cast(ir.IndexType.get(), row.registers.flat[0])
-        row = arith.minui(row if alike else arith.addi(row, warp), _number(n - 1))
+        row = arith.minui(arith.addi(arith.index_cast(ir.IndexType.get(), row.registers.flat[0]), warp), _number(n - 1))
         number = arith.addi(arith.minui(lane, _number(columns - 1)), _number(column))
         numbers = vector.load(kind, ref, [row, number])
         if columns < WARP:
@@ -287,18 +285,6 @@ def load_lanes(ref, row, column: int, fill: float, interpret: bool, *, alike: bo
 
     out = plgpu.ShapeDtypeStruct(dims, ref.dtype, layout=NUMBERS)
     return inline_mlir(load_numbers, (plgpu.RefType(), plgpu.Layout.WG_SPLAT), out)(ref, row)
-
-
-def as_scalar(x: Array, interpret: bool) -> Array:
-    """The number that all threads have of an int32 [4, WARP] in layout `NUMBERS`."""
-    if interpret:
-        return x[0, 0]
-
-    def take(_, x):
-        number = vector.extract(x.registers.flat[0], [], [0])
-        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
-
-    return inline_mlir(take, (NUMBERS,), plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT))(x)
 
 
 def store_lanes(x: Array, ref, row, interpret: bool) -> None:

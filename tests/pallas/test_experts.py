@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.models.experts import Router, mixture, routed
+from jaxbuf.models.experts import Router, mixture
 from jaxbuf.pallas.experts import STEP, Call, gpu, gpu_few, gpu_places, tpu
 from jaxbuf.pallas.project.gpu import SHARED_MEMORY, TILE
 
@@ -287,42 +287,19 @@ def test_the_kernel_chooses_as_the_router_does(name, rng):
     np.testing.assert_allclose(slope, known_slope, atol=1e-6)
 
 
-@pytest.mark.parametrize(("tokens", "kernels"), [(1, 2), (32, 5)])
-def test_what_is_launched_for_the_router_and_experts(tokens, kernels):
+def test_the_router_and_experts_of_a_token_are_three_kernels():
     """Besides the product that gives the logits: nothing is sorted, gathered or added up by XLA."""
-    sizes = [(tokens, 256), (tokens, 2048), (256, 1024, 2048), (256, 2048, 512)]
+    sizes = [(1, 256), (1, 2048), (256, 1024, 2048), (256, 2048, 512)]
     arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16 if i else jnp.float32) for i, size in enumerate(sizes)]
 
     def run(logits, *arrays):
-        return routed(Router(256, 8), logits, None, *arrays, target="H100")
+        return mixture(*arrays, *Router(256, 8)(logits, target="H100"), target="H100")
 
     lowered = jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert lowered.count("@mosaic_gpu") == kernels
-    others = "sort", "top_k", "gather", "scatter", "dot", "reduce"
-    assert not [name for name in others if f"stablehlo.{name}" in lowered]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "router"),
-    [(1, Router(6, 2)), (3, Router(40, 2, scores="sigmoid", bias=True)), (2, Router(6, 3, renormalised=False))],
-)
-def test_choosing_and_expanding_at_once_is_the_mixture_of_the_chosen(tokens, router, rng, few_processors):
-    """Few tokens of many experts do, more do not; the gradient goes through the weights to the logits."""
-    sizes = SIZES | {"experts": router.experts, "inner": 64}
-    x, first, second, _, _ = new_arrays(rng, tokens, router.chosen, **sizes)
-    logits = jnp.asarray(rng.standard_normal((tokens, router.experts)), jnp.float32)
-    bias = jnp.asarray(rng.standard_normal(router.experts), jnp.float32) if router.bias else None
-
-    def summed(logits, **how):
-        found = routed(router, logits, bias, x, first, second, **how)
-        return jnp.sum(jnp.sin(found.astype(jnp.float32))), found
-
-    run = jax.value_and_grad(summed, has_aux=True)
-    (_, found), slope = run(logits, implementation="gpu", interpret=True)
-    chosen, weights = router(logits, bias)
-    assert error(found, defined(x, first, second, chosen, weights)) < 1e-2
-    (_, _), known = run(logits)
-    assert error(slope, np.asarray(known, np.float64)) < 2e-2
+    assert lowered.count("@mosaic_gpu") == 3
+    assert not [
+        name for name in ("sort", "top_k", "gather", "scatter", "dot", "reduce") if f"stablehlo.{name}" in lowered
+    ]
 
 
 @pytest.mark.parametrize(

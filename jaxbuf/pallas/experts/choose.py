@@ -94,22 +94,15 @@ def _kernel(choice: Choice, interpret: bool):
     )
 
 
-def choose_lanes(choice: Choice, logits, bias, token, interpret: bool, *, alike: bool = False) -> tuple[Array, Array]:
+def choose_lanes(choice: Choice, logits, bias, token, interpret: bool) -> tuple[Array, Array]:
     """The choice of four tokens, one in each warp, from references to logits and bias [1, experts].
-
-    Args:
-      choice: What the router does.
-      logits, bias: The references; bias None: there is none.
-      token: A scalar: the first warp's.
-      interpret: Run in Pallas' GPU interpreter.
-      alike: Whether all warps have the same token.
 
     Returns:
       int32 and float32 [4, WARP] in layout `NUMBERS`: of each warp the first threads have an expert, and its weight.
     """
     columns = range(0, choice.experts, WARP)
     lane = plgpu.broadcasted_iota(jnp.int32, (WARPS, WARP), 1, layout=NUMBERS)
-    x = [load_lanes(logits, token, column, -np.inf, interpret, alike=alike) for column in columns]
+    x = [load_lanes(logits, token, column, -np.inf, interpret) for column in columns]
     plain = choice.softmax and not choice.bias and choice.groups == 1  # Logits suffice to choose and to weigh.
     if choice.softmax:
         top = _number(reduce_lanes(_largest([_key(number) for number in x]), "max", interpret))

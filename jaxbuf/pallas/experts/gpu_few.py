@@ -1,8 +1,7 @@
 """The products of `jaxbuf.models.experts.mixture` for a few tokens on NVIDIA GPUs (Hopper): Pallas Mosaic GPU.
 
 Rows are not sorted: the kernels read the tokens and the numbers of their experts as they are, and the second one adds
-up a token's experts, so that nothing is launched but these two. Where the router's logits are given, each block of the
-first one finds its expert by itself: of 256 experts eight are found in less than a microsecond, and a launch takes two.
+up a token's experts, so that nothing is launched but these two.
 
 The first has blocks for each expert of each token, one for every tile of the expert's rows. The second has blocks for
 each token, one for every tile of the rows of all its experts' weights: it multiplies one expert's tile after the other.
@@ -31,11 +30,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.experts.call import Call
-from jaxbuf.pallas.experts.choose import Choice, choose_lanes
 from jaxbuf.pallas.project.gpu import ACC, PROCESSORS, SHARED_MEMORY, STEP, TILE, WGMMA, result
-from jaxbuf.pallas.threads import COMPILER, NUMBERS, as_scalar, reduce_lanes, store_inside, store_lanes, store_sum
+from jaxbuf.pallas.threads import COMPILER, store_inside, store_sum
 
-TOGETHER = True  # whether the first product's blocks choose their experts themselves
 EIGHT = 8  # Rows of tokens are brought by the eight.
 MOST_ROWS = 64  # rows of several tokens' experts
 MOST_CHOSEN = 16  # experts of a token: those rows of a result that one warp has
@@ -116,26 +113,6 @@ class Memory(NamedTuple):
     free: Any
 
 
-def choose_and_expand(
-    choice: Choice, call: Call, x: Array, weights: Array, logits: Array, bias: Array | None, *, interpret: bool = False
-) -> tuple[Array, Array, Array]:
-    """`choose.choose` and `expand` in one launch: each block finds the expert that it is for by itself.
-
-    Args:
-      choice: What the router does; `choose.supports` says for which.
-      call, x, weights, interpret: As for `expand`.
-      logits: float32 [tokens, experts].
-      bias: float32 [experts], if the router has one.
-
-    Returns:
-      What `expand` returns; and the choice, int32 and float32 [tokens, chosen].
-    """
-    given = [logits] if bias is None else [logits, bias.reshape(1, -1)]
-    dims = x.shape[0], choice.chosen
-    schedule = arrange(call, dims[0] * dims[1])
-    return tuple(_expanding(call, schedule, dims, interpret, choice)(*given, _in_eights(x), weights))
-
-
 def expand(call: Call, x: Array, weights: Array, chosen: Array, *, interpret: bool = False) -> Array:
     """Each token times the first weight of each of its experts, and what follows it: the gate, or the square of relu.
 
@@ -149,13 +126,10 @@ def expand(call: Call, x: Array, weights: Array, chosen: Array, *, interpret: bo
     Returns:
       [tokens · padded, outputs], padded being chosen, or more, in eights; rows of no expert are not specified.
     """
+    if x.shape[0] > EIGHT:  # pieces have rows by eight, unless x has fewer
+        x = jnp.pad(x, ((0, -x.shape[0] % EIGHT), (0, 0)))
     dims = chosen.shape[0], chosen.shape[1]
-    return _expanding(call, arrange(call, chosen.size), dims, interpret)(chosen, _in_eights(x), weights)[0]
-
-
-def _in_eights(x: Array) -> Array:
-    """x with as many rows as its pieces: eights, unless it has fewer than eight."""
-    return jnp.pad(x, ((0, -x.shape[0] % EIGHT), (0, 0))) if x.shape[0] > EIGHT else x
+    return _expanding(call, arrange(call, chosen.size), dims, interpret)(chosen, x, weights)
 
 
 def gather(call: Call, inner: Array, weights: Array, chosen: Array, shares: Array, *, interpret: bool = False) -> Array:
@@ -181,32 +155,16 @@ def _padded(chosen: int) -> int:
     return -(-chosen // EIGHT) * EIGHT
 
 
-def _expanding(call: Call, schedule: Schedule, dims: tuple[int, int], interpret: bool, choice: Choice | None = None):
+def _expanding(call: Call, schedule: Schedule, dims: tuple[int, int], interpret: bool):
     (tokens, number), pieces = dims, call.inputs // schedule.columns
     padded, parts = _padded(number), 2 if call.gated else 1
-    inputs = 1 if choice is None or not choice.bias else 2
 
-    def expand_tokens(*refs):
-        router, (x, weights, out), refs = refs[:inputs], refs[inputs : inputs + 3], refs[inputs + 3 :]
-        choices, memory = refs[: 0 if choice is None else 2], Memory(*refs[-4:])
-        block, role = lax.axis_index("block"), lax.axis_index("warpgroup")
+    def expand_tokens(chosen, x, weights, out, *refs):
+        memory, block = Memory(*refs), lax.axis_index("block")
         pair, row = _split(block, schedule.tiles)
         token, place = _split(pair, number)
-        if choice is None:
-            expert = router[0][token, place]
-        else:
-            bias = router[1] if choice.bias else None
-            lanes = choose_lanes(choice, router[0], bias, token, interpret, alike=True)
-            lane = plgpu.broadcasted_iota(jnp.int32, lanes[0].shape, 1, layout=NUMBERS)
-            mine = jnp.where(lane == place, lanes[0], np.int32(-1))
-            expert = as_scalar(reduce_lanes(mine, "max", interpret), interpret)
-
-            @pl.when((role == 0) & (place == 0) & (row == 0))
-            def _():
-                for found, ref in zip(lanes, choices, strict=True):
-                    store_lanes(found, ref.at[pl.ds(token, 1)], np.int32(0), interpret)
-
         row *= schedule.rows
+        expert, role = chosen[token, place], lax.axis_index("warpgroup")
         here = (expert >= 0) & (expert < call.experts)
         eight = token & np.int32(-EIGHT)  # the first of its eight
 
@@ -236,10 +194,8 @@ def _expanding(call: Call, schedule: Schedule, dims: tuple[int, int], interpret:
             _bring(schedule, memory, np.int32(0), np.int32(pieces), bring)
             _await_uses(schedule, memory, np.int32(pieces))
 
-    name = f"{'expand' if choice is None else 'choose_and_expand'}_tokens_{call.outputs}_by_{call.inputs}"
-    shape = [jax.ShapeDtypeStruct((tokens * padded, call.outputs), call.dtype)]
-    if choice is not None:
-        shape += [jax.ShapeDtypeStruct(dims, dtype) for dtype in (jnp.int32, jnp.float32)]
+    name = f"expand_tokens_{call.outputs}_by_{call.inputs}"
+    shape = jax.ShapeDtypeStruct((tokens * padded, call.outputs), call.dtype)
     blocks, held = tokens * number * schedule.tiles, schedule.ring * EIGHT
     return _launch(expand_tokens, name, call, schedule, blocks, shape, held, parts + 1, interpret)
 
@@ -305,7 +261,7 @@ def _launch(
     call: Call,
     schedule: Schedule,
     blocks: int,
-    out: Any,
+    out: jax.ShapeDtypeStruct,
     held: int,
     copies: int,
     interpret: bool,
@@ -317,7 +273,7 @@ def _launch(
       kernel, name: What runs, and the name that a profile shows; kernels of other weights have others.
       call, schedule: The product and how it is arranged.
       blocks: How many there are.
-      out: The results' shapes.
+      out: The result's shape.
       held: Rows of tokens that a block holds.
       copies: Of a piece of the ring.
       interpret: Run in Pallas' GPU interpreter.
