@@ -23,8 +23,8 @@ def inputs(rng, spec: RecurrenceSpec, rows: int, time: int) -> list:
 
 
 def check_chunked(rng, spec: RecurrenceSpec, implementation: str = "gpu") -> Figures:
-    """What `chunked` gives of ragged rows, with a token that forgets everything, against float64. What lies past a row's
-    length is NaN."""
+    """What `chunked` gives of ragged rows, with a token that forgets everything, against float64. What lies past a
+    row's length is NaN."""
     arrays, lengths = inputs(rng, spec, len(LENGTHS), max(LENGTHS)), LENGTHS
     if arrays[4] is not None:
         arrays[4][:, 7] = -np.inf

@@ -132,7 +132,7 @@ def test_the_kernel_has_the_gradient_of_the_xla_path(rng):
         (
             {"value_dim": 72},
             jnp.bfloat16,
-            "a value_dim that is a multiple of 16, and of all heads of 64, got 2 of 72",
+            "a value_dim that is a multiple of 16, got 72",
         ),
         (
             {"decay": "channel", "key_heads": 2},

@@ -123,9 +123,12 @@ def walk(
     ]
     if kept:
         out_type.append(jax.ShapeDtypeStruct((call.rows, kept * CHUNK, call.heads, width), jnp.float32))
-    v = v.reshape(call.rows, call.time, -1)
-    if state is not None:  # a window's last rows may be of no value
-        state = jnp.pad(state, ((0, 0), (0, 0), (0, width - call.value_dim), (0, 0)))
+    # The last window of a head may have rows of no value: of values and states these are zeros. The copy engine takes
+    # pieces that begin at multiples of WINDOW.
+    more = width - call.value_dim
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, more))) if more else v
+    if state is not None and more:
+        state = jnp.pad(state, ((0, 0), (0, 0), (0, more), (0, 0)))
     arrays = [words, *([] if state is None else [state]), q, k, v, gates, at_cut, *pairs]
     found = plgpu.kernel(
         walk_chunks,
@@ -172,9 +175,8 @@ def _copy(call: Call, given: _Given, memory: _Memory, row, head, first_window, t
     plgpu.copy_gmem_to_smem(given.keys.at[row, tokens, key_head], memory.keys.at[at], full)
     plgpu.copy_gmem_to_smem(given.queries.at[row, tokens, key_head], memory.queries.at[at], full)
     for window in range(together):
-        # The last window may have values of the next head: they are rows of a state that nobody reads.
-        columns = pl.ds(head * call.value_dim + (first_window + window) * WINDOW, WINDOW)
-        plgpu.copy_gmem_to_smem(given.values.at[row, tokens, columns], memory.values.at[at, window], full)
+        columns = pl.ds((first_window + window) * WINDOW, WINDOW)
+        plgpu.copy_gmem_to_smem(given.values.at[row, tokens, head, columns], memory.values.at[at, window], full)
     plgpu.copy_gmem_to_smem(given.gates.at[row, head, i], memory.gates.at[at], full)
     plgpu.copy_gmem_to_smem(given.attend.at[row, i, head], memory.attend.at[at], full)
     if call.delta:

@@ -8,6 +8,9 @@ each token, one for every tile of the rows of all its experts' weights: it multi
 An expert of several tokens is read for each of them; the later ones find it in the L2, at best. Therefore these
 kernels take over only where most tokens have experts of their own (`serves`).
 
+The first one ends by asking for the second weights of the same experts, so that they are on their way to the L2, or
+there, when the second one begins.
+
 A warpgroup of a block brings pieces of weights to a ring in shared memory, another multiplies them on the tensor cores,
 which take 64 rows of tokens, or what lies there. A row of a result depends on one of them, and the others are left.
 
@@ -18,6 +21,7 @@ the square of relu, are computed from unrounded sums.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.experts.call import Call
+from jaxbuf.pallas.instructions import prefetch
 from jaxbuf.pallas.project.gpu import ACC, PROCESSORS, SHARED_MEMORY, STEP, TILE, WGMMA, result
 from jaxbuf.pallas.threads import COMPILER, store_inside, store_sum
 
@@ -42,6 +47,7 @@ MOST_STEPS = 4  # of a piece, each STEP numbers
 MOST_PIECES, LEAST_PIECES = 32, 4  # in the ring
 RESERVED = 2**10  # bytes of shared memory that a block has besides
 MOST_BLOCKS = 4  # of a multiprocessor at once
+MOST_AHEAD = 24 * 2**20  # bytes of the second weights that the first product asks the L2, of 50 MB, to bring
 BUSY = 120  # multiprocessors that have a block suffice
 
 
@@ -113,13 +119,14 @@ class Memory(NamedTuple):
     free: Any
 
 
-def expand(call: Call, x: Array, weights: Array, chosen: Array, *, interpret: bool = False) -> Array:
+def expand(call: Call, x: Array, weights: Array, following: Array, chosen: Array, *, interpret: bool = False) -> Array:
     """Each token times the first weight of each of its experts, and what follows it: the gate, or the square of relu.
 
     Args:
       call: The product's sizes and dtype.
       x: [tokens, inputs].
       weights: [experts, outputs, inputs], gated [experts, 2 · outputs, inputs].
+      following: The second weights, which are read next.
       chosen: int32 [tokens, chosen]; those that are not in [0, experts) are elsewhere.
       interpret: Run in Pallas' GPU interpreter.
 
@@ -129,7 +136,7 @@ def expand(call: Call, x: Array, weights: Array, chosen: Array, *, interpret: bo
     if x.shape[0] > EIGHT:  # pieces have rows by eight, unless x has fewer
         x = jnp.pad(x, ((0, -x.shape[0] % EIGHT), (0, 0)))
     dims = chosen.shape[0], chosen.shape[1]
-    return _expanding(call, arrange(call, chosen.size), dims, interpret)(chosen, x, weights)
+    return _expanding(call, arrange(call, chosen.size), dims, interpret)(chosen, x, weights, following)
 
 
 def gather(call: Call, inner: Array, weights: Array, chosen: Array, shares: Array, *, interpret: bool = False) -> Array:
@@ -159,7 +166,7 @@ def _expanding(call: Call, schedule: Schedule, dims: tuple[int, int], interpret:
     (tokens, number), pieces = dims, call.inputs // schedule.columns
     padded, parts = _padded(number), 2 if call.gated else 1
 
-    def expand_tokens(chosen, x, weights, out, *refs):
+    def expand_tokens(chosen, x, weights, following, out, *refs):
         memory, block = Memory(*refs), lax.axis_index("block")
         pair, row = _split(block, schedule.tiles)
         token, place = _split(pair, number)
@@ -192,12 +199,29 @@ def _expanding(call: Call, schedule: Schedule, dims: tuple[int, int], interpret:
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(eight, EIGHT), columns], target, full)
 
             _bring(schedule, memory, np.int32(0), np.int32(pieces), bring)
+            _ask_for(following, expert, row, schedule, tokens * number, interpret)
             _await_uses(schedule, memory, np.int32(pieces))
 
     name = f"expand_tokens_{call.outputs}_by_{call.inputs}"
     shape = jax.ShapeDtypeStruct((tokens * padded, call.outputs), call.dtype)
     blocks, held = tokens * number * schedule.tiles, schedule.ring * EIGHT
     return _launch(expand_tokens, name, call, schedule, blocks, shape, held, parts + 1, interpret)
+
+
+def _ask_for(following, expert, row, schedule: Schedule, pairs: int, interpret: bool) -> None:
+    """Asks the L2 for the block's share of an expert's second weight, unless those of all pairs of a token and an
+    expert are many."""
+    _, rows, width = following.shape
+    share = rows // schedule.tiles
+    if rows % schedule.tiles or pairs * rows * width * following.dtype.itemsize > MOST_AHEAD:
+        return
+    first = lax.div(row, np.int32(schedule.rows)) * share
+    at_once = max(n for n in (16, 8, 4, 2, 1) if share % n == 0)
+
+    def ask(i, _):
+        prefetch(following.at[expert, pl.ds(first + i * at_once, at_once)], interpret)
+
+    lax.fori_loop(0, share // at_once, ask, None)
 
 
 def _gathering(call: Call, schedule: Schedule, dims: tuple[int, int], interpret: bool):
@@ -209,25 +233,23 @@ def _gathering(call: Call, schedule: Schedule, dims: tuple[int, int], interpret:
         token, row = _split(block, schedule.tiles)
         row, there = row * schedule.rows, refs[-1]
 
-        def expert_of(place):
-            """The number of an expert, and how many pieces there are of it."""
-            expert = chosen[token, place]
-            return expert, jnp.where((expert >= 0) & (expert < call.experts), np.int32(pieces), np.int32(0))
+        # All are asked for at once: a load takes as long as several experts' products.
+        places = range(number)
+        experts = [chosen[token, place] for place in places]
+        here = [(expert >= 0) & (expert < call.experts) for expert in experts]
+        counts = [jnp.where(each, np.int32(pieces), np.int32(0)) for each in here]
+        before = [np.int32(0), *itertools.accumulate(counts)]
 
         @pl.when(role == 0)
         def _():
             dims = TILE, schedule.rows
             rows = plgpu.broadcasted_iota(jnp.int32, dims, 0, layout=WGMMA)
+            factors = [shares[token, place] for place in places]
+            total = plgpu.layout_cast(jnp.zeros(dims, jnp.float32), WGMMA)
             plgpu.barrier_wait(there)
-
-            def add(place, carry):
-                total, before = carry
-                _, count = expert_of(place)
-                (found,) = _multiply(schedule, memory, before, count, 1, lambda i: i * padded, interpret)
-                return jnp.where(rows == place, found * shares[token, place], total), before + count
-
-            zeros = plgpu.layout_cast(jnp.zeros(dims, jnp.float32), WGMMA)
-            total, _ = lax.fori_loop(0, number, add, (zeros, np.int32(0)))
+            for place, count, begun, factor in zip(places, counts, before, factors, strict=False):
+                (found,) = _multiply(schedule, memory, begun, count, 1, lambda i: i * padded, interpret)
+                total = jnp.where(rows == place, found * factor, total)
             store_sum(total, WGMMA, out, token, row, interpret)
 
         @pl.when(role == 1)
@@ -235,18 +257,14 @@ def _gathering(call: Call, schedule: Schedule, dims: tuple[int, int], interpret:
             for i in range(pieces):
                 source = inner.at[pl.ds(token * padded, padded), pl.ds(i * schedule.columns, schedule.columns)]
                 plgpu.copy_gmem_to_smem(source, memory.tokens.at[pl.ds(i * padded, padded)], there)
+            for expert, count, begun in zip(experts, counts, before, strict=False):
 
-            def bring_expert(place, before):
-                expert, count = expert_of(place)
-
-                def bring(i, at, columns, full):
+                def bring(i, at, columns, full, expert=expert):
                     piece = weights.at[expert, pl.ds(row, schedule.rows), columns]
                     plgpu.copy_gmem_to_smem(piece, memory.weights.at[at], full)
 
-                _bring(schedule, memory, before, count, bring)
-                return before + count
-
-            _await_uses(schedule, memory, lax.fori_loop(0, number, bring_expert, np.int32(0)))
+                _bring(schedule, memory, begun, count, bring)
+            _await_uses(schedule, memory, before[-1])
 
     name = f"gather_experts_{call.outputs}_by_{call.inputs}"
     shape, held = jax.ShapeDtypeStruct((tokens, call.outputs), call.dtype), pieces * padded
