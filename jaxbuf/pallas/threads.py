@@ -400,7 +400,7 @@ def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *,
       x: [64, length] of float32 or of two bytes each, in `layout`, where a thread holds pairs of neighbouring columns.
       layout: x's layout.
       ref: [n, m] in global memory, m even. Number (i, j) of x is number (first + i, first_column + j) there.
-      first, first_column: Scalars; first_column is even.
+      first, first_column: Scalars; first_column is even. Where first is negative, rows of x are left out.
       interpret: Whether this runs in Pallas' interpreter.
       end: A scalar at most n: no row from it on is written. None: n.
     """
@@ -416,7 +416,7 @@ def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *,
             held = ref[first + i, pl.ds(begin, width)]
             ref[first + i, pl.ds(begin, width)] = jnp.where(jnp.arange(width) < first_column - begin, held, row)
 
-        lax.fori_loop(0, jnp.minimum(x.shape[0], end - first), write_row, None)
+        lax.fori_loop(jnp.maximum(0, -first), jnp.minimum(x.shape[0], end - first), write_row, None)
         return
 
     def write(_, x, ref, *scalars):

@@ -25,14 +25,13 @@ import numpy as np
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
-from jaxbuf.pallas.chunked.gpu_layout import CHUNK
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK, LEAST
 from jaxbuf.pallas.chunked.gpu_pairs import pairs
 from jaxbuf.pallas.chunked.gpu_walk import walk
 
-# Log decays below LEAST are replaced by it: e^-32 of a state is lost among the rounding errors of what follows. Sums of
-# a chunk's multiples of 2^-13 are exact then, down to -2^11, and so are those of what that leaves, in multiples of
-# 2^-27.
-LEAST, COARSE, FINE = -32.0, np.float32(2.0**13), np.float32(2.0**27)
+# Sums of a chunk's multiples of 2^-13 are exact, of log decays not below LEAST: down to -2^11; and so are those of what
+# that leaves, in multiples of 2^-27.
+COARSE, FINE = np.float32(2.0**13), np.float32(2.0**27)
 
 
 def solve(

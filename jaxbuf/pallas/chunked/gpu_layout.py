@@ -12,6 +12,7 @@ HIGH, LOW, STRENGTH, SINCE, LEFT, GATES = range(6)
 # Warpgroups that share a chunk's keys and queries where pairs are computed, and of a block: with 128 registers a thread
 # four fit on a multiprocessor, and their waits fill each other.
 MOST_TOGETHER, MOST_WARPGROUPS = 2, 4
+LEAST = -32.0  # log decays below it are replaced by it: e^-32 of a state is lost among what follows' rounding errors
 SHARED_MEMORY = 226 * 2**10  # of a multiprocessor
 
 
