@@ -180,14 +180,13 @@ def _pairs_of_channels(memory: _Memory, i, log_decay, outs: ChannelPairs, alive,
     memory.decayed[0] = (since * read(queries)).astype(jnp.bfloat16)
     if outs.inverse is None:
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory.decayed.at[QUERY], outs.since.at[:, :, channels])
     else:
         write(memory.decayed.at[KEY], since * read(keys), interpret)
-        plgpu.copy_smem_to_gmem(memory.decayed, outs.since.at[:, :, channels])
+    _copy(memory.decayed, outs.since, channels)
     left = _decay(memory.gates, s > t, interpret)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     write(memory.decayed.at[KEY], left * read(keys), interpret)
-    plgpu.copy_smem_to_gmem(memory.decayed.at[KEY], outs.left.at[:, :, channels])
+    _copy(memory.decayed.at[KEY], outs.left, channels)
 
     def own(found: Sum) -> Array:
         found.add([keys], [turned(queries)])
@@ -217,6 +216,12 @@ def _pairs_of_channels(memory: _Memory, i, log_decay, outs: ChannelPairs, alive,
         return found + jnp.where(corners, pairs, np.float32(0))
 
     return lax.fori_loop(0, CHUNK.bit_length() - 1, double, found)
+
+
+def _copy(decayed, out, channels) -> None:
+    """Starts to write matrices' channels to global memory, as many as there are there."""
+    for i in range(out.shape[0]):
+        plgpu.copy_smem_to_gmem(decayed.at[i], out.at[i, :, channels])
 
 
 def _decay(gates, ones: Array, interpret: bool) -> Array:
