@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CHUNK = 64  # tokens that are solved together: a warpgroup's products have so many rows
+RING = 2  # chunks that the walk has in shared memory
 WINDOW = 64  # values of a head that a warpgroup has
 # What is known of a chunk's tokens and a head, CHUNK numbers each. Sums of log decays from the chunk's start up to each
 # token are in two parts, both of which are exact, so that differences are; then write strengths, the decay since the
