@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
-from jaxbuf.pallas.chunked.gpu_channel_pairs import KEY, QUERY, SINCE_PARTS, ChannelPairs
+from jaxbuf.pallas.chunked.gpu_channel_pairs import KEY, QUERY, SINCE_PARTS
 from jaxbuf.pallas.chunked.gpu_layout import CHUNK, RING, tile
 from jaxbuf.pallas.chunked.gpu_pairs import PARTS
 from jaxbuf.pallas.sums import ROW, turned

@@ -208,7 +208,10 @@ class Window:
     def solve(self, i, state: Array) -> Array:
         """A chunk: its outputs and updates, and the state behind it."""
         call, memory, chunks, interpret = self.call, self.memory, self.chunks, self.interpret
-        at = lax.rem(i, np.int32(RING))
+        at, returns = lax.rem(i, np.int32(RING)), i == self.given.words[self.row, 1]
+        # The state that is returned comes last, when no registers have this one any more.
+        returned = self.outs[1].at[self.row, self.head, self.values]
+        pl.when(returns)(lambda: store(returned, state))
         chunks.wait_read()
         plgpu.barrier_wait(memory.full.at[at])
         reads = functools.partial(self.read_state, i, at, state)
@@ -222,10 +225,19 @@ class Window:
                 return update.read()
 
             updates = with_sums(multiply, [DIMS], interpret)
-        self.return_state(i, at, state, updates)
-        pl.when(i + 1 < self.count)(lambda: chunks.bring_read(i + 1))
+
+        def bring_read():
+            pl.when(i + 1 < self.count)(lambda: chunks.bring_read(i + 1))
+
+        pl.when(~returns)(bring_read)
         dims = [(WINDOW, call.key_dim), DIMS]
         state, out = with_sums(functools.partial(self.add_tokens, at, state, out, updates), dims, interpret)
+
+        @pl.when(returns)
+        def _():
+            self.return_state(i, at, returned, updates)
+            bring_read()
+
         plgpu.barrier_arrive(memory.free.at[at])
         self.store(i, out, updates)
         return state
@@ -257,7 +269,9 @@ class Window:
         out.add(parts, attend)
         return following.read(products(parts, attend)), out.read()
 
-    def add_to_state(self, following: Sum, left: tuple[Array, Array | None, list], state: Array, updates: Array) -> None:
+    def add_to_state(
+        self, following: Sum, left: tuple[Array, Array | None, list], state: Array, updates: Array
+    ) -> None:
         """Begins the state behind some tokens, see `HeadChunks.left`."""
         total, factor, keys = left
         following.begin(total * state if total.ndim == 0 else times(total, state))
@@ -280,19 +294,16 @@ class Window:
                 there = ref.at[self.row, pl.ds(first, CHUNK), self.head, self.values]
                 store(turned(there), plgpu.layout_cast(updates, plgpu.Layout.WGMMA_TRANSPOSED))
 
-    def return_state(self, i, at, state: Array, updates: Array) -> None:
-        """Writes the state that is returned, if it is that of this chunk."""
+    def return_state(self, i, at, ref, updates: Array) -> None:
+        """Writes the state that is returned in the place of that before the chunk."""
 
-        @pl.when(i == self.given.words[self.row, 1])
-        def _():
-            def product(found: Sum) -> Array:
-                self.add_to_state(found, self.chunks.left_at_cut(i, at), state, updates)
-                return found.read()
+        def product(found: Sum) -> Array:
+            self.add_to_state(found, self.chunks.left_at_cut(i, at), load(ref, WGMMA), updates)
+            return found.read()
 
-            found = with_sums(product, [(WINDOW, self.call.key_dim)], self.interpret)
-            self.chunks.end_cut()
-            there = self.outs[1].at[self.row, self.head, self.values]
-            store(there, found)
+        found = with_sums(product, [(WINDOW, self.call.key_dim)], self.interpret)
+        self.chunks.end_cut()
+        store(ref, found)
 
 
 def times(numbers: Array | None, x: Array) -> Array:
