@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
 from jaxbuf.pallas.chunked.gpu_layout import CHUNK, LEAST, tile
-from jaxbuf.pallas.chunked.gpu_pairs import PARTS, SQUARE, places, write, write_inverse
+from jaxbuf.pallas.chunked.gpu_pairs import PARTS, SQUARE, along_columns, along_rows, places, write, write_inverse
 from jaxbuf.pallas.extend.gpu_products import zeros
 from jaxbuf.pallas.instructions import synchronize
 from jaxbuf.pallas.sums import WGMMA, Sum, halves, turned, with_sums
@@ -89,7 +89,7 @@ def channel_pairs(
     served = call.rows * chunks * call.heads
     count = len(ChannelPairs._fields) if call.delta else len(ChannelPairs._fields) - 1
 
-    def chunk_pairs(lengths, q, k, log_decay, strengths, *refs):
+    def chunk_pairs(lengths, numbers, q, k, log_decay, strengths, *refs):
         outs, memory = ChannelPairs(*refs[:count]), _Memory(*refs[count:])
         role = lax.axis_index("warpgroup")
         number = lax.axis_index("block") * WARPGROUPS + role
@@ -111,7 +111,7 @@ def channel_pairs(
                         plgpu.copy_gmem_to_smem(channels, target.at[i], own.full)
                 there = [None if x is None else x.at[row, chunk, head] for x in outs]
                 log_decays, beta = log_decay.at[row, tokens, head], strengths.at[row, head, chunk]
-                _solve(own, log_decays, beta, ChannelPairs(*there), alive, interpret)
+                _solve(own, numbers, log_decays, beta, ChannelPairs(*there), alive, interpret)
                 plgpu.wait_smem_to_gmem(0)
 
     def shape(dtype, *dims):
@@ -140,16 +140,16 @@ def channel_pairs(
         ],
         compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
-    )(lengths, q, k, log_decay, strengths)
+    )(lengths, jnp.arange(CHUNK, dtype=jnp.int32), q, k, log_decay, strengths)
     return ChannelPairs(*found)
 
 
-def _solve(memory: _Memory, log_decay, strengths, outs: ChannelPairs, alive, interpret: bool) -> None:
+def _solve(memory: _Memory, numbers, log_decay, strengths, outs: ChannelPairs, alive, interpret: bool) -> None:
     """A head's chunk."""
     plgpu.barrier_wait(memory.full)
 
     def add(i, found: Array) -> Array:
-        return found + _pairs_of_channels(memory, i, log_decay, outs, alive, interpret)
+        return found + _pairs_of_channels(memory, numbers, i, log_decay, outs, alive, interpret)
 
     found = lax.fori_loop(0, memory.keys.shape[0], add, zeros(SQUARE, WGMMA))
     t, s = places()
@@ -160,11 +160,11 @@ def _solve(memory: _Memory, log_decay, strengths, outs: ChannelPairs, alive, int
         write_inverse(memory.gates, decayed, found, strengths, outs.inverse, interpret)
 
 
-def _pairs_of_channels(memory: _Memory, i, log_decay, outs: ChannelPairs, alive, interpret: bool) -> Array:
+def _pairs_of_channels(memory: _Memory, numbers, i, log_decay, outs: ChannelPairs, alive, interpret: bool) -> Array:
     """The i-th WIDTH channels' part of the pairs: at (t, s) of keys t and s below the diagonal, of key t and query s on
     it and above. Writes these channels' keys and queries with their decays."""
     channels = pl.ds(i * WIDTH, WIDTH)
-    t, s = places()
+    t, s = along_rows(numbers), along_columns(numbers)
     gates = jnp.maximum(load(log_decay.at[:, channels], WGMMA), LEAST)
     write(memory.gates, jnp.where(t < alive, gates, np.float32(0)), interpret)
     keys, queries = (x.at[i] for x in (memory.keys, memory.queries))
@@ -196,13 +196,10 @@ def _pairs_of_channels(memory: _Memory, i, log_decay, outs: ChannelPairs, alive,
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def double(level, found):
-        right = ((t >> level) & 1) == 1
+        t, s = along_rows(numbers), along_columns(numbers)
+        apart, right = (t ^ s) >> level, ((t >> level) & 1) == 1
         # In a right half sums from its start up to a token, in a left half of what is behind the token.
-        decay = _decay(
-            memory.gates,
-            ((t >> level) == (s >> level)) & (jnp.where(right, t - s, s - t - 1) >= 0),
-            interpret,
-        )
+        decay = _decay(memory.gates, (apart == 0) & ((s <= t) ^ ~right), interpret)
         key, query = read(keys), read(queries)
         decayed = memory.decayed.at[KEY]
         write(decayed, decay * jnp.where(right, query, key), interpret)
@@ -212,8 +209,7 @@ def _pairs_of_channels(memory: _Memory, i, log_decay, outs: ChannelPairs, alive,
             return pairs.read()
 
         pairs = with_sums(multiply, [SQUARE], interpret)
-        corners = ((t >> level) ^ (s >> level)) == 1
-        return found + jnp.where(corners, pairs, np.float32(0))
+        return found + jnp.where(apart == 1, pairs, np.float32(0))
 
     return lax.fori_loop(0, CHUNK.bit_length() - 1, double, found)
 
