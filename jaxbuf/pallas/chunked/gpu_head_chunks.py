@@ -54,7 +54,7 @@ class HeadChunks:
       row, head: Whose chunks.
     """
 
-    MOST_TOGETHER = 4  # windows of a block
+    MOST_TOGETHER = 2  # windows of a block, whose threads may then have 255 registers
 
     def __init__(self, call: Call, given: HeadArrays, memory: list, row, head, leads):
         """leads: Whether this is the warpgroup of the block that brings chunks."""
