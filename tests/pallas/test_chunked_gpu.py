@@ -163,9 +163,7 @@ def test_what_the_kernel_cannot_serve_is_an_error_that_says_why(changes, dtype, 
         pytest.param(RecurrenceSpec(96, 8, 128, 80, delta=False), id="Nemotron-3-Nano-4B", marks=slow),
         pytest.param(RecurrenceSpec(32, 32, 128, 128, decay="channel"), id="Kimi-Linear-48B", marks=slow),
         pytest.param(RecurrenceSpec(16, 16, 128, 256), id="values of 256", marks=slow),
-        pytest.param(
-            RecurrenceSpec(16, 16, 128, 256, decay="channel", delta=False), id="and gated linear", marks=slow
-        ),
+        pytest.param(RecurrenceSpec(16, 16, 128, 256, decay="channel", delta=False), id="and gated linear", marks=slow),
     ],
 )
 @pytest.mark.parametrize("rows", [1, pytest.param(8, marks=slow)])
