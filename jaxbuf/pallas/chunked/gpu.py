@@ -2,15 +2,18 @@
 
 1. `gpu_pairs` computes of every chunk and head what its tokens are to one another: the products of queries and keys
    across the decay between them, and with the delta rule the inverse of the system of `jaxbuf.recurrence.chunked`. A
-   chunk needs nothing of another, so that all multiprocessors work at once.
+   chunk needs nothing of another, so that all multiprocessors work at once. `gpu_channel_pairs` does so where every key
+   channel has a decay, and writes the keys and queries with their decays, too.
 2. `gpu_walk` goes through the chunks of a row's head, with the state in registers, which leaves it five products a
-   chunk.
+   chunk. What it multiplies by it has from `gpu_head_chunks` or `gpu_channel_chunks`.
 
-XLA sums the gates before. Where a state is to be returned that is not the last (`prefill` keeps some tokens as
+XLA sums the gates before, if there is one a head. Where a state is to be returned that is not the last (`prefill` keeps some tokens as
 entries), the walk computes it beside the next one, from weights that are XLA's, too.
 
 Floor: (q, k, v, gates, pairs twice, outputs) / read bandwidth, or the products' time, which is larger: of a head and
-chunk of Gated DeltaNet, 128 by 128, a pair takes 34 products of 64 by 64 by 64, the walk 36, each 128 cycles.
+chunk of Gated DeltaNet, 128 by 128, a pair takes 34 products of 64 by 64 by 64, the walk 36, each 128 cycles. With a
+decay a channel it is 100 and 44, and the pairs with their keys and queries are 112 KB a chunk and head, which are
+written and read once.
 
 Precision: float32 operands are two bfloat16 halves, the first one rounded, so that a product is off by 2^-18; sums are
 float32. Outputs are rounded to bfloat16, which is all that one sees of it in outputs.
