@@ -24,9 +24,9 @@ from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
 from jaxbuf.pallas.chunked.gpu_layout import CHUNK, LEAST, tile
 from jaxbuf.pallas.chunked.gpu_pairs import PARTS, SQUARE, along_columns, along_rows, places, write, write_inverse
-from jaxbuf.pallas.extend.gpu_products import zeros
+from jaxbuf.pallas.extend.gpu_products import spread, zeros
 from jaxbuf.pallas.instructions import synchronize
-from jaxbuf.pallas.sums import WGMMA, Sum, halves, turned, with_sums
+from jaxbuf.pallas.sums import COLUMN, WGMMA, Sum, halves, turned, with_sums
 from jaxbuf.pallas.threads import COMPILER, load, store_inside
 
 WIDTH = 64  # key channels that are worked on at once
@@ -36,6 +36,7 @@ WARPGROUPS = 3
 # rounded, too.
 QUERY, KEY = slice(0, 1), slice(1, 1 + PARTS)  # of the arrays with that decay
 SINCE_PARTS = KEY.stop
+LOG2E = np.float32(np.log2(np.e))
 
 
 class ChannelPairs(NamedTuple):
@@ -60,7 +61,7 @@ class ChannelPairs(NamedTuple):
 
 class _Memory(NamedTuple):
     """Shared memory of each warpgroup: keys and queries [key_dim / WIDTH, CHUNK, WIDTH], and the barrier that opens
-    when they are there; the log decays of WIDTH channels, and matrices that have a decay, [parts, CHUNK, WIDTH]."""
+    when they are there; the decays' logarithms to the base 2 of WIDTH channels, and matrices that have a decay, [parts, CHUNK, WIDTH]."""
 
     keys: Any
     queries: Any
@@ -140,7 +141,7 @@ def channel_pairs(
         ],
         compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
-    )(lengths, jnp.arange(CHUNK, dtype=jnp.int32), q, k, log_decay, strengths)
+    )(lengths, jnp.arange(CHUNK, dtype=jnp.uint32), q, k, log_decay, strengths)
     return ChannelPairs(*found)
 
 
@@ -164,9 +165,9 @@ def _pairs_of_channels(memory: _Memory, numbers, i, log_decay, outs: ChannelPair
     """The i-th WIDTH channels' part of the pairs: at (t, s) of keys t and s below the diagonal, of key t and query s on
     it and above. Writes these channels' keys and queries with their decays."""
     channels = pl.ds(i * WIDTH, WIDTH)
-    t, s = along_rows(numbers), along_columns(numbers)
+    t, s = (x.astype(jnp.int32) for x in (along_rows(numbers), along_columns(numbers)))
     gates = jnp.maximum(load(log_decay.at[:, channels], WGMMA), LEAST)
-    write(memory.gates, jnp.where(t < alive, gates, np.float32(0)), interpret)
+    write(memory.gates, jnp.where(t < alive, LOG2E * gates, np.float32(0)), interpret)
     keys, queries = (x.at[i] for x in (memory.keys, memory.queries))
 
     def read(ref):
@@ -196,20 +197,30 @@ def _pairs_of_channels(memory: _Memory, numbers, i, log_decay, outs: ChannelPair
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def double(level, found):
-        t, s = along_rows(numbers), along_columns(numbers)
-        apart, right = (t ^ s) >> level, ((t >> level) & 1) == 1
+        t, s = load(numbers, COLUMN), along_columns(numbers)
+        width = np.uint32(1) << level.astype(jnp.uint32)
+        half, right = t & ~(width - np.uint32(1)), (t & width) > np.uint32(0)
+
+        def row(x):
+            return spread(x, SQUARE, 0, WGMMA)
+
+        def within(first, count):
+            """Whether s is one of so many tokens: differences below zero are large numbers."""
+            return s - row(first) < row(count)
+
         # In a right half sums from its start up to a token, in a left half of what is behind the token.
-        decay = _decay(memory.gates, (apart == 0) & ((s <= t) ^ ~right), interpret)
+        first, end = jnp.where(right, half, t + np.uint32(1)), jnp.where(right, t + np.uint32(1), half + width)
+        decay = _decay(memory.gates, within(first, end - first), interpret)
         key, query = read(keys), read(queries)
         decayed = memory.decayed.at[KEY]
-        write(decayed, decay * jnp.where(right, query, key), interpret)
+        write(decayed, decay * jnp.where(row(t & width) > np.uint32(0), query, key), interpret)
 
         def multiply(pairs: Sum) -> Array:
             pairs.add(halves(decay * key), [turned(decayed.at[part]) for part in range(PARTS)])
             return pairs.read()
 
         pairs = with_sums(multiply, [SQUARE], interpret)
-        return found + jnp.where(apart == 1, pairs, np.float32(0))
+        return found + jnp.where(s - row(half ^ width) < width, pairs, np.float32(0))
 
     return lax.fori_loop(0, CHUNK.bit_length() - 1, double, found)
 
@@ -224,7 +235,7 @@ def _decay(gates, ones: Array, interpret: bool) -> Array:
     """The decays over sums of tokens, [CHUNK, WIDTH].
 
     Args:
-      gates: Log decays, in parts.
+      gates: Logarithms of decays to the base 2, in parts.
       ones: bool [CHUNK, CHUNK]: at (t, s) whether row t's sum has token s.
       interpret: Whether this runs in Pallas' interpreter.
     """
@@ -234,4 +245,4 @@ def _decay(gates, ones: Array, interpret: bool) -> Array:
         found.add([matrix], [gates.at[part] for part in range(PARTS)])
         return found.read()
 
-    return jnp.exp(with_sums(multiply, [(CHUNK, WIDTH)], interpret))
+    return jnp.exp2(with_sums(multiply, [(CHUNK, WIDTH)], interpret))
