@@ -7,8 +7,8 @@
 2. `gpu_walk` goes through the chunks of a row's head, with the state in registers, which leaves it five products a
    chunk. What it multiplies by it has from `gpu_head_chunks` or `gpu_channel_chunks`.
 
-XLA sums the gates before, if there is one a head. Where a state is to be returned that is not the last (`prefill` keeps some tokens as
-entries), the walk computes it beside the next one, from weights that are XLA's, too.
+XLA sums the gates before, if there is one a head. Where a state is to be returned that is not the last (`prefill` keeps
+some tokens as entries), the walk computes it behind that chunk, from weights that are XLA's, too.
 
 Floor: (q, k, v, gates, pairs twice, outputs) / read bandwidth, or the products' time, which is larger: of a head and
 chunk of Gated DeltaNet, 128 by 128, a pair takes 34 products of 64 by 64 by 64, the walk 36, each 128 cycles. With a

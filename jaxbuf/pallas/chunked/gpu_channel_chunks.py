@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
 from jaxbuf.pallas.chunked.gpu_channel_pairs import KEY, QUERY, SINCE_PARTS
-from jaxbuf.pallas.chunked.gpu_layout import CHUNK, RING, tile
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK, RING, place, tile
 from jaxbuf.pallas.chunked.gpu_pairs import PARTS
 from jaxbuf.pallas.sums import ROW, turned
 from jaxbuf.pallas.threads import load
@@ -78,15 +78,15 @@ class ChannelChunks:
     def copies(call: Call) -> int:
         return 3 + PARTS + call.delta
 
-    def bring(self, i, at, full) -> None:
+    def bring(self, i, full) -> None:
         given, memory, row, head = self.given, self.memory, self.row, self.head
-        plgpu.copy_gmem_to_smem(given.strengths.at[row, head, i], memory.strengths.at[at], full)
-        plgpu.copy_gmem_to_smem(given.attend.at[row, i, head], memory.attend.at[at], full)
-        plgpu.copy_gmem_to_smem(given.total.at[row, i, head], memory.total.at[at], full)
+        plgpu.copy_gmem_to_smem(given.strengths.at[row, head, i], memory.strengths.at[place(i)], full)
+        plgpu.copy_gmem_to_smem(given.attend.at[row, i, head], memory.attend.at[place(i)], full)
+        plgpu.copy_gmem_to_smem(given.total.at[row, i, head], memory.total.at[place(i)], full)
         for part in range(PARTS):
-            plgpu.copy_gmem_to_smem(given.left.at[row, i, head, part], memory.left.at[at, part], full)
+            plgpu.copy_gmem_to_smem(given.left.at[row, i, head, part], memory.left.at[place(i), part], full)
         if self.call.delta:
-            plgpu.copy_gmem_to_smem(given.inverse.at[row, i, head], memory.inverse.at[at], full)
+            plgpu.copy_gmem_to_smem(given.inverse.at[row, i, head], memory.inverse.at[place(i)], full)
 
     def bring_read(self, i) -> None:
         @pl.when(self.leads)
@@ -106,41 +106,47 @@ class ChannelChunks:
     def end(self) -> None:
         pl.when(self.leads)(lambda: plgpu.barrier_wait(self.memory.since_free))
 
-    def keys(self, at) -> list:
-        return [turned(self.memory.since.at[part]) for part in range(KEY.start, KEY.stop)]
+    def keys(self, i) -> list:
+        return [turned(x) for x in self._read(i, KEY)]
 
-    def queries(self, at) -> list:
-        return [turned(self.memory.since.at[part]) for part in range(QUERY.start, QUERY.stop)]
+    def queries(self, i) -> list:
+        return [turned(x) for x in self._read(i, QUERY)]
 
-    def since(self, at) -> Array | None:
+    def since(self, i) -> Array | None:
         return None
 
-    def strengths(self, at) -> Array:
-        return load(self.memory.strengths.at[at], ROW)
+    def strengths(self, i) -> Array:
+        return load(self.memory.strengths.at[place(i)], ROW)
 
-    def inverse(self, at) -> list:
-        return [turned(self.memory.inverse.at[at, part]) for part in range(PARTS)]
+    def inverse(self, i) -> list:
+        return [turned(self.memory.inverse.at[place(i), part]) for part in range(PARTS)]
 
-    def attend(self, at) -> list:
-        return [self.memory.attend.at[at, part] for part in range(PARTS)]
+    def attend(self, i) -> list:
+        return [self.memory.attend.at[place(i), part] for part in range(PARTS)]
 
-    def left(self, at) -> tuple[Array, Array | None, list]:
+    def left(self, i) -> tuple[Array, Array | None, list]:
         memory = self.memory
-        return load(memory.total.at[at, 0], ROW), None, [memory.left.at[at, part] for part in range(PARTS)]
+        return load(memory.total.at[place(i), 0], ROW), None, [memory.left.at[place(i), part] for part in range(PARTS)]
 
-    def left_at_cut(self, i, at) -> tuple[Array, Array | None, list]:
+    def left_at_cut(self, i) -> tuple[Array, Array | None, list]:
         """`keys_at_cut` take the place of what has been read, and what is read of the next chunk comes after them."""
         memory, keys = self.memory, self.given.keys_at_cut.at[self.row, self.head]
-        places = [memory.since.at[part] for part in range(KEY.start, KEY.stop)]
+        places = self._read(i, KEY)
 
         @pl.when(self.leads)
         def _():
             plgpu.barrier_wait(memory.since_free)
-            for part, place in enumerate(places):
-                plgpu.copy_gmem_to_smem(keys.at[part], place, memory.cut_full)
+            for part, target in enumerate(places):
+                plgpu.copy_gmem_to_smem(keys.at[part], target, memory.cut_full)
 
         plgpu.barrier_wait(memory.cut_full)
         return load(self.given.since_cut.at[self.row, self.head], ROW), None, places
 
     def end_cut(self) -> None:
         self.end_read()
+
+    def _read(self, i, parts: slice) -> list:
+        # Nothing is added, but that the compiler cannot know. It would compute these addresses before the first chunk,
+        # and they would take registers from there on.
+        added = i >> 20
+        return [self.memory.since.at[part + added] for part in range(parts.start, parts.stop)]

@@ -61,7 +61,8 @@ class ChannelPairs(NamedTuple):
 
 class _Memory(NamedTuple):
     """Shared memory of each warpgroup: keys and queries [key_dim / WIDTH, CHUNK, WIDTH], and the barrier that opens
-    when they are there; the decays' logarithms to the base 2 of WIDTH channels, and matrices that have a decay, [parts, CHUNK, WIDTH]."""
+    when they are there; of WIDTH channels the decays' logarithms to the base 2, and matrices that have a decay, [parts,
+    CHUNK, WIDTH]."""
 
     keys: Any
     queries: Any

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
-from jaxbuf.pallas.chunked.gpu_layout import CHUNK, GATES, LEFT, RING, SINCE, STRENGTH, tile
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK, GATES, LEFT, RING, SINCE, STRENGTH, place, tile
 from jaxbuf.pallas.chunked.gpu_pairs import PARTS
 from jaxbuf.pallas.sums import ROW, turned
 from jaxbuf.pallas.threads import load
@@ -76,16 +76,16 @@ class HeadChunks:
         """How many copies `bring` starts."""
         return 4 + call.delta
 
-    def bring(self, i, at, full) -> None:
-        """Starts to copy chunk i to the ring's place `at`."""
+    def bring(self, i, full) -> None:
+        """Starts to copy chunk i to its place in the ring."""
         given, memory, row, head = self.given, self.memory, self.row, self.head
         tokens, key_head = pl.ds(i * CHUNK, CHUNK), lax.div(head, np.int32(self.call.heads_per_key))
-        plgpu.copy_gmem_to_smem(given.keys.at[row, tokens, key_head], memory.keys.at[at], full)
-        plgpu.copy_gmem_to_smem(given.queries.at[row, tokens, key_head], memory.queries.at[at], full)
-        plgpu.copy_gmem_to_smem(given.gates.at[row, head, i], memory.gates.at[at], full)
-        plgpu.copy_gmem_to_smem(given.attend.at[row, i, head], memory.attend.at[at], full)
+        plgpu.copy_gmem_to_smem(given.keys.at[row, tokens, key_head], memory.keys.at[place(i)], full)
+        plgpu.copy_gmem_to_smem(given.queries.at[row, tokens, key_head], memory.queries.at[place(i)], full)
+        plgpu.copy_gmem_to_smem(given.gates.at[row, head, i], memory.gates.at[place(i)], full)
+        plgpu.copy_gmem_to_smem(given.attend.at[row, i, head], memory.attend.at[place(i)], full)
         if self.call.delta:
-            plgpu.copy_gmem_to_smem(given.inverse.at[row, i, head], memory.inverse.at[at], full)
+            plgpu.copy_gmem_to_smem(given.inverse.at[row, i, head], memory.inverse.at[place(i)], full)
 
     # A chunk may have something that is read before all else, and that the next chunk's takes the place of meanwhile.
 
@@ -101,33 +101,33 @@ class HeadChunks:
     def end(self) -> None:
         """Waits until all windows have, behind the last chunk."""
 
-    # Numbers, and right sides of products in parts, of the chunk at a place of the ring.
+    # Numbers, and right sides of products in parts, of chunk i.
 
-    def keys(self, at) -> list:
+    def keys(self, i) -> list:
         """[key_dim, CHUNK]: what the state is multiplied by for what tokens recall."""
-        return [turned(self.memory.keys.at[at])]
+        return [turned(self.memory.keys.at[place(i)])]
 
-    def queries(self, at) -> list:
+    def queries(self, i) -> list:
         """[key_dim, CHUNK]: what the state is multiplied by for outputs."""
-        return [turned(self.memory.queries.at[at])]
+        return [turned(self.memory.queries.at[place(i)])]
 
-    def since(self, at) -> Array | None:
+    def since(self, i) -> Array | None:
         """[CHUNK]: with what both products are multiplied; None: with nothing."""
-        return self._along(at, SINCE)
+        return self._along(i, SINCE)
 
-    def strengths(self, at) -> Array:
+    def strengths(self, i) -> Array:
         """[CHUNK]: write strengths."""
-        return self._along(at, STRENGTH)
+        return self._along(i, STRENGTH)
 
-    def inverse(self, at) -> list:
+    def inverse(self, i) -> list:
         """[CHUNK, CHUNK]: what updates are multiplied by."""
-        return [turned(self.memory.inverse.at[at, part]) for part in range(PARTS)]
+        return [turned(self.memory.inverse.at[place(i), part]) for part in range(PARTS)]
 
-    def attend(self, at) -> list:
+    def attend(self, i) -> list:
         """[CHUNK, CHUNK]: what updates are multiplied by for outputs."""
-        return [turned(self.memory.attend.at[at, part]) for part in range(PARTS)]
+        return [turned(self.memory.attend.at[place(i), part]) for part in range(PARTS)]
 
-    def left(self, at) -> tuple[Array, Array | None, list]:
+    def left(self, i) -> tuple[Array, Array | None, list]:
         """What leads to the state behind the chunk.
 
         Returns:
@@ -135,15 +135,15 @@ class HeadChunks:
           with nothing; and [CHUNK, key_dim], what these are then multiplied by.
         """
         # The decay of the whole chunk is that since its start, of its last token.
-        return self.memory.gates[at, SINCE, CHUNK - 1], self._along(at, LEFT), [self.memory.keys.at[at]]
+        return self.memory.gates[place(i), SINCE, CHUNK - 1], self._along(i, LEFT), [self.memory.keys.at[place(i)]]
 
-    def left_at_cut(self, i, at) -> tuple[Array, Array | None, list]:
+    def left_at_cut(self, i) -> tuple[Array, Array | None, list]:
         """`left` for the state that is returned, which chunk i has."""
         gates = self.given.at_cut.at[self.row, self.head]
-        return gates[1, 0], load(gates.at[0], ROW), [self.memory.keys.at[at]]
+        return gates[1, 0], load(gates.at[0], ROW), [self.memory.keys.at[place(i)]]
 
     def end_cut(self) -> None:
         """Once `left_at_cut` was multiplied with."""
 
-    def _along(self, at, which: int) -> Array:
-        return load(self.memory.gates.at[at, which], ROW)
+    def _along(self, i, which: int) -> Array:
+        return load(self.memory.gates.at[place(i), which], ROW)

@@ -1,6 +1,8 @@
 """Sizes that the two GPU kernels of `chunked` share."""
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CHUNK = 64  # tokens that are solved together: a warpgroup's products have so many rows
@@ -15,6 +17,11 @@ HIGH, LOW, STRENGTH, SINCE, LEFT, GATES = range(6)
 MOST_TOGETHER, MOST_WARPGROUPS = 2, 4
 LEAST = -32.0  # log decays below it are replaced by it: e^-32 of a state is lost among what follows' rounding errors
 SHARED_MEMORY = 226 * 2**10  # of a multiprocessor
+
+
+def place(i):
+    """The place of chunk i in the ring."""
+    return lax.rem(i, np.int32(RING))
 
 
 def tile(*dims: int):

@@ -21,7 +21,7 @@ from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
 from jaxbuf.pallas.chunked.gpu_channel_chunks import ChannelArrays, ChannelChunks
 from jaxbuf.pallas.chunked.gpu_head_chunks import HeadArrays, HeadChunks
-from jaxbuf.pallas.chunked.gpu_layout import CHUNK, RING, WINDOW, tile
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK, RING, WINDOW, place, tile
 from jaxbuf.pallas.extend.gpu_products import spread, zeros
 from jaxbuf.pallas.instructions import synchronize
 from jaxbuf.pallas.sums import WGMMA, Sum, halves, products, turned, with_sums
@@ -92,7 +92,7 @@ def walk(
             return taken
 
         given = _Given(words, take(1)[0] if has_state else None, take(1)[0])
-        there = type(arrays)(*take(sum(x is not None for x in arrays)))
+        there: Any = type(arrays)(*take(sum(x is not None for x in arrays)))
         outs, memory, own_memory = take(2 + bool(kept)), _Memory(*take(len(_Memory._fields))), refs
         block, role = lax.axis_index("block"), lax.axis_index("warpgroup")
         rest = lax.div(block, np.int32(windows // together))
@@ -183,7 +183,7 @@ class Window:
         @pl.when(self.place == 0)
         def _():
             def wait(i, _):
-                plgpu.barrier_wait(memory.free.at[lax.rem(i, np.int32(RING))])
+                plgpu.barrier_wait(memory.free.at[place(i)])
 
             lax.fori_loop(jnp.maximum(count - RING, 0), count, wait, None)
 
@@ -192,33 +192,33 @@ class Window:
     def bring(self, i) -> None:
         """Brings chunk i, if there is one, once all windows have done with what lies in its place; the block's first
         window does that."""
-        at, memory, head = lax.rem(i, np.int32(RING)), self.memory, self.head
+        at, memory, head = place(i), self.memory, self.head
 
         @pl.when((self.place == 0) & (i < self.count))
         def _():
             pl.when(i >= RING)(lambda: plgpu.barrier_wait(memory.free.at[at]))
             full = memory.full.at[at]
-            for place in range(self.together):
+            for window in range(self.together):
                 # The last window may have values of the next head: they are rows of a state that nobody reads.
-                columns = pl.ds(head * self.call.value_dim + (self.first_window + place) * WINDOW, WINDOW)
+                columns = pl.ds(head * self.call.value_dim + (self.first_window + window) * WINDOW, WINDOW)
                 values = self.given.values.at[self.row, pl.ds(i * CHUNK, CHUNK), columns]
-                plgpu.copy_gmem_to_smem(values, memory.values.at[at, place], full)
-            self.chunks.bring(i, at, full)
+                plgpu.copy_gmem_to_smem(values, memory.values.at[at, window], full)
+            self.chunks.bring(i, full)
 
     def solve(self, i, state: Array) -> Array:
         """A chunk: its outputs and updates, and the state behind it."""
         call, memory, chunks, interpret = self.call, self.memory, self.chunks, self.interpret
-        at, returns = lax.rem(i, np.int32(RING)), i == self.given.words[self.row, 1]
+        at, returns = place(i), i == self.given.words[self.row, 1]
         # The state that is returned comes last, when no registers have this one any more.
         returned = self.outs[1].at[self.row, self.head, self.values]
         pl.when(returns)(lambda: store(returned, state))
         chunks.wait_read()
         plgpu.barrier_wait(memory.full.at[at])
-        reads = functools.partial(self.read_state, i, at, state)
+        reads = functools.partial(self.read_state, i, state)
         out, updates = with_sums(reads, [DIMS] * (1 + call.delta), interpret)
         chunks.end_read()
         if call.delta:
-            inverse = chunks.inverse(at)
+            inverse = chunks.inverse(i)
 
             def multiply(update: Sum) -> Array:
                 update.add(updates, inverse)
@@ -231,39 +231,39 @@ class Window:
 
         pl.when(~returns)(bring_read)
         dims = [(WINDOW, call.key_dim), DIMS]
-        state, out = with_sums(functools.partial(self.add_tokens, at, state, out, updates), dims, interpret)
+        state, out = with_sums(functools.partial(self.add_tokens, i, state, out, updates), dims, interpret)
 
         @pl.when(returns)
         def _():
-            self.return_state(i, at, returned, updates)
+            self.return_state(i, returned, updates)
             bring_read()
 
         plgpu.barrier_arrive(memory.free.at[at])
         self.store(i, out, updates)
         return state
 
-    def read_state(self, i, at, state: Array, out: Sum, recalled: Sum | None = None) -> tuple[Array, Any]:
+    def read_state(self, i, state: Array, out: Sum, recalled: Sum | None = None) -> tuple[Array, Any]:
         """What queries read from the state, and the updates; with the delta rule, in parts, what they are before the
         inverse is multiplied with them."""
         chunks, parts = self.chunks, halves(state)
-        queries, keys = chunks.queries(at), chunks.keys(at)
+        queries, keys = chunks.queries(i), chunks.keys(i)
         if recalled is not None:
             recalled.add(parts, keys)
         out.add(parts, queries)
         self.bring(i + 1)
-        values = plgpu.load(turned(self.memory.values.at[at, self.place]), layout=WGMMA).astype(jnp.float32)
+        values = plgpu.load(turned(self.memory.values.at[place(i), self.place]), layout=WGMMA).astype(jnp.float32)
         if recalled is None:
-            updates = times(chunks.strengths(at), values)
+            updates = times(chunks.strengths(i), values)
         else:
-            updates = halves(values - times(chunks.since(at), recalled.read(products(parts, queries))))
-        return times(chunks.since(at), out.read()), updates
+            updates = halves(values - times(chunks.since(i), recalled.read(products(parts, queries))))
+        return times(chunks.since(i), out.read()), updates
 
     def add_tokens(
-        self, at, state: Array, found: Array, updates: Array, following: Sum, out: Sum
+        self, i, state: Array, found: Array, updates: Array, following: Sum, out: Sum
     ) -> tuple[Array, Array]:
         """The state behind the chunk, and its outputs, of which `found` is what was read from the state before it."""
-        attend = self.chunks.attend(at)
-        self.add_to_state(following, self.chunks.left(at), state, updates)
+        attend = self.chunks.attend(i)
+        self.add_to_state(following, self.chunks.left(i), state, updates)
         parts = halves(updates)
         out.begin(found)
         out.add(parts, attend)
@@ -294,11 +294,11 @@ class Window:
                 there = ref.at[self.row, pl.ds(first, CHUNK), self.head, self.values]
                 store(turned(there), plgpu.layout_cast(updates, plgpu.Layout.WGMMA_TRANSPOSED))
 
-    def return_state(self, i, at, ref, updates: Array) -> None:
+    def return_state(self, i, ref, updates: Array) -> None:
         """Writes the state that is returned in the place of that before the chunk."""
 
         def product(found: Sum) -> Array:
-            self.add_to_state(found, self.chunks.left_at_cut(i, at), load(ref, WGMMA), updates)
+            self.add_to_state(found, self.chunks.left_at_cut(i), load(ref, WGMMA), updates)
             return found.read()
 
         found = with_sums(product, [(WINDOW, self.call.key_dim)], self.interpret)
