@@ -42,9 +42,8 @@ class Sum:
           left: References in shared memory, or arrays in layout `WGMMA`, [64, n]; the largest part first.
           right: References [n, m].
         """
-        most = max(len(left), len(right))
         for i, x in enumerate(left):
-            for y in right[: most - i]:
+            for y in right[: max(len(left), len(right)) - i]:
                 if self.ref is None:
                     factors = (z[...].astype(jnp.float32) for z in (x, y))
                     self.value += jnp.dot(*factors, precision="highest")
@@ -54,6 +53,11 @@ class Sum:
     def read(self, behind: int = 0) -> Array:
         """The sum, once its products have ended, of which `behind` others were begun behind them."""
         return self.value if self.ref is None else plgpu.wgmma_accumulator_load(self.ref, wait_n=behind)
+
+
+def products(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many products `Sum.add` begins."""
+    return sum(len(right[: max(len(left), len(right)) - i]) for i in range(len(left)))
 
 
 def with_sums(function: Callable, dims: Sequence[tuple[int, int]], interpret: bool) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.recurrence import RecurrenceSpec, buffered, chunked
-from tests.gpu.checks import LINEAR, MAMBA, NANO, QWEN, Figures
+from tests.gpu.checks import GLA, KDA, LINEAR, MAMBA, NANO, QWEN, WIDE, Figures
 from tests.recurrence import definition
 
 SOLVED = 2e-5  # of states and updates: products of halves of bfloat16
@@ -76,7 +76,17 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     ),
     "a_mamba_2_prompt_is_that_of_float64": lambda rng: check_chunked(rng, MAMBA),
     "a_prompt_with_heads_of_80_is_that_of_float64": lambda rng: check_chunked(rng, NANO),
+    "a_prompt_with_values_of_256_is_that_of_float64": lambda rng: check_chunked(
+        rng, dataclasses.replace(WIDE, heads=24, key_heads=24)
+    ),
+    "a_kimi_delta_attention_prompt_is_that_of_float64": lambda rng: check_chunked(rng, KDA),
+    "a_kimi_linear_prompt_is_that_of_float64": lambda rng: check_chunked(
+        rng, dataclasses.replace(KDA, heads=32, key_heads=32)
+    ),
+    "a_gated_linear_attention_prompt_is_that_of_float64": lambda rng: check_chunked(rng, GLA),
     "a_prompt_without_a_decay_is_that_of_float64": lambda rng: check_chunked(rng, LINEAR),
     "a_prompt_leaves_the_memory_that_xla_leaves": lambda rng: check_prefill(rng, QWEN),
     "a_mamba_2_prompt_leaves_the_memory_that_xla_leaves": lambda rng: check_prefill(rng, MAMBA),
+    "a_kimi_delta_attention_prompt_leaves_the_memory_that_xla_leaves": lambda rng: check_prefill(rng, KDA),
+    "a_gated_linear_attention_prompt_leaves_the_memory_that_xla_leaves": lambda rng: check_prefill(rng, GLA),
 }

@@ -15,6 +15,8 @@ from tests.recurrence import definition
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 GDN = RecurrenceSpec(heads=2, key_heads=1, key_dim=64, value_dim=64)
 MAMBA = dataclasses.replace(GDN, delta=False)
+KDA = RecurrenceSpec(heads=2, key_heads=2, key_dim=128, value_dim=64, decay="channel")
+GLA = dataclasses.replace(KDA, key_heads=1, value_dim=128, delta=False)
 LINEAR = dataclasses.replace(MAMBA, decay="none")
 ROWS, TIME = 3, 150
 LENGTHS = np.array([TIME, 0, 70], np.int32)
@@ -45,6 +47,9 @@ def check(spec, arrays, lengths=LENGTHS, bound=2e-5):
         pytest.param(dataclasses.replace(MAMBA, heads=8, key_heads=2, value_dim=80), id="Nemotron-3", marks=slow),
         pytest.param(dataclasses.replace(GDN, heads=4, key_heads=2, value_dim=80), id="values of 80", marks=exhaustive),
         pytest.param(LINEAR, id="linear attention", marks=exhaustive),
+        pytest.param(KDA, id="Kimi Delta Attention"),
+        pytest.param(dataclasses.replace(KDA, key_heads=1, value_dim=80, heads=4), id="and of 80", marks=exhaustive),
+        pytest.param(GLA, id="gated linear attention", marks=slow),
     ],
 )
 def test_the_kernel_is_the_definition_over_ragged_rows(rng, spec):
@@ -57,21 +62,23 @@ def test_the_kernel_is_the_definition_over_ragged_rows(rng, spec):
 
 
 @slow
+@pytest.mark.parametrize("spec", [pytest.param(GDN, id="GDN"), pytest.param(KDA, id="KDA")])
 @pytest.mark.parametrize("mean", [-5.0, -0.001])
-def test_strong_and_weak_decays_are_computed_as_exactly(rng, mean):
-    check(GDN, inputs(rng, GDN, ROWS, TIME, jnp.bfloat16, mean_log_decay=mean))
+def test_strong_and_weak_decays_are_computed_as_exactly(rng, mean, spec):
+    check(spec, inputs(rng, spec, ROWS, TIME, jnp.bfloat16, mean_log_decay=mean))
 
 
 @slow
-def test_what_is_recalled_and_hardly_dampened_is_solved_too(rng):
+@pytest.mark.parametrize("spec", [pytest.param(GDN, id="GDN"), pytest.param(KDA, id="KDA")])
+def test_what_is_recalled_and_hardly_dampened_is_solved_too(rng, spec):
     """Nearly equal keys, write strengths near 2, a weak decay: the hardest systems that are served. They make errors of
     2^-18 a hundred times larger."""
-    state, q, k, v, log_decay, beta = inputs(rng, GDN, 2, 128)
+    state, q, k, v, log_decay, beta = inputs(rng, spec, 2, 128)
     k = k[:, :1] + 0.05 * k
     k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
     bfloat16 = [x.astype(jnp.bfloat16) for x in (q, 0.98 * k, v)]
     arrays = [state, *bfloat16, np.full_like(log_decay, -1e-3), np.float32(1.9) + np.float32(0.1) * beta]
-    check(GDN, arrays, np.array([128, 100], np.int32), bound=1e-3)
+    check(spec, arrays, np.array([128, 100], np.int32), bound=1e-3)
 
 
 @slow
@@ -88,6 +95,8 @@ def test_a_state_that_is_absent_is_zeros_and_write_strengths_are_one(rng):
         pytest.param(GDN, [5, 7, 0, 16], id="Gated DeltaNet"),
         pytest.param(GDN, 0, id="nothing stays an entry", marks=slow),
         pytest.param(MAMBA, [5, 7, 0, 16], id="Mamba-2", marks=slow),
+        pytest.param(KDA, [5, 7, 0, 16], id="Kimi Delta Attention", marks=slow),
+        pytest.param(GLA, [5, 7, 0, 16], id="gated linear attention", marks=slow),
     ],
 )
 def test_prefill_by_the_kernel_leaves_the_memory_that_the_xla_path_leaves(rng, spec, keep):
@@ -134,11 +143,7 @@ def test_the_kernel_has_the_gradient_of_the_xla_path(rng):
             jnp.bfloat16,
             "a value_dim that is a multiple of 16, got 72",
         ),
-        (
-            {"decay": "channel", "key_heads": 2},
-            jnp.bfloat16,
-            'a decay that is one number a head, or none, got "channel"',
-        ),
+        ({"decay": "channel"}, jnp.bfloat16, "a key_dim of 128 for a decay a key channel, got 64"),
         ({"decay": "none"}, jnp.bfloat16, "a decay with the delta rule, got none"),
         ({}, jnp.float32, "q, k and v in bfloat16, got float32, float32, float32"),
     ],
@@ -156,6 +161,9 @@ def test_what_the_kernel_cannot_serve_is_an_error_that_says_why(changes, dtype, 
         pytest.param(RecurrenceSpec(32, 16, 128, 128), id="Qwen3.5-4B"),
         pytest.param(RecurrenceSpec(128, 8, 128, 64, delta=False), id="Nemotron-H-8B", marks=slow),
         pytest.param(RecurrenceSpec(96, 8, 128, 80, delta=False), id="Nemotron-3-Nano-4B", marks=slow),
+        pytest.param(RecurrenceSpec(32, 32, 128, 128, decay="channel"), id="Kimi-Linear-48B", marks=slow),
+        pytest.param(RecurrenceSpec(16, 16, 128, 256), id="values of 256", marks=slow),
+        pytest.param(RecurrenceSpec(16, 16, 128, 256, decay="channel", delta=False), id="and gated linear", marks=slow),
     ],
 )
 @pytest.mark.parametrize("rows", [1, pytest.param(8, marks=slow)])

@@ -83,6 +83,10 @@ def convolved_on_tpu(call):
     return prepare.convolution_reason(call, platform="tpu", generation="v6e")
 
 
+def prompt_on_gpu(call):
+    return chunked.supports(call, platform="gpu")
+
+
 def chunk(call):
     return flash.supports(call, k=call.dtype, v=call.dtype)
 
@@ -131,6 +135,15 @@ LIMITS = [
     ("put_rows", "in multiples of 128 (``key_dim``)", put.supports, PUT, "pool", [(9, 2, 128)], [(9, 2, 64)]),
     ("prefill", "key_dim a multiple of 64", chunked.supports, SOLVED, "key_dim", [64, 128], [96]),
     ("prefill", "value_dim of 16", chunked.supports, SOLVED, "value_dim", [64, 80], [72]),
+    ("prefill", "key_dim 64 or 128", prompt_on_gpu, SOLVED, "key_dim", [64, 128], [96, 256]),
+    ("prefill", "128 for a decay a key channel", prompt_on_gpu, dataclasses.replace(SOLVED, decay="channel"), "key_dim",
+     [128], [64]),
+    ("prefill", "value_dim a multiple of 16", prompt_on_gpu, SOLVED, "value_dim", [64, 80], [72]),
+    ("prefill", "a decay for each head or key channel or", prompt_on_gpu, SOLVED, "decay", ["head", "channel"],
+     ["none"]),
+    ("prefill", "without the delta rule, none", prompt_on_gpu, dataclasses.replace(SOLVED, delta=False), "decay",
+     ["none"], []),
+    ("prefill", "q, k and v in bfloat16", prompt_on_gpu, SOLVED, "q", [BF16], [F32, F16]),
     ("gated_norm", "multiples of 16 up to 256, of 64 up to 1,024 and of 512 up to 8,192", gated_norm.supports, NORMED,
      "dim", [64, 80, 128, 256, 960, 1024, 3072, 8192], [72, 336, 1088, 8704]),
     ("gated_norm", "at least 4 of them, or up to 16 where 64 does not divide", gated_norm.supports, NORMED, "vectors",

@@ -35,7 +35,10 @@ def _gpu_needs(call: Call) -> list[tuple[bool, str]]:
     """What the GPU's kernel needs, and whether the call has it."""
     return [
         *_tokens(call),
-        (call.decay != "channel", 'a decay that is one number a head, or none, got "channel"'),
+        (
+            call.decay != "channel" or call.key_dim == 128,
+            f"a key_dim of 128 for a decay a key channel, got {call.key_dim}",
+        ),
         # Nothing dampens there what is recalled, and errors of 2^-16 grow a hundredfold.
         (not (call.delta and call.decay == "none"), "a decay with the delta rule, got none"),
         (call.key_dim in (64, 128), f"a key_dim of 64 or 128, got {call.key_dim}"),

@@ -2,15 +2,18 @@
 
 1. `gpu_pairs` computes of every chunk and head what its tokens are to one another: the products of queries and keys
    across the decay between them, and with the delta rule the inverse of the system of `jaxbuf.recurrence.chunked`. A
-   chunk needs nothing of another, so that all multiprocessors work at once.
+   chunk needs nothing of another, so that all multiprocessors work at once. `gpu_channel_pairs` does so where every key
+   channel has a decay, and writes the keys and queries with their decays, too.
 2. `gpu_walk` goes through the chunks of a row's head, with the state in registers, which leaves it five products a
-   chunk.
+   chunk. What it multiplies by it has from `gpu_head_chunks` or `gpu_channel_chunks`.
 
-XLA sums the gates before. Where a state is to be returned that is not the last (`prefill` keeps some tokens as
-entries), the walk computes it beside the next one, from weights that are XLA's, too.
+XLA sums the gates before, if there is one a head. Where a state is to be returned that is not the last (`prefill` keeps
+some tokens as entries), the walk computes it behind that chunk, from weights that are XLA's, too.
 
 Floor: (q, k, v, gates, pairs twice, outputs) / read bandwidth, or the products' time, which is larger: of a head and
-chunk of Gated DeltaNet, 128 by 128, a pair takes 34 products of 64 by 64 by 64, the walk 36, each 128 cycles.
+chunk of Gated DeltaNet, 128 by 128, a pair takes 34 products of 64 by 64 by 64, the walk 36, each 128 cycles. With a
+decay a channel it is 100 and 44, and the pairs with their keys and queries are 112 KB a chunk and head, which are
+written and read once.
 
 Precision: float32 operands are two bfloat16 halves, the first one rounded, so that a product is off by 2^-18; sums are
 float32. Outputs are rounded to bfloat16, which is all that one sees of it in outputs.
@@ -22,17 +25,21 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
-from jaxbuf.pallas.chunked.gpu_layout import CHUNK
+from jaxbuf.pallas.chunked.gpu_channel_chunks import ChannelArrays
+from jaxbuf.pallas.chunked.gpu_channel_pairs import channel_pairs
+from jaxbuf.pallas.chunked.gpu_head_chunks import HeadArrays
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK, LEAST
 from jaxbuf.pallas.chunked.gpu_pairs import pairs
 from jaxbuf.pallas.chunked.gpu_walk import walk
+from jaxbuf.pallas.sums import halves
 
-# Log decays below LEAST are replaced by it: e^-32 of a state is lost among the rounding errors of what follows. Sums of
-# a chunk's multiples of 2^-13 are exact then, down to -2^11, and so are those of what that leaves, in multiples of
-# 2^-27.
-LEAST, COARSE, FINE = -32.0, np.float32(2.0**13), np.float32(2.0**27)
+# Sums of a chunk's multiples of 2^-13 are exact, of log decays not below LEAST: down to -2^11; and so are those of what
+# that leaves, in multiples of 2^-27.
+COARSE, FINE = np.float32(2.0**13), np.float32(2.0**27)
 
 
 def solve(
@@ -66,14 +73,19 @@ def solve(
         return jnp.moveaxis(whole(x).reshape(rows, chunks, CHUNK, call.heads), 3, 1)
 
     ones = jnp.ones((rows, time, call.heads), jnp.float32)
-    log_decay = jnp.zeros_like(ones) if log_decay is None else log_decay
-    sums, at_cut = _sums(by_chunk(log_decay), cut)
-    gates = jnp.stack([*sums[:2], by_chunk(ones if beta is None else beta), *sums[2:]], axis=3)
-    arrays = whole(q, masked=False), whole(k), whole(v)
-    found = pairs(padded, *arrays[:2], gates, lengths, interpret=interpret)
+    strengths = by_chunk(ones if beta is None else beta)
+    arrays = whole(q, masked=False), whole(k)
+    if call.decay == "channel":
+        gates = whole(log_decay, masked=False)
+        found = channel_pairs(padded, *arrays, gates, strengths, lengths, interpret=interpret)
+        given = ChannelArrays(strengths, *_channels_at_cut(padded, arrays[1], gates, cut), *found)
+    else:
+        sums, at_cut = _sums(by_chunk(jnp.zeros_like(ones) if log_decay is None else log_decay), cut)
+        gates = jnp.stack([*sums[:2], strengths, *sums[2:]], axis=3)
+        given = HeadArrays(*arrays, gates, at_cut, *pairs(padded, *arrays, gates, lengths, interpret=interpret))
     words = [-(-lengths // CHUNK), jnp.maximum(cut - 1, -1) // CHUNK, first_chunk(padded, cut)]
     words = jnp.stack(words, axis=1)
-    out, last, *updates = walk(padded, words, state, *arrays, gates, at_cut, found, interpret=interpret)
+    out, last, *updates = walk(padded, words, state, whole(v), given, interpret=interpret)
     return_first = jnp.where(real[:, :time, None, None], out[:, :time], 0)
     begins = jnp.zeros_like(last) if state is None else state
     last = jnp.where((cut > 0)[:, None, None, None], last, begins)
@@ -92,6 +104,30 @@ def first_chunk(call: Call, cut: Array) -> Array:
 def first_update(call: Call, cut: Array) -> Array:
     """int32 [rows]: the token whose update is the first that is returned of a row, if not all are."""
     return cut // CHUNK * CHUNK
+
+
+def _channels_at_cut(call: Call, k: Array, log_decay: Array, cut: Array) -> tuple[Array, Array]:
+    """`keys_at_cut` and `since_cut` of `ChannelArrays`.
+
+    Args:
+      call: The call's sizes; its time is a multiple of CHUNK.
+      k: bfloat16 [rows, time, key_heads, key_dim].
+      log_decay: f32 [rows, time, heads, key_dim].
+      cut: int32 [rows].
+    """
+    last = jnp.maximum(cut - 1, 0)  # the token before the cut
+    before = (jnp.arange(CHUNK, dtype=jnp.int32)[None] <= (last % CHUNK)[:, None])[:, None, :, None]
+
+    def of_chunk(x):
+        """[rows, time, heads, key_dim] -> f32 [rows, heads, CHUNK, key_dim]; what is behind the cut becomes zeros."""
+        x = x.reshape(call.rows, -1, CHUNK, *x.shape[2:])
+        x = jnp.take_along_axis(x, (last // CHUNK)[:, None, None, None, None], axis=1)[:, 0]
+        return jnp.where(before, jnp.moveaxis(x, 1, 2).astype(jnp.float32), 0.0)
+
+    gates, keys = jnp.maximum(of_chunk(log_decay), LEAST), jnp.repeat(of_chunk(k), call.heads_per_key, axis=1)
+    behind = jnp.pad(gates[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
+    left = jnp.exp(lax.cumsum(behind, axis=2, reverse=True))
+    return jnp.stack(halves(keys * left), axis=2), jnp.exp(jnp.sum(gates, axis=2))
 
 
 def _sums(log_decay: Array, cut: Array) -> tuple[list[Array], Array]:

@@ -1,9 +1,12 @@
 """Sizes that the two GPU kernels of `chunked` share."""
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CHUNK = 64  # tokens that are solved together: a warpgroup's products have so many rows
+RING = 2  # chunks that the walk has in shared memory
 WINDOW = 64  # values of a head that a warpgroup has
 # What is known of a chunk's tokens and a head, CHUNK numbers each. Sums of log decays from the chunk's start up to each
 # token are in two parts, both of which are exact, so that differences are; then write strengths, the decay since the
@@ -12,7 +15,13 @@ HIGH, LOW, STRENGTH, SINCE, LEFT, GATES = range(6)
 # Warpgroups that share a chunk's keys and queries where pairs are computed, and of a block: with 128 registers a thread
 # four fit on a multiprocessor, and their waits fill each other.
 MOST_TOGETHER, MOST_WARPGROUPS = 2, 4
+LEAST = -32.0  # log decays below it are replaced by it: e^-32 of a state is lost among what follows' rounding errors
 SHARED_MEMORY = 226 * 2**10  # of a multiprocessor
+
+
+def place(i):
+    """The place of chunk i in the ring."""
+    return lax.rem(i, np.int32(RING))
 
 
 def tile(*dims: int):

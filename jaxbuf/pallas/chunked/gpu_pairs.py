@@ -131,34 +131,57 @@ def _products(x, keys, interpret: bool) -> Array:
 
 def _pairs_of_head(memory: _Memory, gates, attend: Array, outs, interpret: bool) -> None:
     """Writes a head's matrices."""
-    t, s = (plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=WGMMA) for axis in range(2))
-
-    def over_rows(which):
-        return spread(load(gates.at[which], COLUMN), SQUARE, 0, WGMMA)
-
-    def over_columns(which):
-        return spread(load(gates.at[which], ROW), SQUARE, 1, WGMMA)
-
-    since = [over_rows(which) - over_columns(which) for which in (HIGH, LOW)]
+    t, s = places()
+    since = [along_rows(gates.at[which]) - along_columns(gates.at[which]) for which in (HIGH, LOW)]
     decay = jnp.exp(jnp.where(s <= t, since[0] + since[1], np.float32(-np.inf)))
-    _write(memory.matrices, attend * decay, interpret)
+    write(memory.matrices, attend * decay, interpret)
     plgpu.copy_smem_to_gmem(memory.matrices, outs[0])
     if len(outs) == 1:
         return
-    overlap = _products(memory.keys, memory.keys, interpret)
-    system = jnp.where(s < t, over_rows(STRENGTH) * (overlap * decay), np.float32(0))
+    overlap = _products(memory.keys, memory.keys, interpret) * decay
+    write_inverse(memory.matrices, memory.inverses, overlap, gates.at[STRENGTH], outs[1], interpret)
+
+
+def places() -> tuple[Array, Array]:
+    """The row and the column of every number of a matrix [CHUNK, CHUNK]."""
+    t, s = (plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=WGMMA) for axis in range(2))
+    return t, s
+
+
+def along_rows(ref) -> Array:
+    """A number for each row of such a matrix, from memory."""
+    return spread(load(ref, COLUMN), SQUARE, 0, WGMMA)
+
+
+def along_columns(ref) -> Array:
+    """A number for each column."""
+    return spread(load(ref, ROW), SQUARE, 1, WGMMA)
+
+
+def write_inverse(matrices, inverses, overlap: Array, strengths, out, interpret: bool) -> None:
+    """Starts to write a system's inverse times the write strengths, by which `gpu_walk` multiplies.
+
+    Args:
+      matrices, inverses: bfloat16 [PARTS, CHUNK, CHUNK] in shared memory; the former may still be copied from there.
+      overlap: At (t, s), s < t, the product of keys t and s across the decay between them; elsewhere anything.
+      strengths: f32 [CHUNK], in memory.
+      out: Where to, in global memory.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    t, s = places()
+    system = jnp.where(s < t, along_rows(strengths) * overlap, np.float32(0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    _write(memory.matrices, system, interpret)
+    write(matrices, system, interpret)
     inverse = jnp.where(s == t, np.float32(1), -jnp.where(_corners(t, s, 0), system, np.float32(0)))
 
     def double(level, inverse):
-        _write(memory.inverses, inverse, interpret)
-        corners = functools.partial(_invert_corners, memory, inverse, _corners(t, s, level))
+        write(inverses, inverse, interpret)
+        corners = functools.partial(_invert_corners, matrices, inverses, inverse, _corners(t, s, level))
         return inverse - with_sums(corners, [SQUARE] * 2, interpret)
 
     inverse = lax.fori_loop(1, CHUNK.bit_length() - 1, double, inverse)
-    _write(memory.inverses, inverse * over_columns(STRENGTH), interpret)
-    plgpu.copy_smem_to_gmem(memory.inverses, outs[1])
+    write(inverses, inverse * along_columns(strengths), interpret)
+    plgpu.copy_smem_to_gmem(inverses, out)
 
 
 def _corners(t: Array, s: Array, level: Array | int) -> Array:
@@ -166,18 +189,18 @@ def _corners(t: Array, s: Array, level: Array | int) -> Array:
     return ((t >> level) == (s >> level) + 1) & (((s >> level) & 1) == 0)
 
 
-def _invert_corners(memory: _Memory, inverse: Array, corners: Array, low: Sum, corner: Sum) -> Array:
+def _invert_corners(matrices, inverses, inverse: Array, corners: Array, low: Sum, corner: Sum) -> Array:
     """D^-1 C A^-1 of every block on the diagonal: A^-1 and D^-1 are inverses of its halves, and C is its corner.
 
     Among the products of all inverses with the whole system are those with the corners.
     """
-    low.add(halves(inverse), [memory.matrices.at[i] for i in range(PARTS)])
+    low.add(halves(inverse), [matrices.at[i] for i in range(PARTS)])
     found = jnp.where(corners, low.read(), np.float32(0))
-    corner.add(halves(found), [memory.inverses.at[i] for i in range(PARTS)])
+    corner.add(halves(found), [inverses.at[i] for i in range(PARTS)])
     return corner.read()
 
 
-def _write(ref, x: Array, interpret: bool) -> None:
+def write(ref, x: Array, interpret: bool) -> None:
     """Writes a matrix in parts to shared memory that products and copies have done with; others may read it then."""
     synchronize(interpret)
     for i, part in enumerate(halves(x)):
