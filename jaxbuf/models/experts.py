@@ -285,7 +285,7 @@ def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) ->
 
     here = chosen if begin is None else chosen - begin
     if gpu_few.serves(x.shape[0], calls):
-        inner = gpu_few.expand(calls[0], x, first, second, here, interpret=interpret)
+        inner = gpu_few.expand(calls[0], x, first, here, interpret=interpret)
         return gpu_few.gather(calls[1], inner, second, here, weights, interpret=interpret)
     places, sources, *visits = gpu_places.place_rows(here, calls[0].experts, interpret=interpret)
     rows = {"sources": sources} if gpu.GATHERS else {}
