@@ -9,8 +9,8 @@ An expert of several tokens is read for each of them; the later ones find it in 
 kernels take over only where most tokens have experts of their own (`serves`).
 
 Neither a choice by each block of the first product, in place of a launch of its own, nor asking the L2 for the second
-weights at its end is faster: on an H100 one token took the first product 4.4 us more where the choice takes 1.9, and 2.5
-us more where the second product took 1.5 less.
+weights at its end is faster: on an H100 one token took the first product 4.4 us more where the choice takes 1.9, and
+2.5 us more where the second product took 1.5 less.
 
 A warpgroup of a block brings pieces of weights to a ring in shared memory, another multiplies them on the tensor cores,
 which take 64 rows of tokens, or what lies there. A row of a result depends on one of them, and the others are left.
