@@ -523,7 +523,8 @@ SECTIONS = (
     Section(
         "Routed experts with kernels for one token and for many, on an H100",
         "The same, later, with kernels that serve a few tokens without sorting, and thousands in larger visits. An "
-        "H100 reads 3.2 TB a second where an H200 reads 4.6: compare multiples of the floor, not times, with those above.",
+        "H100 reads 3.2 TB a second where an H200 reads 4.6: compare multiples of the floor, not times, with those "
+        "above.",
         ("experts_h100",),
         experts_h100,
     ),
@@ -571,8 +572,8 @@ SECTIONS = (
         "One layer's recurrence over prompts, on an H100",
         "``chunked`` in bfloat16 from an empty state, all its kernels together; microseconds. Layers of Qwen3.5-4B (32 "
         "value heads on 16 key heads of 128), of Kimi-Linear (32 heads of 128) and of Nemotron-H-8B (128 heads of 64, "
-        "8 groups). FLA is flash-linear-attention 0.6.0's chunk_gated_delta_rule in the same run. The last column is the "
-        "time that what goes in and out takes at the bandwidth of the run; the products take longer.",
+        "8 groups). FLA is flash-linear-attention 0.6.0's chunk_gated_delta_rule in the same run. The last column is "
+        "the time that what goes in and out takes at the bandwidth of the run; the products take longer.",
         ("chunked", "chunked_kda", "chunked_mamba2"),
         chunks,
         (("chunked.png", "Nanoseconds a token of one layer's recurrence: ours, XLA's and FLA's."),),
