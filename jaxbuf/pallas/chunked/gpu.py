@@ -86,14 +86,14 @@ def solve(
     words = [-(-lengths // CHUNK), jnp.maximum(cut - 1, -1) // CHUNK, first_chunk(padded, cut)]
     words = jnp.stack(words, axis=1)
     out, last, *updates = walk(padded, words, state, whole(v), given, interpret=interpret)
-    return_first = jnp.where(real[:, :time, None, None], out[:, :time], 0)
+    out = jnp.where(real[:, :time, None, None], out[:, :time], 0)
     begins = jnp.zeros_like(last) if state is None else state
     last = jnp.where((cut > 0)[:, None, None, None], last, begins)
     if not updates:
-        return return_first, last, None
+        return out, last, None
     if call.updates == time:
-        return return_first, last, jnp.where(real[:, :time, None, None], updates[0][:, :time], 0)
-    return return_first, last, updates[0]
+        return out, last, jnp.where(real[:, :time, None, None], updates[0][:, :time], 0)
+    return out, last, updates[0]
 
 
 def first_chunk(call: Call, cut: Array) -> Array:
