@@ -132,5 +132,5 @@ def test_a_call_that_does_not_fit_is_an_error_that_names_the_argument(rng):
         chunked(FAMILIES["KDA"], None, q[..., :16], k[..., :16], v[:, :, :4], log_decay, beta[:, :, :4])
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         chunked(spec, None, q, k, v, log_decay, beta, chunk_size=0)
-    with pytest.raises(ValueError, match='implementation="gpu" has no kernel for chunked yet'):
+    with pytest.raises(ValueError, match='implementation="gpu" can not serve this chunked: its kernel is written for'):
         chunked(spec, None, q, k, v, log_decay, beta, implementation="gpu")
