@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -220,13 +220,6 @@ def chunks() -> Table:
     return rows
 
 
-def nano_step() -> Table:
-    rows = [["form", "ms", "tokens/s", "sum of floors, ms"]]
-    for figure in record("step_nemotron_nano_4b_256")["figures"]:
-        rows.append([figure["form"], told(figure, "ms"), told(figure, "tokens_per_s"), told(figure, "floor_ms")])
-    return rows
-
-
 def prompts_h100() -> Table:
     rows = [["prompts x tokens", "ms", "tokens/s", "of it the recurrence, ms"]]
     for figure in record("prefill_h100")["figures"]:
@@ -263,9 +256,9 @@ def drafted_steps() -> Table:
     return rows
 
 
-def nemotron_step() -> Table:
+def steps_by_form(name: str) -> Table:
     rows = [["form", "ms", "tokens/s", "sum of floors, ms"]]
-    for figure in record("step_nemotron_h_8b")["figures"]:
+    for figure in record(name)["figures"]:
         rows.append([figure["form"], told(figure, "ms"), told(figure, "tokens_per_s"), told(figure, "floor_ms")])
     return rows
 
@@ -550,14 +543,14 @@ SECTIONS = (
         "Whole steps of Nemotron-H-8B",
         "128 rows behind 1,024 tokens, random weights in bfloat16.",
         ("step_nemotron_h_8b",),
-        nemotron_step,
+        partial(steps_by_form, "step_nemotron_h_8b"),
         (("step_nemotron_h_8b.png", "The parts of a step of Nemotron-H-8B."),),
     ),
     Section(
         "Whole steps of Nemotron-3-Nano-4B, on an H100",
         "256 rows behind 1,024 tokens, random weights in bfloat16.",
         ("step_nemotron_nano_4b_256",),
-        nano_step,
+        partial(steps_by_form, "step_nemotron_nano_4b_256"),
         (("step_nemotron_nano_4b_256.png", "The parts of a step of Nemotron-3-Nano-4B."),),
     ),
     Section(

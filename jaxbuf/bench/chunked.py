@@ -21,7 +21,7 @@ from jaxbuf.bench.kernels import LAYERS, RECURRENCES, SIZES
 from jaxbuf.bench.measure import bandwidths, device_time, measure_torch, timed
 from jaxbuf.bench.parser import Parser, errors_are_lines, number, output, whole
 from jaxbuf.recurrence import RecurrenceSpec, chunked
-from jaxbuf.terminal import parse_whole, print_table
+from jaxbuf.terminal import print_table
 
 type Row = dict[str, Any]
 
@@ -59,12 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--json", type=output, default=None, help="keep the figures here as they come; a plot beside it"
     )
     options = parser.parse_args(arguments)
-    try:
-        pairs = [word.partition("x") for word in options.prompts.split(",")]
-        options.prompts = [(parse_whole(rows, 1), parse_whole(tokens, 1)) for rows, _, tokens in pairs]
-    except ValueError:
-        words = "NUMBERxTOKENS, whole numbers from 1 on, separated by commas"
-        parser.error(f"--prompts must be {words}, got {options.prompts!r}")
+    options.prompts = report.prompt_sizes(parser, options.prompts)
     there = ("gpu", "xla") if jax.default_backend() == "gpu" else ("xla",)
     options.implementations = ",".join(there) if options.implementations is None else options.implementations
     if unknown := [name for name in options.implementations.split(",") if name not in there]:

@@ -36,7 +36,7 @@ from jaxbuf.serving.batch import Batch, Decoding, make_batch
 from jaxbuf.serving.carry import Carry
 from jaxbuf.serving.profiling import LIBRARY_PRODUCTS, OTHER, Operation, operations, trace
 from jaxbuf.target import Target
-from jaxbuf.terminal import parse_whole, print_table
+from jaxbuf.terminal import print_table
 
 USUAL = "8x2048,4x8192,1x32768"
 REPEATS = 3
@@ -72,22 +72,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--profile", type=folder, default=None, help="a folder for the traces, one folder for each")
     options = parser.parse_args(arguments)
-    try:
-        options.prompts = [_prompts(word) for word in options.prompts.split(",")]
-    except ValueError:
-        words = "NUMBERxTOKENS, whole numbers from 1 on, separated by commas"
-        parser.error(f"--prompts must be {words}, got {options.prompts!r}")
+    options.prompts = report.prompt_sizes(parser, options.prompts)
     report.check_plots(parser, options.json)
     read_model_options(parser, options)
     check_full_size(parser, options)
     return options
-
-
-def _prompts(word: str) -> tuple[int, int]:
-    number, times, tokens = word.partition("x")
-    if not times:
-        raise ValueError
-    return parse_whole(number, 1), parse_whole(tokens, 1)
 
 
 def make_model(options: argparse.Namespace) -> LanguageModel:

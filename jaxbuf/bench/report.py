@@ -45,6 +45,21 @@ def whole_numbers(parser: argparse.ArgumentParser, option: str, words: str) -> l
         parser.error(f"{option} must be whole numbers of at least 1, separated by commas, got {words!r}")
 
 
+def prompt_sizes(parser: argparse.ArgumentParser, words: str) -> list[tuple[int, int]]:
+    """How many prompts and of how many tokens, of --prompts; ends the program with one line if that says something
+    else."""
+
+    def read(word: str) -> tuple[int, int]:
+        number, _, tokens = word.partition("x")  # without an x there are no tokens, which are no whole number
+        return parse_whole(number, 1), parse_whole(tokens, 1)
+
+    try:
+        return [read(word) for word in words.split(",")]
+    except ValueError:
+        form = "NUMBERxTOKENS, whole numbers from 1 on, separated by commas"
+        parser.error(f"--prompts must be {form}, got {words!r}")
+
+
 def write(path: Path, record: dict[str, Any]) -> None:
     """Writes a record as JSON, into a folder that is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)

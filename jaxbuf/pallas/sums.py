@@ -20,12 +20,11 @@ class Sum:
 
     Attributes:
       ref: On a GPU registers that instructions write; in Pallas' interpreter, which does not know them, None.
-      dims: The matrix' sizes.
       value: In the interpreter the sum.
     """
 
     def __init__(self, ref: Any, dims: tuple[int, int]):
-        self.ref, self.dims, self.value = ref, dims, jnp.zeros(dims, jnp.float32)
+        self.ref, self.value = ref, jnp.zeros(dims, jnp.float32)
 
     def begin(self, value: Array) -> None:
         """The sum begins with a float32 matrix in layout `WGMMA`; without this, with zeros."""
