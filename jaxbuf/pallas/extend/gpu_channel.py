@@ -41,18 +41,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import Call, Integers
-from jaxbuf.pallas.extend.gpu_channel_entries import add_entries, add_short, weigh_new
-from jaxbuf.pallas.extend.gpu_channel_keys import since_commit, sum_gates
-from jaxbuf.pallas.extend.gpu_channel_lane import (
-    DIM,
-    Lane,
-    Short,
-    count_blocks,
-    count_warpgroups,
-    shared_memory,
-)
+from jaxbuf.pallas.extend.gpu_channel_entries import add_entries, add_short, decay_probes, weigh_new
+from jaxbuf.pallas.extend.gpu_channel_keys import sum_gates
+from jaxbuf.pallas.extend.gpu_channel_lane import Lane, count_blocks, count_warpgroups, shared_memory
 from jaxbuf.pallas.extend.gpu_channel_state import fold, read_state
-from jaxbuf.pallas.extend.gpu_channel_sums import Sum, factor, plus
+from jaxbuf.pallas.extend.gpu_channel_sums import narrow
+from jaxbuf.pallas.extend.gpu_channel_weights import DIM
 from jaxbuf.pallas.extend.gpu_lane import Item, name_arrays
 from jaxbuf.pallas.extend.gpu_products import where
 from jaxbuf.pallas.extend.gpu_schedule import CHUNK, MAX_DEALT_ROUNDS
@@ -120,7 +114,8 @@ def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):
             lane.copy_short(first)
             start = first, first + lanes, jnp.int32(0)
             lax.while_loop(lambda carry: carry[0] < call.items, serve, start)
-            lane.read_short()  # of an item that is not there
+            if lane.short:  # the copies for an item that is not there
+                plgpu.barrier_wait(lane.inputs)
             wait_for_copies(0, interpret)
             plgpu.wait_smem_to_gmem(0)
 
@@ -145,20 +140,21 @@ def serve_item(lane: Lane, number: Array, following: Array, buffer: Array, drawn
     item, next_words = lane.read_item(number), lane.ask_for_words(following)
     append = [lane.append_to(t) for t in time]
     paths = [lane.path(t) for t in time] if call.tree else None
-    loaded = lane.read_short()
-    if loaded is not None:
-        added = add_short(lane, item, loaded)
-        values, betas = [loaded.value], [lane.scalars[0, 0]]
+    if lane.short:
+        lane.await_short()
+        lane.each_token(functools.partial(append_entry, lane, item))
+        values = [load(lane.values.at[t], PER_THREAD) for t in time]
+        added = add_short(lane, item)
     else:
         first = lane.load_chunk(item, 0) if lane.one_token or call.max_live <= CHUNK else None
         values = [load(arrays.v.at[item.row, t, item.head], PER_THREAD) for t in time]
-        betas = [arrays.beta[item.row, t, item.head] for t in time]
         total = sum_gates(lane, item, first)
-        pl.when(item.folds)(functools.partial(fold, lane, item, first, total))
+        pl.when(item.folds)(functools.partial(fold, lane, item, narrow(total), first, total))
         added = add_entries(lane, item, first, total)
         weigh_new(lane, item)
-        decay_probes(lane, item, [where(~item.folds, x) for x in total])
-    lane.each_token(functools.partial(append_entry, lane, item, loaded))
+        decay_probes(lane, item, where(~item.folds, narrow(total)))
+        lane.each_token(functools.partial(append_entry, lane, item))
+    betas = [lane.new_beta(item, t) for t in time]
     lane.buffer = 1 - buffer
     lane.keep_words(next_words, drawn)
     # They arrive while the state is multiplied. A load would not: the assembler has few counters for loads, so that
@@ -172,39 +168,21 @@ def serve_item(lane: Lane, number: Array, following: Array, buffer: Array, drawn
     substitute(lane, item, added, values, betas, append, paths)
 
 
-def decay_probes(lane: Lane, item: Item, total: Sum) -> None:
-    """Writes the probes to shared memory, with the decay since the checkpoint."""
-    synchronize(lane.interpret)
-    key_head = item.head // lane.call.heads_per_key
-
-    def write(t):
-        decay = factor(lane.interpret, plus(total, since_commit(lane, item, t)))
-        for i, ref in enumerate((lane.arrays.k, lane.arrays.q)):
-            probe = load(ref.at[item.row, t, key_head], PER_THREAD).astype(jnp.float32)
-            store(lane.numbers.at[i * lane.call.time + t, lane.channels], probe * decay)
-
-    lane.each_token(write)
-    synchronize(lane.interpret)
-
-
-def append_entry(lane: Lane, item: Item, loaded: Short | None, t: Array | int) -> None:
+def append_entry(lane: Lane, item: Item, t: Array | int) -> None:
     """Writes a new token's gates to the ring, without the delta rule its beta, too; and its key, if the head is the
     first of its key head's."""
     call, arrays, to = lane.call, lane.arrays, lane.append_to(t)
     head, key_head = item.head, item.head // call.heads_per_key
 
-    # What shared memory had of a short ring is in registers; a load would hold the warp up.
     @pl.when(to >= 0)
     def _():
-        gate = load(arrays.log_decay.at[item.row, t, head], PER_THREAD) if loaded is None else loaded.gate
-        store(arrays.gates.at[to, head, lane.channels], gate)
+        store(arrays.gates.at[to, head, lane.channels], load(lane.new_gates(item, t), PER_THREAD))
         if not call.delta:
-            beta = arrays.beta[item.row, t, head] if loaded is None else lane.scalars[0, 0]
-            store(arrays.gates.at[to, head, DIM], beta)
+            store(arrays.gates.at[to, head, DIM], lane.new_beta(item, t))
 
         @pl.when(lax.rem(head, call.heads_per_key) == 0)
         def _():
-            key = load(arrays.k.at[item.row, t, key_head], PER_THREAD) if loaded is None else loaded.key
+            key = load(lane.new_probes(item, t)[0], PER_THREAD)
             store(arrays.keys.at[to, key_head], key.astype(call.entry))
 
 
@@ -216,8 +194,9 @@ def substitute(lane: Lane, item: Item, added: list[Array], values, betas, append
         """What probe i reads from the state."""
         return where(item.has_state, load(lane.numbers.at[i, lane.channels], PER_THREAD))
 
-    recalls, outs, first = added[:time], added[time:], lane.places if lane.short else 0
+    recalls, outs = added[:time], added[time:]
     for t, to in enumerate(append):
+        weights = lane.load_weights(lane.first_new + t)
         stored = values[t]
         if call.delta:
             stored = betas[t] * (stored.astype(jnp.float32) - (recalls[t] + read(t)))
@@ -226,9 +205,9 @@ def substitute(lane: Lane, item: Item, added: list[Array], values, betas, append
         if not call.delta:
             update = betas[t] * update
         for i in range(t, time):
-            if i > t and call.delta:
-                recalls[i] = on_path(paths, i, t, recalls[i] + lane.weights[i, first + t] * update, recalls[i])
-            outs[i] = on_path(paths, i, t, outs[i] + lane.weights[time + i, first + t] * update, outs[i])
+            for sums, weight in ((recalls, weights[i] if i > t else None), (outs, weights[time + i])):
+                if weight is not None:
+                    sums[i] = on_path(paths, i, t, sums[i] + weight * update, sums[i])
         result = where(t < item.length, outs[t] + read(time + t))
         store(lane.out.at[item.row, t, item.head], result.astype(call.out))
 

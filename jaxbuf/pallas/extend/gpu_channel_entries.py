@@ -8,114 +8,167 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxbuf.axes import Array
-from jaxbuf.pallas.extend.gpu_channel_keys import add_on_path, decay_keys, since_commit, sum_behind
-from jaxbuf.pallas.extend.gpu_channel_lane import DIM, PART, ROWS, WARPS, Entry, Lane, Short
+from jaxbuf.pallas.extend.gpu_channel_keys import decay_keys, each_new, gate_on_path, sum_behind
+from jaxbuf.pallas.extend.gpu_channel_lane import PART, Entry, Lane
 from jaxbuf.pallas.extend.gpu_channel_state import fold
-from jaxbuf.pallas.extend.gpu_channel_sums import Sum, cut_gate, factor, nothing, plus
+from jaxbuf.pallas.extend.gpu_channel_sums import Sum, Wide, cut, factor, nothing, plus
+from jaxbuf.pallas.extend.gpu_channel_weights import DIM, ROWS, WARPS
 from jaxbuf.pallas.extend.gpu_lane import Item
-from jaxbuf.pallas.extend.gpu_products import spread, where, zeros
+from jaxbuf.pallas.extend.gpu_products import count, spread, zeros
 from jaxbuf.pallas.extend.gpu_schedule import CHUNK
-from jaxbuf.pallas.instructions import synchronize, wait_for_copies
+from jaxbuf.pallas.instructions import synchronize
 from jaxbuf.pallas.threads import PER_THREAD, load, store
 
 
-def multiply_keys(lane: Lane, probes: list[Array], t: Array | int, start: int, n: int) -> None:
-    """Writes the products of the probes of token t with n decayed keys, from number `start` on, to `weights`."""
-    places = pl.ds(start, n)
-    keys = load(lane.numbers.at[places, lane.channels], ROWS)
-    for i, probe in enumerate(probes):
-        if i or lane.call.delta:  # Without the delta rule nothing is recalled.
-            products = keys * spread(probe.astype(jnp.float32), keys.shape, 1, ROWS)
-            store(lane.weights.at[i * lane.call.time + t, places], jnp.sum(products, axis=1))
-
-
-def multiply_chunk(lane: Lane, item: Item, t: Array | int) -> None:
-    """`multiply_keys` of a chunk, for probes that are loaded now."""
-    multiply_keys(lane, lane.load_probes(item, t), t, 0, CHUNK)
-
-
-def add_short(lane: Lane, item: Item, loaded: Short) -> list[Array]:
-    """All of the steps before the state is multiplied, for one token on a short ring.
+def add_short(lane: Lane, item: Item) -> list[Array]:
+    """All of the steps before the state is multiplied, for an item on a short ring.
 
     Returns:
       As `add_entries`.
     """
-    call, interpret = lane.call, lane.interpret
-    wait_for_copies(0, interpret)
-    ours = [x.astype(jnp.float32) for x in (loaded.key, loaded.query)]
-    since = cut_gate(lane.interpret, loaded.gate)
-    synchronize(interpret)  # All threads are done with the item before.
-    store(lane.numbers.at[lane.places, lane.channels], ours[0])
-    # A fold decays the entries up to the last of them.
-    sum = [where(~item.folds, x) for x in since]
     starts = range(0, lane.places, PART)
-    for start in reversed(starts):
-
-        def decay_part(sum, start=start):
-            for i in reversed(range(start, start + PART)):
-                key = load(lane.keys.at[i, lane.channels], PER_THREAD).astype(jnp.float32)
-                store(lane.numbers.at[i, lane.channels], key * factor(lane.interpret, sum))
-                sum = plus(sum, cut_gate(lane.interpret, load(lane.gates.at[i, lane.channels], PER_THREAD)))
-            return sum
-
-        # Folds add all places.
-        sum = lax.cond(item.folds | (item.live > start), decay_part, lambda sum: sum, sum)
-    synchronize(interpret)
-    pl.when(item.folds)(functools.partial(fold, lane, item, None, sum))
-
     alive = [~item.folds & (item.live > start) for start in starts]
-    for start, some in zip(starts, alive, strict=True):
-        pl.when(some)(functools.partial(multiply_keys, lane, loaded.probes, 0, start, PART))
-    multiply_keys(lane, loaded.probes, 0, lane.places, WARPS)
-    synchronize(interpret)
-    # A folded state is that up to the last entry.
-    decay = factor(
-        lane.interpret,
-        [jnp.where(jnp.broadcast_to(item.folds, x.shape), y, x) for x, y in zip(sum, since, strict=True)],
-    )
-    for i, probe in enumerate(ours):
-        store(lane.numbers.at[i, lane.channels], probe * decay)
+
+    def fold_parts():
+        total = nothing((DIM,), PER_THREAD)
+        for start in reversed(starts):
+            total = _decay_part(lane, start, total, folds=True)
+        synchronize(lane.interpret)
+        fold(lane, item, total)
+        return nothing((DIM,), PER_THREAD)
+
+    def sum_parts():
+        total = nothing((DIM,), PER_THREAD)
+        for start, some in zip(reversed(starts), reversed(alive), strict=True):
+            decay = functools.partial(_decay_part, lane, start, folds=False)
+            total = lax.cond(some, decay, lambda total: total, total)
+        synchronize(lane.interpret)
+        return total
+
+    total = lax.cond(item.folds, fold_parts, sum_parts)  # of the gates since the state
+    _weigh_short(lane, item, [*zip(starts, alive, strict=True)])
+    synchronize(lane.interpret)
+    decay_probes(lane, item, total)
 
     def add_part(added, start):
-        added = [*added]
         for i in range(start, start + PART):
-            update = load(lane.updates.at[i, lane.channels], PER_THREAD).astype(jnp.float32)
-            if not call.delta:
-                update = lane.strength(item, i) * update
-            for j in (0, 1) if call.delta else (1,):
-                added[j] = added[j] + lane.weights[j, i] * update
+            strength = None if lane.call.delta else lane.strength(item, i)
+            added = _add_update(lane, added, i, load(lane.updates.at[i, lane.channels], PER_THREAD), strength)
         return added
 
-    added = [zeros((DIM,), PER_THREAD)] * 2
+    added = [zeros((DIM,), PER_THREAD)] * (2 * lane.call.time)
     for start, some in zip(starts, alive, strict=True):
         added = lax.cond(some, functools.partial(add_part, start=start), lambda added: added, added)
-    synchronize(interpret)
+    synchronize(lane.interpret)
     return added
 
 
-def add_entries(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -> list[Array]:
+def _decay_part(lane: Lane, start: int, behind: Sum, *, folds: bool) -> Sum:
+    """Overwrites the gates of a part of a short ring's entries with the sums of the gates behind them; or, for a fold,
+    with their keys, decayed.
+
+    Args:
+      behind: The sum of the gates behind the part.
+
+    Returns:
+      The sum with the part's gates.
+    """
+    for i in reversed(range(start, start + PART)):
+        place = lane.gates.at[i, lane.channels]
+        gate = cut(load(place, PER_THREAD))
+        if folds:
+            key = load(lane.keys.at[i, lane.channels], PER_THREAD).astype(jnp.float32)
+            store(place, key * factor(behind))
+        else:
+            store(place, lax.bitcast_convert_type(behind, jnp.float32))
+        behind = plus(behind, gate)
+    return behind
+
+
+def _weigh_short(lane: Lane, item: Item, parts: list[tuple[int, Array]]) -> None:
+    """Writes the weights of a short ring's entries, where a part of them is alive; and of the new tokens, for each
+    other."""
+    new, time = lane.new_rows, lane.call.time
+    new_keys = load(lane.probes.at[pl.ds(0, new)], ROWS).astype(jnp.float32)
+    row = count((new, DIM), 0, ROWS)
+
+    def visit(t, since, gate, pairs=None):
+        """`pairs` are, for each new token, the sums of the gates behind it, up to the token before t."""
+        probes = [load(lane.probes.at[i * time + t], ROWS.reduce(0)).astype(jnp.float32) for i in range(2)]
+
+        def weigh_part(start):
+            rows = pl.ds(start, PART)
+            behind = lax.bitcast_convert_type(load(lane.gates.at[rows, lane.channels], ROWS), jnp.int32)
+            keys = load(lane.keys.at[rows, lane.channels], ROWS).astype(jnp.float32)
+            lane.weigh(start, keys * factor(plus(behind, spread(since, keys.shape, 1, ROWS))), probes, t)
+
+        for start, some in parts:
+            pl.when(some)(functools.partial(weigh_part, start))
+        if lane.one_token:
+            lane.weigh(lane.first_new, new_keys, probes, t)
+            return ()
+
+        def add(j, pairs, gate):
+            return jnp.where(row < j, plus(pairs, spread(gate, pairs.shape, 1, ROWS)), pairs)
+
+        if lane.call.tree:
+
+            def add_on_path(j, pairs):
+                return add(j, pairs, gate_on_path(lane, t, j, lane.sum_new(item, j, ROWS.reduce(0))))
+
+            pairs = lax.fori_loop(0, t + 1, add_on_path, nothing((new, DIM), ROWS))
+            lane.weigh(lane.first_new, new_keys * factor(pairs), probes, t)
+            return ()
+        pairs = add(t, pairs, gate)
+        lane.weigh(lane.first_new, new_keys * factor(pairs), probes, t)
+        return (pairs,)
+
+    follows = not (lane.one_token or lane.call.tree)
+    each_new(lane, item, ROWS.reduce(0), visit, [nothing((new, DIM), ROWS)] if follows else [])
+
+
+def decay_probes(lane: Lane, item: Item, total: Sum) -> None:
+    """Writes the probes to shared memory, with the decay since the state, of which `total` is that of the entries."""
+
+    def visit(t, since, _):
+        decay = factor(plus(total, since))
+        for i, probe in enumerate(lane.new_probes(item, t)):
+            store(
+                lane.numbers.at[i * lane.call.time + t, lane.channels],
+                load(probe, PER_THREAD).astype(jnp.float32) * decay,
+            )
+        return ()
+
+    each_new(lane, item, PER_THREAD, visit)
+
+
+def _add_update(lane: Lane, added: list[Array], i: int, update: Array, strength: Array | None) -> list[Array]:
+    """What is added to each probe's product with the state, with the update of an entry, times its weights."""
+    update = update.astype(jnp.float32)
+    update = update if strength is None else strength * update
+    weights = lane.load_weights(i)
+    return [x if w is None else x + w * update for x, w in zip(added, weights, strict=True)]
+
+
+def add_entries(lane: Lane, item: Item, first: list[Entry] | None, total: Wide) -> list[Array]:
     """What the entries add to each probe's product with the state; zeros if the item folds."""
-    call = lane.call
 
     def add_chunk(c, chunk, carry):
         added, left = carry
-        behind = sum_behind(lane, chunk, left)
+        behind, left = sum_behind(chunk, left)
 
-        def weigh(t):
-            decay_keys(lane, chunk, behind, since_commit(lane, item, t))
-            multiply_chunk(lane, item, t)
+        def visit(t, since, _):
+            decay_keys(lane, chunk, behind, since)
+            _weigh_chunk(lane, item, t)
+            return ()
 
-        lane.each_token(weigh)
+        each_new(lane, item, PER_THREAD, visit)
         synchronize(lane.interpret)
-        added = [*added]
         for i, entry in enumerate(chunk):
-            update = entry.update.astype(jnp.float32)
-            update = update if entry.strength is None else entry.strength * update
-            for j in range(0 if call.delta else call.time, 2 * call.time):
-                added[j] = added[j] + lane.weights[j, i] * update
-        return added, behind[-1]
+            added = _add_update(lane, added, i, entry.update, entry.strength)
+        return added, left
 
-    empty = [zeros((DIM,), PER_THREAD)] * (2 * call.time), total
+    empty = [zeros((DIM,), PER_THREAD)] * (2 * lane.call.time), total
     return lax.cond(
         item.folds | (item.live == 0),
         lambda: empty[0],
@@ -123,27 +176,31 @@ def add_entries(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -
     )
 
 
+def _weigh_chunk(lane: Lane, item: Item, t: Array | int) -> None:
+    """Writes the weights of the keys in `numbers` for token t."""
+    probes = lane.load_probes(item, t)
+    for start in range(0, CHUNK, 2 * WARPS):
+        lane.weigh(start, load(lane.numbers.at[pl.ds(start, 2 * WARPS), lane.channels], ROWS), probes, t)
+
+
 def weigh_new(lane: Lane, item: Item) -> None:
-    """Writes the products of each token's probes with the decayed keys of the tokens up to it to `weights`.
+    """Writes the weights of the new tokens for each other.
 
     In a tree, those of tokens that are not on the path are not used; they might be infinite.
     """
-    key_head = item.head // lane.call.heads_per_key
 
     def weigh(t):
         synchronize(lane.interpret)  # All threads are done with the keys before, and with the entries' weights.
 
         def decay_key(i, since):
             s = t - i
-            key = load(lane.arrays.k.at[item.row, s, key_head], PER_THREAD).astype(jnp.float32)
-            store(lane.numbers.at[s, lane.channels], key * factor(lane.interpret, since))
-            return since if lane.one_token else add_on_path(lane, item, t, s, since)
+            key = load(lane.new_probes(item, s)[0], PER_THREAD).astype(jnp.float32)
+            store(lane.numbers.at[s, lane.channels], key * factor(since))
+            return plus(since, gate_on_path(lane, t, s, lane.sum_new(item, s, PER_THREAD)))
 
-        if lane.one_token:
-            decay_key(0, nothing())
-        else:
-            lax.fori_loop(0, t + 1, decay_key, nothing())
+        lax.fori_loop(0, t + 1, decay_key, nothing((DIM,), PER_THREAD))
         synchronize(lane.interpret)
-        multiply_chunk(lane, item, t)
+        _weigh_chunk(lane, item, t)
 
     lane.each_token(weigh)
+    synchronize(lane.interpret)

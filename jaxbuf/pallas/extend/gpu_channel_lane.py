@@ -11,10 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, ROW_FIELDS, Call
+from jaxbuf.pallas.extend.gpu_channel_sums import Sum, cut
+from jaxbuf.pallas.extend.gpu_channel_weights import DIM, ROWS, WARPS, load_numbers, store_products
 from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, read_item
 from jaxbuf.pallas.extend.gpu_products import ZERO, count, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, MAX_WARPGROUPS, MEMORY, SWIZZLE, count_bytes
-from jaxbuf.pallas.instructions import end_copies, prefetch, publish, synchronize
+from jaxbuf.pallas.instructions import end_copies, prefetch, publish, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import (
     NUMBERS,
     PER_THREAD,
@@ -27,12 +29,10 @@ from jaxbuf.pallas.threads import (
     vectors_layout,
 )
 
-DIM = THREADS  # of keys and values: a thread for each channel, and for each row of the state
 GROUP = 8  # probes that are multiplied with the state at once
-WARPS = 4  # A warp has one of so many keys.
 PART = 2 * WARPS  # entries that are left out if none of them is alive
-SHORT = 24  # entries, at most, of a short ring
-ROWS = vectors_layout(DIM, jnp.float32)  # of a chunk's keys: a warp has all of a key, four numbers a thread
+SHORT, SHORT_TIME = 32, 8  # entries of a short ring, at most, and tokens
+FOLDED_AT_ONCE = 24  # entries of a short ring, at most, that a fold adds at once; else it adds a chunk at once
 BANDS = DIM // BAND
 INPUTS = 4  # arrays of a new token that are copied to shared memory as vectors
 KEPT_POSITIONS = 4 * CHUNK  # positions of a row's entries, at most, that are among an item's words
@@ -41,36 +41,38 @@ KEPT_POSITIONS = 4 * CHUNK  # positions of a row's entries, at most, that are am
 class SharedMemory(NamedTuple):
     """The arrays of a block in shared memory: before the launch their types, in the kernel references to them.
 
-    Every array but `barriers` has a leading axis of the block's warpgroups, which is left out below.
+    Every array but `barriers` has a leading axis of the block's warpgroups, which is left out below. Some are of items
+    alone that are short, as `is_short` says; else they are None.
 
     Attributes:
       barriers: One for each band of each warpgroup. It opens when that band of a checkpoint has arrived.
-      numbers: f32 [probe_rows, DIM]: a chunk's decayed keys, and with one token the new key behind them; then the
-        decayed probes; then what each of these reads from the state. The last row is the decay of all entries.
+      numbers: f32 [rows, DIM]: the decayed probes; then what each of these reads from the state. Behind the probes, or
+        behind a chunk's decayed keys, which lie there before, are the weights: of each key its product with each
+        probe, `Lane.pitch` numbers a key. A row is the decay of all entries while the item folds: of a short item the
+        first, else the last.
       words: f32 [2, THREADS]: what all threads have to know of this item and of the next one, int32 each: the row's
         fields, the positions of the first entries, those of the new entries, and in a tree the new tokens' paths. The
         last is the number of the item after the next.
-      weights: f32 [2 T, places]: of each probe its product with each decayed key.
-      gates: f32 [places, DIM], keys and updates: [places, DIM + 8] in Call.entry: the entries of an item of one
-        token on a short ring, which are copied past the registers. Else None.
-      probes, value, gate: The new key and the query, [2, DIM] in Call.probe; the new value, [DIM] in Call.out, and the
-        new gate, f32 [DIM], of such an item. Else None.
-      scalars: f32 [2, THREADS], likewise: the new token's beta, many times; and without the delta rule the entries',
-        each where `words` has its position.
+      gates: f32 [places + T, DIM] of a short item: the entries' gates, and behind them the new tokens'. The entries'
+        are overwritten by the sums of the gates behind them, as int32, or in a fold by their decayed keys.
+      keys, updates: [places, DIM] in Call.entry, of its entries.
+      probes: [2 T or more, DIM] in Call.probe: its new keys, and behind them the queries.
+      values: [T, DIM] in Call.out: its new values.
+      scalars: f32 [1 or 2, THREADS]: its new tokens' betas; and without the delta rule the entries', each where `words`
+        has its position.
       state: [BANDS, BAND, DIM]: the item's checkpoint, or the high half of a split one.
-      input_barriers: One for each warpgroup, which opens when `probes`, `value` and `gate` have arrived.
+      input_barriers: One for each warpgroup, which opens when the new tokens of a short item have arrived, but for
+        their betas.
     """
 
     barriers: Any
     numbers: Any
     words: Any
-    weights: Any
     gates: Any
     keys: Any
     updates: Any
     probes: Any
-    value: Any
-    gate: Any
+    values: Any
     scalars: Any
     state: Any
     input_barriers: Any
@@ -93,43 +95,52 @@ class Entry(NamedTuple):
         return Entry(gate, key, update, strength, self.alive)
 
 
-class Short(NamedTuple):
-    """What an item of one token on a short ring needs in registers.
-
-    Attributes:
-      gate, key, query, value: [DIM] of the new token, one number a thread.
-      probes: The key and the query as a warp multiplies them with an entry's key.
-    """
-
-    gate: Array
-    key: Array
-    query: Array
-    value: Array
-    probes: list[Array]
-
-
 def padded_entries(call: Call) -> int:
     """Entries of a row, padded to whole chunks."""
     return pl.cdiv(max(1, call.max_live), CHUNK) * CHUNK
 
 
 def is_short(call: Call) -> bool:
-    """Whether a row has one token and a short ring."""
-    return call.time == 1 and call.max_live <= SHORT
+    """Whether items have few tokens and few entries, which are copied past the registers, to shared memory: there must
+    be room for two of them."""
+    few = call.time <= SHORT_TIME and call.max_live <= SHORT
+    return few and count_bytes(_shared_memory(call, 2, short=True)) <= MEMORY
 
 
 def count_places(call: Call) -> int:
-    """Places of a short ring's entries: whole multiples of those that the threads copy at once."""
-    return pl.cdiv(max(1, call.max_live), 8) * 8
+    """Places of a short ring's entries: whole parts."""
+    places = pl.cdiv(max(1, call.max_live), PART) * PART
+    return places if places <= FOLDED_AT_ONCE else pl.cdiv(places, CHUNK) * CHUNK
+
+
+def count_new_rows(call: Call) -> int:
+    """New tokens, and what fills them up to as many for each warp."""
+    return pl.cdiv(call.time, WARPS) * WARPS
+
+
+def count_pitch(call: Call) -> int:
+    """Weights of a key: as many times 2 or 4, which a thread loads at once, that there is one for each probe."""
+    return 2 if call.time == 1 else pl.cdiv(2 * call.time, 4) * 4
+
+
+def weights_row(call: Call, *, short: bool) -> int:
+    """The row of `SharedMemory.numbers` in which the weights begin."""
+    return 2 * call.time if short else max(CHUNK, pl.cdiv(2 * call.time, GROUP) * GROUP)
 
 
 def shared_memory(call: Call, warpgroups: int) -> SharedMemory:
+    return _shared_memory(call, warpgroups, short=is_short(call))
+
+
+def _shared_memory(call: Call, warpgroups: int, *, short: bool) -> SharedMemory:
     columns = SWIZZLE // call.state.itemsize
     tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
-    short, held = is_short(call), count_places(call)
-    places = held + WARPS if short else CHUNK
-    probe_rows = places if short else max(CHUNK, pl.cdiv(2 * call.time, GROUP) * GROUP) + 1
+    places, probes = count_places(call), 2 * call.time
+    weighed = places + count_new_rows(call) if short else CHUNK
+    rows = weights_row(call, short=short) + pl.cdiv(weighed * count_pitch(call), DIM) + (not short)
+    # The last probes are multiplied together with the rows behind them; these products are left out.
+    rows = max(rows, pl.cdiv(probes, GROUP) * GROUP)
 
     def memory(*dims, dtype=jnp.float32, transforms=()):
         return plgpu.SMEM((warpgroups, *dims), dtype, transforms=transforms)
@@ -139,16 +150,14 @@ def shared_memory(call: Call, warpgroups: int) -> SharedMemory:
 
     return SharedMemory(
         barriers=plgpu.Barrier(num_barriers=warpgroups * BANDS),
-        numbers=memory(probe_rows, DIM),
+        numbers=memory(rows, DIM),
         words=memory(2, THREADS),
-        weights=memory(2 * call.time, places),
-        gates=if_short(held, DIM),
-        keys=if_short(held, DIM + 8, dtype=call.entry),
-        updates=if_short(held, DIM + 8, dtype=call.entry),
-        probes=if_short(2, DIM, dtype=call.probe),
-        value=if_short(DIM, dtype=call.out),
-        gate=if_short(DIM),
-        scalars=if_short(2, THREADS),
+        gates=if_short(places + call.time, DIM),
+        keys=if_short(places, DIM, dtype=call.entry),
+        updates=if_short(places, DIM, dtype=call.entry),
+        probes=if_short(max(probes, count_new_rows(call)), DIM, dtype=call.probe),
+        values=if_short(call.time, DIM, dtype=call.out),
+        scalars=if_short(1 if call.delta else 2, THREADS),
         state=memory(BANDS, BAND, DIM, dtype=call.state, transforms=(tiling, swizzle)),
         input_barriers=plgpu.Barrier(num_barriers=warpgroups, num_arrivals=INPUTS),
     )
@@ -171,15 +180,17 @@ class Lane:
     def __init__(self, call: Call, interpret: bool, arrays: Arrays, out, memory: SharedMemory, warpgroup: Array):
         self.call, self.interpret, self.arrays, self.out = call, interpret, arrays, out
         own: list[Any] = [ref if ref is None else ref.at[warpgroup] for ref in memory[1:]]
-        self.numbers, self.words, self.weights, self.gates, self.keys, self.updates, *own = own
-        self.probes, self.value, self.gate, self.scalars, self.state, self.inputs = own
+        self.numbers, self.words, self.gates, self.keys, self.updates, *own = own
+        self.probes, self.values, self.scalars, self.state, self.inputs = own
         self._barriers, self._first_barrier = memory.barriers, warpgroup * BANDS
         self.kept = min(KEPT_POSITIONS, padded_entries(call))
         self.channels = pl.ds(0, DIM)
         # With several tokens, instructions for each of them and for a first chunk of its own would be too many.
         self.one_token = call.time == 1
-        self.short, self.places = is_short(call), count_places(call)
-        self.last_row = self.numbers.shape[0] - 1
+        self.short, self.places, self.new_rows = is_short(call), count_places(call), count_new_rows(call)
+        self.first_new = self.places if self.short else 0  # the place of the first new token, as `weigh` counts them
+        self.pitch, self._weights = count_pitch(call), DIM * weights_row(call, short=self.short)
+        self.decay_row = 0 if self.short else self.numbers.shape[0] - 1
         self.buffer: Array | int = 0  # which of `words` are those of the item that is looked at
 
     def each_token(self, function: Callable[[Array | int], None]) -> None:
@@ -268,51 +279,82 @@ class Lane:
             return
         arrays, item, places = self.arrays, self.read_item(number), pl.ds(ROW_FIELDS, self.places)
         row, head, key_head = item.row, item.head, item.head // self.call.heads_per_key
+        time, thread = self.call.time, count((THREADS,), 0, PER_THREAD)
         for source, target in (
-            (arrays.k.at[row, 0, key_head], self.probes.at[0]),
-            (arrays.q.at[row, 0, key_head], self.probes.at[1]),
-            (arrays.v.at[row, 0, head], self.value),
-            (arrays.log_decay.at[row, 0, head], self.gate),
+            (arrays.k.at[row, :, key_head], self.probes.at[pl.ds(0, time)]),
+            (arrays.q.at[row, :, key_head], self.probes.at[pl.ds(time, time)]),
+            (arrays.v.at[row, :, head], self.values),
+            (arrays.log_decay.at[row, :, head], self.gates.at[pl.ds(self.places, time)]),
         ):
             plgpu.copy_gmem_to_smem(source, target, self.inputs)
-        same = plgpu.layout_cast(jnp.broadcast_to(row, (THREADS,)), PER_THREAD)
-        copy_numbers(arrays.beta.at[:, 0], same, head, self.scalars.at[0], self.interpret)
+        token = jnp.minimum(thread, time - 1)
+        copy_numbers(arrays.beta.at[row], token, head, self.scalars.at[0], self.interpret)
         if not self.call.delta:
             # The thread that has an entry's word copies its beta.
-            thread = count((THREADS,), 0, PER_THREAD)
             at = lax.bitcast_convert_type(load(self.words.at[self.buffer], PER_THREAD), jnp.int32)
             at = jnp.where((thread >= ROW_FIELDS) & (thread < ROW_FIELDS + self.places), at, 0)
             copy_numbers(arrays.gates.at[:, head], at, jnp.int32(DIM), self.scalars.at[1], self.interpret)
-        for ref, head, target in (
-            (arrays.gates, item.head, self.gates),
-            (arrays.keys, item.head // self.call.heads_per_key, self.keys),
-            (arrays.updates, item.head, self.updates),
+        for ref, of_head, target in (
+            (arrays.gates, head, self.gates.at[pl.ds(0, self.places)]),
+            (arrays.keys, key_head, self.keys),
+            (arrays.updates, head, self.updates),
         ):
             aligned = ref.shape[-1] * ref.dtype.itemsize % 16 == 0
             layout = vectors_layout(DIM, ref.dtype) if aligned else NUMBERS
             at = load(self.words.at[self.buffer, places], layout.reduce(1))
             at = lax.bitcast_convert_type(at, jnp.int32)
-            source, target = ref.at[:, head, self.channels], target.at[:, self.channels]
-            copy_vectors(source, at, layout, target, self.interpret)
+            copy_vectors(ref.at[:, of_head, self.channels], at, layout, target, self.interpret)
         end_copies(self.interpret)
 
-    def load_probes(self, item: Item, t: Array | int) -> list[Array]:
-        """The key and the query of a new token, as a warp multiplies them with an entry's key."""
-        arrays, key_head = self.arrays, item.head // self.call.heads_per_key
-        return [load(ref.at[item.row, t, key_head], ROWS.reduce(0)) for ref in (arrays.k, arrays.q)]
-
-    def read_short(self) -> Short | None:
-        """The new token that `copy_short` has brought; None of other items."""
-        if not self.short:
-            return None
+    def await_short(self) -> None:
+        """Waits until what `copy_short` copies has arrived, and all threads are done with the item before."""
         plgpu.barrier_wait(self.inputs)
-        return Short(
-            gate=load(self.gate, PER_THREAD),
-            key=load(self.probes.at[0], PER_THREAD),
-            query=load(self.probes.at[1], PER_THREAD),
-            value=load(self.value, PER_THREAD),
-            probes=[load(self.probes.at[i], ROWS.reduce(0)) for i in range(2)],
-        )
+        wait_for_copies(0, self.interpret)
+        synchronize(self.interpret)
+
+    def load_probes(self, item: Item, t: Array | int) -> list[Array]:
+        """The key and the query of a new token, f32 [DIM], as a warp multiplies them with keys."""
+        return [load(ref, ROWS.reduce(0)).astype(jnp.float32) for ref in self.new_probes(item, t)]
+
+    def new_probes(self, item: Item, t: Array | int) -> list:
+        """References to the key and the query of a new token, [DIM] each."""
+        if self.short:
+            return [self.probes.at[i * self.call.time + t] for i in range(2)]
+        key_head = item.head // self.call.heads_per_key
+        return [ref.at[item.row, t, key_head] for ref in (self.arrays.k, self.arrays.q)]
+
+    def new_gates(self, item: Item, t: Array | int):
+        """A reference to the gates of a new token, [DIM]."""
+        if self.short:
+            return self.gates.at[self.places + t]
+        return self.arrays.log_decay.at[item.row, t, item.head]
+
+    def sum_new(self, item: Item, t: Array | int, layout) -> Sum:
+        """The gates of a new token as a sum of one, [DIM]."""
+        return cut(load(self.new_gates(item, t), layout))
+
+    def weigh(self, place: int, keys: Array, probes: list[Array], t: Array | int) -> None:
+        """Writes the weights of some keys for new token t.
+
+        Args:
+          place: The first key's place.
+          keys: f32 [n, DIM], decayed, in layout `ROWS`.
+          probes: The token's, from `load_probes`.
+          t: The token's number.
+        """
+        first, time = self._weights + place * self.pitch + t, self.call.time
+        if not self.call.delta:  # Nothing is recalled.
+            first, probes = first + time, probes[1:]
+        store_products(keys, probes, self.numbers, first, self.pitch, time, self.interpret)
+
+    def load_weights(self, place: int) -> list[Array | None]:
+        """The weights of a place's key, for each probe, in all threads; None for those that are not used."""
+        time, n = self.call.time, self.pitch
+        found = load_numbers(self.numbers, self._weights + place * n, n, self.interpret)[: 2 * time]
+        return [x if self.call.delta or i >= time else None for i, x in enumerate(found)]
+
+    def new_beta(self, item: Item, t: Array | int) -> Array:
+        return self.scalars[0, t] if self.short else self.arrays.beta[item.row, t, item.head]
 
     def strength(self, item: Item, i: int) -> Array:
         """Without the delta rule the beta of an entry of a short ring; 0 if there is none."""

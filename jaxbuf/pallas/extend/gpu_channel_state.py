@@ -4,13 +4,14 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.gpu_channel_keys import decay_keys, sum_behind
-from jaxbuf.pallas.extend.gpu_channel_lane import BANDS, GROUP, Entry, Lane
-from jaxbuf.pallas.extend.gpu_channel_sums import Sum, factor
+from jaxbuf.pallas.extend.gpu_channel_lane import BANDS, FOLDED_AT_ONCE, GROUP, PART, Entry, Lane
+from jaxbuf.pallas.extend.gpu_channel_sums import Sum, Wide, factor
 from jaxbuf.pallas.extend.gpu_lane import Item
 from jaxbuf.pallas.extend.gpu_products import (
     STATE,
@@ -26,7 +27,7 @@ from jaxbuf.pallas.extend.gpu_products import (
     where,
     zeros,
 )
-from jaxbuf.pallas.extend.gpu_schedule import BAND
+from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK
 from jaxbuf.pallas.instructions import synchronize
 from jaxbuf.pallas.threads import load, store, store_rows
 
@@ -35,32 +36,35 @@ from jaxbuf.pallas.threads import load, store, store_rows
 SPLIT = plgpu.Layout.TILED(plgpu.Tiling(((16, 64), (4, 8))), (-4,), (-2, -3), -1)
 
 
-def fold(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -> None:
+def fold(lane: Lane, item: Item, total: Sum, first: list[Entry] | None = None, left: Wide | None = None) -> None:
     """Makes the state in shared memory, checkpoint · exp(total) + Σ update ⊗ decayed key; starts to copy it.
 
     Args:
       item: The item.
-      first: Its first chunk, or None of a short ring, whose keys have been decayed.
       total: The sum of all gates.
+      first, left: None of a short ring, whose keys have been decayed. Else its first chunk, if that is loaded, and the
+        sum of all gates as one that gates can be taken away from.
     """
     # The checkpoint's decay, for the columns that each thread has of it.
-    store(lane.numbers.at[lane.last_row, lane.channels], factor(lane.interpret, total))
+    store(lane.numbers.at[lane.decay_row, lane.channels], factor(total))
     synchronize(lane.interpret)
     if lane.arrays.low is None:
-        _fold_whole(lane, item, first, total)
+        _fold_whole(lane, item, first, left)
     else:
-        lane.each_band(functools.partial(_fold_split, lane, item, first, total))
+        lane.each_band(functools.partial(_fold_split, lane, item, first, left))
     plgpu.commit_smem()  # The copies below read what was stored.
     for band in range(BANDS):
         stored = lane.arrays.checkpoints.at[item.fold_to, item.head, pl.ds(band * BAND, BAND)]
         plgpu.copy_smem_to_gmem(lane.state.at[band], stored)
 
 
-def _fold_whole(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -> None:
-    """`fold` of a state that is not split: each chunk is added to both bands in shared memory."""
-    decays = [load(lane.numbers.at[lane.last_row, strip], TALL.reduce(0)) for strip in lane.strips()]
+def _fold_whole(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | None) -> None:
+    """`fold` of a state that is not split: entries that are added at once are added to both bands in shared memory."""
+    decays = [load(lane.numbers.at[lane.decay_row, strip], TALL.reduce(0)) for strip in lane.strips()]
 
-    def add_chunk(load_updates, betas, begins):
+    def add_some(load_updates, betas, keys, begins):
+        """Adds entries, whose keys are rows of a reference; the first ones to what the checkpoint has become."""
+
         def add_to(band):
             pl.when(item.has_checkpoint & begins)(lambda: plgpu.barrier_wait(lane.barrier(band)))
             updates = [x.astype(jnp.float32) for x in load_updates(pl.ds(band * BAND, BAND))]
@@ -72,7 +76,7 @@ def _fold_whole(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -
                 decayed = where(item.has_checkpoint, new * spread(decay, new.shape, 1, TALL))
                 new = jnp.where(jnp.broadcast_to(begins, new.shape), decayed, new)
                 for i, update in enumerate(updates):
-                    key = load(lane.numbers.at[i, strip], TALL.reduce(0))
+                    key = load(keys.at[i, strip], TALL.reduce(0))
                     new = new + spread(update, new.shape, 0, TALL) * spread(key, new.shape, 1, TALL)
                 store(part, new.astype(lane.call.state))
 
@@ -80,25 +84,34 @@ def _fold_whole(lane: Lane, item: Item, first: list[Entry] | None, total: Sum) -
 
     def add_loaded(c, chunk, left):
         positions, alive = lane.positions(item, c), [entry.alive for entry in chunk]
-        behind = sum_behind(lane, chunk, left)
+        behind, left = sum_behind(chunk, left)
         decay_keys(lane, chunk, behind, None)
 
         def load_updates(rows):
             refs = [lane.arrays.updates.at[at, item.head, rows] for at in positions]
             return [where(some, load(ref, TALL.reduce(1))) for some, ref in zip(alive, refs, strict=True)]
 
-        add_chunk(load_updates, [entry.strength for entry in chunk], jnp.equal(c, 0))
-        return behind[-1]
+        add_some(load_updates, [entry.strength for entry in chunk], lane.numbers, jnp.equal(c, 0))
+        return left
 
-    if lane.short:
-        places = range(lane.places)
+    def add_short(start, n):
+        places = [start + i for i in range(n)]
         betas = [] if lane.call.delta else [lane.strength(item, i) for i in places]
-        add_chunk(lambda rows: [load(lane.updates.at[i, rows], TALL.reduce(1)) for i in places], betas, jnp.bool_(True))
+
+        def load_updates(rows):
+            return [load(lane.updates.at[i, rows], TALL.reduce(1)) for i in places]
+
+        add_some(load_updates, betas, lane.gates.at[pl.ds(start, n)], jnp.equal(start, 0))
+
+    if not lane.short:
+        lane.each_chunk(item, first, add_loaded, left)
+    elif lane.places <= FOLDED_AT_ONCE:
+        add_short(0, lane.places)
     else:
-        lane.each_chunk(item, first, add_loaded, total)
+        lax.fori_loop(0, lane.places // CHUNK, lambda c, _: add_short(c * CHUNK, CHUNK), None)
 
 
-def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, total: Sum, band: Array | int) -> None:
+def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | None, band: Array | int) -> None:
     """`fold` of one band of a split state, which is in registers until all entries have been added.
 
     Its high half lies in shared memory, before and after. Its low half has none: each thread loads its numbers from
@@ -115,33 +128,41 @@ def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, total: Sum, b
         rest = rest.astype(jnp.float32)
         rest = rest if scale is None else rest * spread(scale, rest.shape, 0, SPLIT)
         old = load(lane.state.at[band, :, strip], SPLIT).astype(jnp.float32) + rest
-        decay = load(lane.numbers.at[lane.last_row, strip], SPLIT.reduce(0))
+        decay = load(lane.numbers.at[lane.decay_row, strip], SPLIT.reduce(0))
         state.append(where(item.has_checkpoint, old * spread(decay, old.shape, 1, SPLIT)))
 
-    def add(state, i, update, strength):
+    def add(state, keys, i, update, strength):
         update = update.astype(jnp.float32)
         update = update if strength is None else strength * update
-        keys = [load(lane.numbers.at[i, strip], SPLIT.reduce(0)) for strip in strips]
+        loaded = [load(keys.at[i, strip], SPLIT.reduce(0)) for strip in strips]
         return [
             x + spread(update, x.shape, 0, SPLIT) * spread(key, x.shape, 1, SPLIT)
-            for x, key in zip(state, keys, strict=True)
+            for x, key in zip(state, loaded, strict=True)
         ]
 
     def add_chunk(c, chunk, carry):
         state, left = carry
-        positions, behind = lane.positions(item, c), sum_behind(lane, chunk, left)
+        positions, (behind, left) = lane.positions(item, c), sum_behind(chunk, left)
         decay_keys(lane, chunk, behind, None)
         for i, (entry, at) in enumerate(zip(chunk, positions, strict=True)):
             update = where(entry.alive, load(arrays.updates.at[at, item.head, rows], SPLIT.reduce(1)))
-            state = add(state, i, update, entry.strength)
-        return state, behind[-1]
+            state = add(state, lane.numbers, i, update, entry.strength)
+        return state, left
 
-    if lane.short:
-        for i in range(lane.places):
-            update = load(lane.updates.at[i, rows], SPLIT.reduce(1))
-            state = add(state, i, update, None if call.delta else lane.strength(item, i))
+    def add_part(c, state):
+        for i in range(PART):
+            place = c * PART + i
+            update = load(lane.updates.at[place, rows], SPLIT.reduce(1))
+            state = add(state, lane.gates, place, update, None if call.delta else lane.strength(item, place))
+        return state
+
+    if not lane.short:
+        state, _ = lane.each_chunk(item, first, add_chunk, (state, left))
+    elif lane.places <= FOLDED_AT_ONCE:
+        for c in range(lane.places // PART):
+            state = add_part(c, state)
     else:
-        state, _ = lane.each_chunk(item, first, add_chunk, (state, total))
+        state = lax.fori_loop(0, lane.places // PART, add_part, state)
     kept = jnp.float32 if low_scales is not None else low.dtype
     halves = [split(x, [call.state, kept], lane.interpret) for x in state]
     if low_scales is not None:  # A row's largest number is 127.

@@ -2,56 +2,60 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
-from jaxbuf.pallas.extend.gpu_sums import LEAST_GATE
-from jaxbuf.pallas.threads import PER_THREAD, THREADS
 
-# A gate is cut to a multiple of 2^-13 and one of 2^-24, and both are whole numbers then. 1.5 · 2^23, added to a float32
-# below 2^22, rounds it to a whole number, which the last bits of the sum then are.
-HIGH, LOW, WHOLE = (np.float32(x) for x in (2**13, 2**24, 1.5 * 2**23))
-WHOLE_BITS = np.int32(WHOLE.view(np.int32))
-LEAST = np.int32(-(2**22) + 1)  # LEAST · 2^-13 is -512, whose exponential is 0
+# A gate is rounded to a multiple of 2^-23, and a sum of gates is an int32 that counts these. Gates are at most 0, and a
+# sum below -128, whose exponential is 0, counts as -128: so any order of additions gives the same bits.
+UNITS = np.float32(2**23)
+LEAST_GATE, LEAST = np.float32(-128), np.int32(-(2**30))
+TO_BASE_2 = np.float32(np.log2(np.e) / 2**23)
+# What gates are taken away from again is the sum modulo 2^32, which is right down to -256, and beside it a sum of gates
+# rounded to multiples of 2^-4, which tells whether the sum is in [-256, -128]. It is off by at most 2^-5 a gate.
+COARSE, LEAST_COARSE = np.float32(2**4), np.int32(-192 * 2**4)
+HALF = np.float32(0.5)
 
-type Sum = list[Array]  # of gates: int32 [THREADS] of their first parts and of their second parts
-
-
-def nothing() -> Sum:
-    return [plgpu.layout_cast(jnp.zeros((THREADS,), jnp.int32), PER_THREAD)] * 2
-
-
-def cut_gate(interpret: bool, gate: Array) -> Sum:
-    """A gate in two parts, multiples of 2^-13 and of 2^-24."""
-    gate = jnp.maximum(gate, LEAST_GATE)
-    high, number = _whole(interpret, gate * HIGH)
-    low, _ = _whole(interpret, (gate - number * (1 / HIGH)) * LOW)
-    return [high, low]
+type Sum = Array  # of gates: int32 of any shape
+type Wide = list[Array]  # a sum that gates can be taken away from: int32, the sum modulo 2^32 and the coarse one
 
 
-def _whole(interpret: bool, x: Array) -> tuple[Array, Array]:
-    """float32 x, of less than 2^22, rounded to a whole number: as int32 and as float32."""
-    if interpret:  # XLA would simplify what is below.
-        return jnp.round(x).astype(jnp.int32), jnp.round(x)
-    x = x + WHOLE
-    return lax.bitcast_convert_type(x, jnp.int32) - WHOLE_BITS, x - WHOLE
+def nothing(dims: tuple[int, ...], layout) -> Sum:
+    return plgpu.layout_cast(jnp.zeros(dims, jnp.int32), layout)
 
 
-def factor(interpret: bool, sum: Sum) -> Array:
-    """The exponential of a sum of gates."""
-    high, low = sum
-    high = jnp.maximum(high, LEAST)
-    if interpret:
-        numbers = [x.astype(jnp.float32) for x in (high, low)]
-    else:
-        numbers = [lax.bitcast_convert_type(x + WHOLE_BITS, jnp.float32) - WHOLE for x in (high, low)]
-    return jnp.exp(numbers[0] * (1 / HIGH) + numbers[1] * (1 / LOW))
+def cut(gate: Array) -> Sum:
+    """A gate as a sum of one."""
+    return _round(jnp.maximum(gate, LEAST_GATE) * UNITS)
+
+
+def cut_wide(gate: Array) -> Wide:
+    return [cut(gate), _round(jnp.maximum(gate, LEAST_GATE) * COARSE)]
+
+
+def _round(x: Array) -> Array:
+    """int32 of x, which is at most 0: rounded, as a conversion cuts digits off."""
+    return (x - HALF).astype(jnp.int32)
 
 
 def plus(a: Sum, b: Sum) -> Sum:
+    return jnp.maximum(a + b, LEAST)
+
+
+def plus_wide(a: Wide, b: Wide) -> Wide:
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
-def minus(a: Sum, b: Sum) -> Sum:
+def minus_wide(a: Wide, b: Wide) -> Wide:
     return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def narrow(sum: Wide) -> Sum:
+    """What `plus` would have added up to."""
+    modular, coarse = sum
+    return jnp.where(coarse < LEAST_COARSE, LEAST, jnp.maximum(modular, LEAST))
+
+
+def factor(sum: Sum) -> Array:
+    """The exponential of a sum of gates."""
+    return jnp.exp2(sum.astype(jnp.float32) * TO_BASE_2)
