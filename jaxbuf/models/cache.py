@@ -435,8 +435,7 @@ def with_kv_limits(
         return 0, cache
     given = jnp.zeros_like(slots) if limits is None else jnp.asarray(limits, jnp.int32)
     changed = recurrent_memory.with_limits(cache.shared[RECURRENCE], slots, given, "kv_limit")
-    most = changed.cursor.ring - changed.cursor.max_pending
-    return jnp.clip(given, 0, most), dataclasses.replace(cache, shared=cache.shared | {RECURRENCE: changed})
+    return jnp.clip(given, 0, changed.cursor.room), dataclasses.replace(cache, shared=cache.shared | {RECURRENCE: changed})
 
 
 def fold_limits(cache: Cache) -> Int32[Array, "rows"]:

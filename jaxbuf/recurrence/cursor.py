@@ -29,9 +29,11 @@ class Cursor:
       block_table: The blocks of each slot; 0 where there is no block.
       order: Logical to ring position.
       origin, length, pending: As said.
-      limit: Entries from which the slot folds; more than `ring` less max_pending counts as that.
+      limit: Entries from which the slot folds; more than `room` counts as that.
       folded: Tokens in the checkpoint; 0: it holds nothing and is not read.
       max_pending: The most tokens of one launch (static).
+      room: The most committed entries of any slot (static): at most `ring` less max_pending, which whole blocks may
+        make a little more.
       sharing: Who owns the rows and blocks that slots take when they need them; None: every slot has its own for good.
       kv_limit: Entries up to which a slot that never folded stays KV-only, where that is more than its limit; None: as
         many as its limit says.
@@ -47,6 +49,7 @@ class Cursor:
     limit: Int32[Array, "slots"]
     folded: Int32[Array, "slots"]
     max_pending: int = dataclasses.field(metadata={"static": True})
+    room: int = dataclasses.field(metadata={"static": True})
     sharing: Sharing | None = None
     kv_limit: Int32[Array, "slots"] | None = None
 
@@ -116,6 +119,7 @@ def init_cursor(
         limit=each(limits),
         folded=zero(),
         max_pending=max_pending,
+        room=max(most, max_pending),
         sharing=sharing,
         kv_limit=None if kv_limits is None else each(kv_limits),
     )
@@ -193,4 +197,4 @@ def thresholds(cursor: Cursor, slots: Int32[Array, "rows"]) -> Int32[Array, "row
     limit = cursor.limit[slots]
     if cursor.kv_limit is not None:
         limit = jnp.where(cursor.folded[slots] > 0, limit, jnp.maximum(limit, cursor.kv_limit[slots]))
-    return jnp.minimum(limit, cursor.ring - cursor.max_pending)
+    return jnp.minimum(limit, cursor.room)
