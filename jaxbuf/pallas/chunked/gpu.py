@@ -127,7 +127,7 @@ def _channels_at_cut(call: Call, k: Array, log_decay: Array, cut: Array) -> tupl
     gates, keys = jnp.maximum(of_chunk(log_decay), LEAST), jnp.repeat(of_chunk(k), call.heads_per_key, axis=1)
     behind = jnp.pad(gates[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
     left = jnp.exp(lax.cumsum(behind, axis=2, reverse=True))
-    return jnp.stack(halves(keys * left), axis=2), jnp.exp(jnp.sum(gates, axis=2))
+    return jnp.stack(halves(keys * left, True), axis=2), jnp.exp(jnp.sum(gates, axis=2))
 
 
 def _sums(log_decay: Array, cut: Array) -> tuple[list[Array], Array]:

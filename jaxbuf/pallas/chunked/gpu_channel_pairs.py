@@ -217,7 +217,7 @@ def _pairs_of_channels(memory: _Memory, numbers, i, log_decay, outs: ChannelPair
         write(decayed, decay * jnp.where(row(t & width) > np.uint32(0), query, key), interpret)
 
         def multiply(pairs: Sum) -> Array:
-            pairs.add(halves(decay * key), [turned(decayed.at[part]) for part in range(PARTS)])
+            pairs.add(halves(decay * key, interpret), [turned(decayed.at[part]) for part in range(PARTS)])
             return pairs.read()
 
         pairs = with_sums(multiply, [SQUARE], interpret)

@@ -176,7 +176,7 @@ def write_inverse(matrices, inverses, overlap: Array, strengths, out, interpret:
 
     def double(level, inverse):
         write(inverses, inverse, interpret)
-        corners = functools.partial(_invert_corners, matrices, inverses, inverse, _corners(t, s, level))
+        corners = functools.partial(_invert_corners, matrices, inverses, inverse, _corners(t, s, level), interpret)
         return inverse - with_sums(corners, [SQUARE] * 2, interpret)
 
     inverse = lax.fori_loop(1, CHUNK.bit_length() - 1, double, inverse)
@@ -189,20 +189,22 @@ def _corners(t: Array, s: Array, level: Array | int) -> Array:
     return ((t >> level) == (s >> level) + 1) & (((s >> level) & 1) == 0)
 
 
-def _invert_corners(matrices, inverses, inverse: Array, corners: Array, low: Sum, corner: Sum) -> Array:
+def _invert_corners(
+    matrices, inverses, inverse: Array, corners: Array, interpret: bool, low: Sum, corner: Sum
+) -> Array:
     """D^-1 C A^-1 of every block on the diagonal: A^-1 and D^-1 are inverses of its halves, and C is its corner.
 
     Among the products of all inverses with the whole system are those with the corners.
     """
-    low.add(halves(inverse), [matrices.at[i] for i in range(PARTS)])
+    low.add(halves(inverse, interpret), [matrices.at[i] for i in range(PARTS)])
     found = jnp.where(corners, low.read(), np.float32(0))
-    corner.add(halves(found), [inverses.at[i] for i in range(PARTS)])
+    corner.add(halves(found, interpret), [inverses.at[i] for i in range(PARTS)])
     return corner.read()
 
 
 def write(ref, x: Array, interpret: bool) -> None:
     """Writes a matrix in parts to shared memory that products and copies have done with; others may read it then."""
     synchronize(interpret)
-    for i, part in enumerate(halves(x)):
+    for i, part in enumerate(halves(x, interpret)):
         ref[i] = part
     plgpu.commit_smem()

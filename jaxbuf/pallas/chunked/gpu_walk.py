@@ -247,7 +247,7 @@ class Window:
     def read_state(self, i, state: Array, out: Sum, recalled: Sum | None = None) -> tuple[Array, Any]:
         """What queries read from the state, and the updates; with the delta rule, in parts, what they are before the
         inverse is multiplied with them."""
-        chunks, parts = self.chunks, halves(state)
+        chunks, parts = self.chunks, halves(state, self.interpret)
         queries, keys = chunks.queries(i), chunks.keys(i)
         if recalled is not None:
             recalled.add(parts, keys)
@@ -257,7 +257,7 @@ class Window:
         if recalled is None:
             updates = times(chunks.strengths(i), values)
         else:
-            updates = halves(values - times(chunks.since(i), recalled.read(products(parts, queries))))
+            updates = halves(values - times(chunks.since(i), recalled.read(products(parts, queries))), self.interpret)
         return times(chunks.since(i), out.read()), updates
 
     def add_tokens(
@@ -266,7 +266,7 @@ class Window:
         """The state behind the chunk, and its outputs, of which `found` is what was read from the state before it."""
         attend = self.chunks.attend(i)
         self.add_to_state(following, self.chunks.left(i), state, updates)
-        parts = halves(updates)
+        parts = halves(updates, self.interpret)
         out.begin(found)
         out.add(parts, attend)
         return following.read(products(parts, attend)), out.read()
@@ -277,7 +277,7 @@ class Window:
         """Begins the state behind some tokens, see `HeadChunks.left`."""
         total, factor, keys = left
         following.begin(total * state if total.ndim == 0 else times(total, state))
-        following.add(halves(times(factor, updates)), keys)
+        following.add(halves(times(factor, updates), self.interpret), keys)
 
     def store(self, i, out: Array, updates: Array) -> None:
         """Writes outputs and updates."""
