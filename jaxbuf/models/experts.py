@@ -285,13 +285,11 @@ def _on_gpu(calls, interpret: bool, x, first, second, weights, chosen, begin) ->
 
     here = chosen if begin is None else chosen - begin
     if gpu_few.serves(x.shape[0], calls):
-        inner = gpu_few.expand(calls[0], x, first, second, here, interpret=interpret)
+        inner = gpu_few.expand(calls[0], x, first, here, interpret=interpret)
         return gpu_few.gather(calls[1], inner, second, here, weights, interpret=interpret)
     places, sources, *visits = gpu_places.place_rows(here, calls[0].experts, interpret=interpret)
-    rows = {"sources": sources} if gpu.GATHERS else {}
-    given = x if gpu.GATHERS else x.at[sources].get(mode="promise_in_bounds")
-    squared = not calls[0].gated
-    inner = gpu.multiply_groups(calls[0], given, first, *visits, **rows, squared=squared, interpret=interpret)
+    how = {"sources": sources, "squared": not calls[0].gated, "interpret": interpret}
+    inner = gpu.multiply_groups(calls[0], x, first, *visits, **how)
     each = gpu.multiply_groups(calls[1], inner, second, *visits, interpret=interpret)
     if gpu_places.sums(each.shape[1]):
         return gpu_places.sum_rows(each, places, weights, everywhere=begin is None, interpret=interpret)

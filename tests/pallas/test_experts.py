@@ -81,10 +81,9 @@ def few_processors(monkeypatch):
         pytest.param(180, 2, True, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_gpu_kernel_is_the_mixture(tokens, chosen, gated, rng, few_processors, monkeypatch):
+def test_the_gpu_kernel_is_the_mixture(tokens, chosen, gated, rng, few_processors):
     """Groups of few rows, and of more than one visit has; some of them empty; visits for up to three warpgroups, some
-    of which have no rows; tiles that are multiplied in halves; rows that the kernel gathers, or XLA."""
-    monkeypatch.setattr(gpu, "GATHERS", tokens != 60)
+    of which have no rows; tiles that are multiplied in halves."""
     sizes = SIZES | {"inner": 128 if tokens == 1 else 64, "outputs": {200: 208, 180: 256}.get(tokens, 64)}
     arrays = new_arrays(rng, tokens, chosen, gated=gated, **sizes)
     if tokens == 60:

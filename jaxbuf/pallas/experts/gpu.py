@@ -62,7 +62,6 @@ from jaxbuf.pallas.threads import (
 
 ALIGNED = 8  # Rows: shared memory has them in eights.
 MOST_VISITED = 3 * TILE  # rows of a visit
-GATHERS = True  # whether the first product gathers its rows itself
 LATER = 2  # pieces whose gathered rows are on their way; two fewer than the ring has, at most
 SIXTEEN = 16  # rows that a warpgroup gathers at once
 BLOCKS = PROCESSORS  # at most; each takes several tiles
