@@ -40,7 +40,7 @@ LOG2E = np.float32(np.log2(np.e))
 
 
 class ChannelPairs(NamedTuple):
-    """What `gpu_channel_walk` multiplies by; parts are summed.
+    """What `gpu_walk` multiplies by; parts are summed.
 
     Attributes:
       attend: bfloat16 [rows, chunks, heads, PARTS, CHUNK, CHUNK]: at (s, t) the product of key s and query t across the
@@ -75,9 +75,18 @@ class _Memory(NamedTuple):
 
 
 def channel_pairs(
-    call: Call, q: Array, k: Array, log_decay: Array, strengths: Array, lengths: Array, *, interpret: bool = False
+    call: Call,
+    q: Array,
+    k: Array,
+    log_decay: Array,
+    strengths: Array,
+    lengths: Array,
+    first: Array,
+    chunks: int,
+    *,
+    interpret: bool = False,
 ) -> ChannelPairs:
-    """The matrices by which `gpu_channel_walk` multiplies.
+    """The matrices by which `gpu_walk` multiplies, of some chunks.
 
     Args:
       call: The call's sizes; its time is a multiple of CHUNK.
@@ -85,19 +94,21 @@ def channel_pairs(
       log_decay: f32 [rows, time, heads, key_dim]; what is past lengths is not used.
       strengths: f32 [rows, heads, chunks, CHUNK]: write strengths.
       lengths: int32 [rows]; what belongs to chunks behind is not computed.
+      first, chunks: int32 [1], the first chunk of each row, and how many.
       interpret: Run in Pallas' GPU interpreter.
     """
-    chunks, passes = call.time // CHUNK, call.key_dim // WIDTH
+    passes = call.key_dim // WIDTH
     served = call.rows * chunks * call.heads
     count = len(ChannelPairs._fields) if call.delta else len(ChannelPairs._fields) - 1
 
-    def chunk_pairs(lengths, numbers, q, k, log_decay, strengths, *refs):
+    def chunk_pairs(lengths, first, numbers, q, k, log_decay, strengths, *refs):
         outs, memory = ChannelPairs(*refs[:count]), _Memory(*refs[count:])
         role = lax.axis_index("warpgroup")
         number = lax.axis_index("block") * WARPGROUPS + role
         rest = lax.div(number, np.int32(call.heads))
         row, head = lax.div(rest, np.int32(chunks)), number - rest * call.heads
-        chunk = rest - row * chunks
+        place = rest - row * chunks
+        chunk = first[0] + place
         key_head = lax.div(head, np.int32(call.heads_per_key))
 
         @pl.when(number < served)
@@ -111,7 +122,7 @@ def channel_pairs(
                     for source, target in ((k, own.keys), (q, own.queries)):
                         channels = source.at[row, tokens, key_head, pl.ds(i * WIDTH, WIDTH)]
                         plgpu.copy_gmem_to_smem(channels, target.at[i], own.full)
-                there = [None if x is None else x.at[row, chunk, head] for x in outs]
+                there = [None if x is None else x.at[row, place, head] for x in outs]
                 log_decays, beta = log_decay.at[row, tokens, head], strengths.at[row, head, chunk]
                 _solve(own, numbers, log_decays, beta, ChannelPairs(*there), alive, interpret)
                 plgpu.wait_smem_to_gmem(0)
@@ -142,7 +153,7 @@ def channel_pairs(
         ],
         compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
-    )(lengths, jnp.arange(CHUNK, dtype=jnp.uint32), q, k, log_decay, strengths)
+    )(lengths, first, jnp.arange(CHUNK, dtype=jnp.uint32), q, k, log_decay, strengths)
     return ChannelPairs(*found)
 
 

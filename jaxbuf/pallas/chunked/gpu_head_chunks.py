@@ -17,7 +17,7 @@ from jaxbuf.pallas.threads import load
 
 
 class HeadArrays(NamedTuple):
-    """All chunks, in global memory.
+    """The chunks of a walk, in global memory.
 
     Attributes:
       queries, keys: bfloat16 [rows, time, key_heads, key_dim]; keys are zeros past lengths.
@@ -76,13 +76,13 @@ class HeadChunks:
         """How many copies `bring` starts."""
         return 4 + call.delta
 
-    def bring(self, i, full) -> None:
-        """Starts to copy chunk i to its place in the ring."""
+    def bring(self, i, chunk, full) -> None:
+        """Starts to copy the i-th chunk of the walk, which is `chunk` of the row, to its place in the ring."""
         given, memory, row, head = self.given, self.memory, self.row, self.head
-        tokens, key_head = pl.ds(i * CHUNK, CHUNK), lax.div(head, np.int32(self.call.heads_per_key))
+        tokens, key_head = pl.ds(chunk * CHUNK, CHUNK), lax.div(head, np.int32(self.call.heads_per_key))
         plgpu.copy_gmem_to_smem(given.keys.at[row, tokens, key_head], memory.keys.at[place(i)], full)
         plgpu.copy_gmem_to_smem(given.queries.at[row, tokens, key_head], memory.queries.at[place(i)], full)
-        plgpu.copy_gmem_to_smem(given.gates.at[row, head, i], memory.gates.at[place(i)], full)
+        plgpu.copy_gmem_to_smem(given.gates.at[row, head, chunk], memory.gates.at[place(i)], full)
         plgpu.copy_gmem_to_smem(given.attend.at[row, i, head], memory.attend.at[place(i)], full)
         if self.call.delta:
             plgpu.copy_gmem_to_smem(given.inverse.at[row, i, head], memory.inverse.at[place(i)], full)
