@@ -196,6 +196,45 @@ def experts() -> Table:
     return rows
 
 
+def experts_h100() -> Table:
+    rows = [["experts, tokens", "jaxbuf", "floor", "times the floor"]]
+    for figure in record("experts_h100")["figures"]:
+        first = f"{figure['chosen']} of {figure['experts']}, {figure['tokens']:,}"
+        rows.append([first, told(figure, "us"), told(figure, "floor_us"), told(figure, "over_floor")])
+    return rows
+
+
+RECURRENCES = (("Gated DeltaNet", "chunked"), ("Kimi Delta Attention", "chunked_kda"), ("Mamba-2", "chunked_mamba2"))
+
+
+def chunks() -> Table:
+    rows = [["family", "prompts x tokens", "jaxbuf", "XLA", "FLA", "bytes in and out"]]
+    for family, name in RECURRENCES:
+        for figure in record(name)["figures"]:
+            if figure["implementation"] != "gpu":
+                continue
+            case = {key: figure[key] for key in ("rows", "tokens")}
+            others = [find(name, implementation=other, **case) for other in ("xla", "flash-linear-attention")]
+            size = f"{figure['rows']} x {figure['tokens']:,}"
+            rows.append([family, size, *(told(each, "us") for each in (figure, *others)), told(figure, "floor_us")])
+    return rows
+
+
+def nano_step() -> Table:
+    rows = [["form", "ms", "tokens/s", "sum of floors, ms"]]
+    for figure in record("step_nemotron_nano_4b_256")["figures"]:
+        rows.append([figure["form"], told(figure, "ms"), told(figure, "tokens_per_s"), told(figure, "floor_ms")])
+    return rows
+
+
+def prompts_h100() -> Table:
+    rows = [["prompts x tokens", "ms", "tokens/s", "of it the recurrence, ms"]]
+    for figure in record("prefill_h100")["figures"]:
+        size, of_recurrence = f"{figure['prompts']} x {figure['tokens']:,}", told(figure["parts_ms"], "recurrence")
+        rows.append([size, told(figure, "ms"), told(figure, "tokens_per_s"), of_recurrence])
+    return rows
+
+
 def whole_steps() -> Table:
     rows = [["rows", "recurrent", "buffered", "split", "sum of floors, buffered", "tokens/s, buffered"]]
     for name, batches in (("step_small", (1, 8, 32)), ("step_project", (128, 256))):
@@ -482,6 +521,14 @@ SECTIONS = (
         (("experts.png", "Routed experts by number of tokens: five ways."),),
     ),
     Section(
+        "Routed experts with kernels for one token and for many, on an H100",
+        "The same, later, with kernels that serve a few tokens without sorting, and thousands in larger visits. An "
+        "H100 reads 3.2 TB a second where an H200 reads 4.6: compare multiples of the floor, not times, with those "
+        "above.",
+        ("experts_h100",),
+        experts_h100,
+    ),
+    Section(
         "Whole steps of Qwen3.5-4B",
         "Random weights in bfloat16, 1,024 tokens behind every row; milliseconds.",
         ("step_small", "step_project"),
@@ -507,6 +554,13 @@ SECTIONS = (
         (("step_nemotron_h_8b.png", "The parts of a step of Nemotron-H-8B."),),
     ),
     Section(
+        "Whole steps of Nemotron-3-Nano-4B, on an H100",
+        "256 rows behind 1,024 tokens, random weights in bfloat16.",
+        ("step_nemotron_nano_4b_256",),
+        nano_step,
+        (("step_nemotron_nano_4b_256.png", "The parts of a step of Nemotron-3-Nano-4B."),),
+    ),
+    Section(
         "One model over two GPUs",
         'Qwen3.5-4B, 128 rows, on one and on two GPUs along a mesh axis "tensor". This was measured before '
         "attention and projections had kernels: compare the two lines with each other, not with the tables above.",
@@ -515,8 +569,28 @@ SECTIONS = (
         (("step_devices.png", "The parts of a step on one GPU and on two."),),
     ),
     Section(
-        "Reading prompts",
-        "Qwen3.5-4B in bfloat16 with random weights, through the programs of ``generate``; attention is cuDNN's.",
+        "One layer's recurrence over prompts, on an H100",
+        "``chunked`` in bfloat16 from an empty state, all its kernels together; microseconds. Layers of Qwen3.5-4B (32 "
+        "value heads on 16 key heads of 128), of Kimi-Linear (32 heads of 128) and of Nemotron-H-8B (128 heads of 64, "
+        "8 groups). FLA is flash-linear-attention 0.6.0's chunk_gated_delta_rule in the same run. The last column is "
+        "the time that what goes in and out takes at the bandwidth of the run; the products take longer.",
+        ("chunked", "chunked_kda", "chunked_mamba2"),
+        chunks,
+        (("chunked.png", "Nanoseconds a token of one layer's recurrence: ours, XLA's and FLA's."),),
+        "Of outputs in bfloat16 none is off by more than 3.1e-3 of the largest, and of states by 1.1e-5, against "
+        "float32; FLA's states are off by a few thousandths (in the record).",
+    ),
+    Section(
+        "Reading prompts, on an H100",
+        "Qwen3.5-4B in bfloat16 with random weights, through the programs of ``generate``; attention is cuDNN's, and "
+        "the recurrence has the kernel of the table above.",
+        ("prefill_h100",),
+        prompts_h100,
+        (("prefill_h100.png", "The parts of reading prompts."),),
+    ),
+    Section(
+        "Reading prompts, before the recurrence had a kernel",
+        "The same on an H200, when XLA compiled the recurrence.",
         ("prefill_short", "prefill"),
         prompts,
         (("prefill.png", "The parts of reading prompts."),),

@@ -43,7 +43,7 @@ PROGRAMS = (
     Program(
         "step", "whole decoding steps of a model: their time, its parts, and that of their bytes", "step_project.json"
     ),
-    Program("chunked", "how fast a layer's recurrence reads prompts, and what others take"),
+    Program("chunked", "how fast a layer's recurrence reads prompts, and what others take", "chunked.json"),
     Program("prefill", "how fast prompts are read: tokens a second, its parts, attention's FLOP/s", "prefill.json"),
     Program("short", "steps behind short texts, in each form of the memory", "short.json"),
     Program(

@@ -7,7 +7,7 @@ import pytest
 from jaxbuf.bench import chunked
 from jaxbuf.recurrence import RecurrenceSpec
 
-SMALL = "--heads 4 --key-heads 2 --dim 16 --value-dim 16 --prompts 1x32,2x16".split()
+SMALL = "--heads 2 --key-heads 1 --dim 8 --value-dim 8 --prompts 1x16,2x8".split()
 
 
 def test_what_moves_is_inputs_outputs_and_states():
@@ -21,10 +21,10 @@ def test_every_size_is_measured_and_kept_with_a_plot(tmp_path, capsys):
     assert chunked.main([*SMALL, "--family", "mamba2", "--json", str(path)]) == 0
     record = json.loads(path.read_text())
     found = [(row["implementation"], row["rows"], row["tokens"]) for row in record["figures"]]
-    assert found == [("xla", 1, 32), ("xla", 2, 16)]
+    assert found == [("xla", 1, 16), ("xla", 2, 8)]
     assert all(row["us"] > 0 and row["floor_us"] > 0 for row in record["figures"])
     assert record["spec"]["delta"] is False and path.with_suffix(".png").stat().st_size > 0
-    assert "2 x 16" in capsys.readouterr().out
+    assert "2 x 8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def check(spec, arrays, lengths=LENGTHS, bound=2e-5):
         pytest.param(dataclasses.replace(MAMBA, heads=8, key_heads=2, value_dim=80), id="Nemotron-3", marks=slow),
         pytest.param(dataclasses.replace(GDN, heads=4, key_heads=2, value_dim=80), id="values of 80", marks=exhaustive),
         pytest.param(LINEAR, id="linear attention", marks=exhaustive),
-        pytest.param(KDA, id="Kimi Delta Attention"),
+        pytest.param(KDA, id="Kimi Delta Attention", marks=slow),
         pytest.param(dataclasses.replace(KDA, key_heads=1, value_dim=80, heads=4), id="and of 80", marks=exhaustive),
         pytest.param(GLA, id="gated linear attention", marks=slow),
     ],
@@ -94,7 +94,7 @@ def test_a_state_that_is_absent_is_zeros_and_write_strengths_are_one(rng):
 @pytest.mark.parametrize(
     "spec, keep",
     [
-        pytest.param(GDN, [5, 7, 0, 16], id="Gated DeltaNet"),
+        pytest.param(GDN, [5, 7, 0, 16], id="Gated DeltaNet", marks=slow),
         pytest.param(GDN, 0, id="nothing stays an entry", marks=slow),
         pytest.param(MAMBA, [5, 7, 0, 16], id="Mamba-2", marks=slow),
         pytest.param(KDA, [5, 7, 0, 16], id="Kimi Delta Attention", marks=slow),

@@ -266,7 +266,12 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
+OFTEN = {"softmax", "sigmoid, groups"}  # the others are slow, as there are many
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in CHOICES]
+)
 def test_the_kernel_chooses_as_the_router_does(name, rng):
     """Some experts have equal scores; of the weights the gradient is the same, too."""
     tokens, router = CHOICES[name]

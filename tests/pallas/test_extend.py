@@ -139,7 +139,7 @@ def lowered(spec, time: int, rows: int = 128, parents=None, **sizes) -> str:
         pytest.param(NARROW, "split", "float32", 18, 2e-3, marks=pytest.mark.exhaustive),
         pytest.param(NARROW, "split8", "bfloat16", 4, 1e-2, marks=pytest.mark.exhaustive),
         pytest.param(SMALL, "split8", "float32", 18, 2e-3, marks=pytest.mark.exhaustive),
-        (STACKED, "float32", "bfloat16", 4, 1e-2),
+        pytest.param(STACKED, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.slow),
         pytest.param(WINDOWS, "float32", "bfloat16", 4, 1e-2, marks=pytest.mark.slow),
         pytest.param(WINDOWS, "split", "bfloat16", 4, 1e-2, marks=pytest.mark.slow),
         pytest.param(WINDOWS, "split8", "bfloat16", 18, 1e-2, marks=pytest.mark.exhaustive),
