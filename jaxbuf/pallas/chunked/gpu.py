@@ -18,7 +18,7 @@ written and read once.
 Precision: float32 operands are two bfloat16 halves, the first one rounded, so that a product is off by 2^-18; sums are
 float32. Outputs are rounded to bfloat16, which is all that one sees of it in outputs.
 
-Tokens past a row's length are zeros in keys, values and gates, so that they add nothing.
+In keys and values the kernels put zeros in place of tokens past a row's length, XLA in gates, so that they add nothing.
 """
 
 import dataclasses
@@ -65,21 +65,22 @@ def solve(
     )
     real = jnp.arange(padded.time, dtype=jnp.int32)[None] < lengths[:, None]
 
-    def whole(x, *, masked=True):
-        x = jnp.pad(x, ((0, 0), (0, padded.time - time), *((0, 0),) * (x.ndim - 2)))
-        return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, jnp.zeros_like(x)) if masked else x
+    def whole(x):
+        return jnp.pad(x, ((0, 0), (0, padded.time - time), *((0, 0),) * (x.ndim - 2)))
 
     def by_chunk(x):
-        """[rows, time, heads] -> [rows, heads, chunks, CHUNK]."""
-        return jnp.moveaxis(whole(x).reshape(rows, chunks, CHUNK, call.heads), 3, 1)
+        """[rows, time, heads] -> [rows, heads, chunks, CHUNK], with zeros past lengths."""
+        x = jnp.where(real[..., None], whole(x), 0.0)
+        return jnp.moveaxis(x.reshape(rows, chunks, CHUNK, call.heads), 3, 1)
 
     ones = jnp.ones((rows, time, call.heads), jnp.float32)
     strengths = by_chunk(ones if beta is None else beta)
-    arrays = whole(q, masked=False), whole(k)
-    words = [-(-lengths // CHUNK), jnp.maximum(cut - 1, -1) // CHUNK, first_chunk(padded, cut), jnp.zeros_like(cut)]
-    words, v = jnp.stack(words, axis=1), whole(v)
+    arrays = whole(q), whole(k)
+    ends = -(-lengths // CHUNK), jnp.maximum(cut - 1, -1) // CHUNK
+    words = jnp.stack([*ends, first_chunk(padded, cut), jnp.zeros_like(cut), lengths], axis=1)
+    v = whole(v)
     if call.decay == "channel":
-        log_decay = whole(log_decay, masked=False)
+        log_decay = whole(log_decay)
         tokens = words, lengths, cut, *arrays, v, log_decay, strengths
         out, last, updates = _solve_channels(padded, state, *tokens, interpret)
     else:
@@ -88,12 +89,11 @@ def solve(
         given = HeadArrays(*arrays, gates, at_cut, *pairs(padded, *arrays, gates, lengths, interpret=interpret))
         out, last, *updates = walk(padded, words, state, v, given, chunks, interpret=interpret)
         updates = updates[0] if updates else None
-    out = jnp.where(real[:, :time, None, None], out[:, :time], 0)
     begins = jnp.zeros_like(last) if state is None else state
     last = jnp.where((cut > 0)[:, None, None, None], last, begins)
     if updates is not None and call.updates == time:
         updates = jnp.where(real[:, :time, None, None], updates[:, :time], 0)
-    return out, last, updates
+    return out[:, :time], last, updates
 
 
 def _solve_channels(
@@ -118,7 +118,7 @@ def _solve_channels(
 
     def solve_span(state, first, *, goes_on: bool):
         found = channel_pairs(call, q, k, log_decay, strengths, lengths, first[None], size, interpret=interpret)
-        own = words + jnp.stack([-first, -first, jnp.int32(0) if all_updates else -first, first])[None]
+        own = words + jnp.stack([-first, -first, jnp.int32(0) if all_updates else -first, first, jnp.int32(0)])[None]
         own = own.at[:, COUNT].set(jnp.clip(own[:, COUNT], 0, size))
         given = ChannelArrays(strengths, *at_cut, *found)
         found = walk(call, own, state, v, given, size, goes_on=goes_on, interpret=interpret)

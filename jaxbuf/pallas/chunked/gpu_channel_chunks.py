@@ -88,6 +88,9 @@ class ChannelChunks:
         if self.call.delta:
             plgpu.copy_gmem_to_smem(given.inverse.at[row, i, head], memory.inverse.at[place(i)], full)
 
+    def forget_dead(self, i, alive, interpret: bool) -> None:
+        """`channel_pairs` has done so."""
+
     def bring_read(self, i) -> None:
         @pl.when(self.leads)
         def _():

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
-from jaxbuf.pallas.chunked.gpu_layout import CHUNK, LEAST, tile
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK, LEAST, forget_dead, tile
 from jaxbuf.pallas.chunked.gpu_pairs import PARTS, SQUARE, along_columns, along_rows, places, write, write_inverse
 from jaxbuf.pallas.extend.gpu_products import spread, zeros
 from jaxbuf.pallas.instructions import synchronize
@@ -90,10 +90,10 @@ def channel_pairs(
 
     Args:
       call: The call's sizes; its time is a multiple of CHUNK.
-      q, k: bfloat16 [rows, time, key_heads, key_dim]; k has zeros past lengths.
-      log_decay: f32 [rows, time, heads, key_dim]; what is past lengths is not used.
+      q, k: bfloat16 [rows, time, key_heads, key_dim].
+      log_decay: f32 [rows, time, heads, key_dim].
       strengths: f32 [rows, heads, chunks, CHUNK]: write strengths.
-      lengths: int32 [rows]; what belongs to chunks behind is not computed.
+      lengths: int32 [rows]; what is past them may be anything, and of chunks behind nothing is computed.
       first, chunks: int32 [1], the first chunk of each row, and how many.
       interpret: Run in Pallas' GPU interpreter.
     """
@@ -160,6 +160,8 @@ def channel_pairs(
 def _solve(memory: _Memory, numbers, log_decay, strengths, outs: ChannelPairs, alive, interpret: bool) -> None:
     """A head's chunk."""
     plgpu.barrier_wait(memory.full)
+    for i in range(memory.keys.shape[0]):
+        forget_dead(memory.keys.at[i], alive, interpret)
 
     def add(i, found: Array) -> Array:
         return found + _pairs_of_channels(memory, numbers, i, log_decay, outs, alive, interpret)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
-from jaxbuf.pallas.chunked.gpu_layout import CHUNK, GATES, LEFT, RING, SINCE, STRENGTH, place, tile
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK, GATES, LEFT, RING, SINCE, STRENGTH, forget_dead, place, tile
 from jaxbuf.pallas.chunked.gpu_pairs import PARTS
 from jaxbuf.pallas.sums import ROW, turned
 from jaxbuf.pallas.threads import load
@@ -20,7 +20,7 @@ class HeadArrays(NamedTuple):
     """The chunks of a walk, in global memory.
 
     Attributes:
-      queries, keys: bfloat16 [rows, time, key_heads, key_dim]; keys are zeros past lengths.
+      queries, keys: bfloat16 [rows, time, key_heads, key_dim].
       gates: f32 [rows, heads, chunks, GATES, CHUNK]: see `gpu_layout`.
       at_cut: f32 [rows, heads, 2, CHUNK]: for the state that is returned, what every token of that chunk, and the state
         that the chunk begins with, are multiplied with (the latter CHUNK times).
@@ -86,6 +86,10 @@ class HeadChunks:
         plgpu.copy_gmem_to_smem(given.attend.at[row, i, head], memory.attend.at[place(i)], full)
         if self.call.delta:
             plgpu.copy_gmem_to_smem(given.inverse.at[row, i, head], memory.inverse.at[place(i)], full)
+
+    def forget_dead(self, i, alive, interpret: bool) -> None:
+        """Zeros in what chunk i has behind its first `alive` tokens."""
+        forget_dead(self.memory.keys.at[place(i)], alive, interpret)
 
     # A chunk may have something that is read before all else, and that the next chunk's takes the place of meanwhile.
 

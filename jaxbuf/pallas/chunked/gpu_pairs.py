@@ -21,6 +21,7 @@ from jaxbuf.pallas.chunked.gpu_layout import (
     MOST_WARPGROUPS,
     SHARED_MEMORY,
     STRENGTH,
+    forget_dead,
     tile,
 )
 from jaxbuf.pallas.extend.gpu_products import spread
@@ -48,9 +49,9 @@ def pairs(call: Call, q: Array, k: Array, gates: Array, lengths: Array, *, inter
 
     Args:
       call: The call's sizes; its time is a multiple of CHUNK.
-      q, k: bfloat16 [rows, time, key_heads, key_dim]; k has zeros past lengths.
+      q, k: bfloat16 [rows, time, key_heads, key_dim].
       gates: f32 [rows, heads, chunks, GATES, CHUNK]: see `gpu_layout`.
-      lengths: int32 [rows]; what belongs to chunks behind is not computed.
+      lengths: int32 [rows]; what is past them may be anything but in gates, and of chunks behind nothing is computed.
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
@@ -74,7 +75,9 @@ def pairs(call: Call, q: Array, k: Array, gates: Array, lengths: Array, *, inter
 
         @pl.when(number < served)
         def _():
-            @pl.when(chunk * CHUNK < lengths[row])
+            alive = lengths[row] - chunk * CHUNK
+
+            @pl.when(alive > 0)
             def _():
                 keys, queries, full = (x.at[own] for x in (memory.keys, memory.queries, memory.full))
 
@@ -85,6 +88,7 @@ def pairs(call: Call, q: Array, k: Array, gates: Array, lengths: Array, *, inter
                     plgpu.copy_gmem_to_smem(q.at[row, tokens, key_head], queries, full)
 
                 plgpu.barrier_wait(full)
+                forget_dead(keys, alive, interpret)
                 there = _Memory(keys, queries, memory.matrices.at[role], memory.inverses.at[role], full)
                 attend = _products(queries, keys, interpret)
 

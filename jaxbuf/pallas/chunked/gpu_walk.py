@@ -21,7 +21,7 @@ from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
 from jaxbuf.pallas.chunked.gpu_channel_chunks import ChannelArrays, ChannelChunks
 from jaxbuf.pallas.chunked.gpu_head_chunks import HeadArrays, HeadChunks
-from jaxbuf.pallas.chunked.gpu_layout import CHUNK, RING, WINDOW, place, tile
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK, RING, WINDOW, forget_dead, place, tile
 from jaxbuf.pallas.extend.gpu_products import spread, zeros
 from jaxbuf.pallas.instructions import synchronize
 from jaxbuf.pallas.sums import WGMMA, Sum, halves, products, turned, with_sums
@@ -29,7 +29,7 @@ from jaxbuf.pallas.threads import COMPILER, load, store
 
 DIMS = WINDOW, CHUNK
 PROCESSORS = 132
-COUNT, RETURNS, UPDATES, FIRST, FIELDS = range(5)  # of words, see `walk`
+COUNT, RETURNS, UPDATES, FIRST, LENGTH, FIELDS = range(6)  # of words, see `walk`
 
 
 class _Memory(NamedTuple):
@@ -76,9 +76,9 @@ def walk(
       call: The call's sizes; its time is a multiple of CHUNK.
       words: int32 [rows, FIELDS], in chunks: how many of each row have tokens; in which one its state is returned; the
         first one whose updates are returned. All are counted from the first one of the walk, FIRST, which is counted
-        from the row's.
+        from the row's. And the row's tokens, LENGTH.
       state: f32 [rows, heads, value_dim, key_dim], or None: zeros.
-      v: bfloat16 [rows, time, heads, value_dim]; zeros past lengths.
+      v: bfloat16 [rows, time, heads, value_dim].
       arrays: What is known of the chunks.
       chunks: How many of each row, at most.
       goes_on: Also return the last states.
@@ -86,8 +86,8 @@ def walk(
 
     Returns:
       out [rows, chunks · CHUNK, heads, value_dim]; the states, which are not written where no chunk returns one; with
-      goes_on the last states; and, if the call has updates, these, f32 [rows, n, heads, value_dim]. What belongs to no
-      token is not written.
+      goes_on the last states; and, if the call has updates, these, f32 [rows, n, heads, value_dim]. Past a row's tokens
+      outputs are zeros, and updates are not written.
     """
     chunks_of = HeadChunks if isinstance(arrays, HeadArrays) else ChannelChunks
     windows = -(-call.value_dim // WINDOW)
@@ -217,7 +217,29 @@ class Window:
 
             lax.fori_loop(jnp.maximum(count - RING, 0), count, wait, None)
 
+        self.fill()
         plgpu.wait_smem_to_gmem(0)
+
+    def fill(self) -> None:
+        """Outputs of chunks without tokens: zeros."""
+        own, out = self.memory.out.at[self.place], self.outs.out
+        chunks = out.shape[1] // CHUNK
+
+        @pl.when(self.count < chunks)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            synchronize(self.interpret)
+            own[...] = zeros((CHUNK, WINDOW), WGMMA).astype(self.call.v)
+            plgpu.commit_smem()
+
+            def copy(i, _):
+                plgpu.copy_smem_to_gmem(own, out.at[self.row, pl.ds(i * CHUNK, CHUNK), self.head, self.values])
+
+            lax.fori_loop(self.count, chunks, copy, None)
+
+    def alive(self, i) -> Array:
+        """How many of the tokens of chunk i and those behind are the row's."""
+        return self.given.words[self.row, LENGTH] - (self.first + i) * CHUNK
 
     def bring(self, i) -> None:
         """Brings chunk i, if there is one, once all windows have done with what lies in its place; the block's first
@@ -243,6 +265,9 @@ class Window:
         pl.when(returns)(lambda: store(returned, state))
         chunks.wait_read()
         plgpu.barrier_wait(memory.full.at[at])
+        alive = self.alive(i)
+        chunks.forget_dead(i, alive, interpret)
+        forget_dead(memory.values.at[at, self.place], alive, interpret)
         reads = functools.partial(self.read_state, i, state)
         out, updates = with_sums(reads, [DIMS] * (1 + call.delta), interpret)
         chunks.end_read()
@@ -312,6 +337,7 @@ class Window:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         synchronize(self.interpret)  # The copy of the last chunk's outputs has read them.
         turned(own)[...] = out.astype(self.call.v)
+        forget_dead(own, self.alive(i), self.interpret)
         plgpu.commit_smem()
         there = self.outs.out.at[self.row, pl.ds(i * CHUNK, CHUNK), self.head, self.values]
         plgpu.copy_smem_to_gmem(own, there)
