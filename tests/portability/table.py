@@ -31,11 +31,15 @@ WHOLE_MODEL = "a_random_qwen3_5_4b_generates_as_without_kernels"
 RUN_BY = {
     "extend": "a_step_is_xlas",
     "fold": "a_step_is_xlas",
+    "chunked": "_prompt_is_that_of",
+    "prefill": "_leaves_the_memory_",
     "experts": "experts_are_",
     "convolve": "convolutions_are_",
     "gated_norm": "gated_norms_are_",
     "append_and_attend_latent": "latent_attention_is_",
 }
+# Families whose sizes have checks of their own there, by a part of their names.
+RUN_OF = {("extend", "Falcon-H1"): "keys_of_256_is_xlas", ("fold", "Falcon-H1"): "keys_of_256_is_xlas"}
 RECORDS = {"gpu": "gpu_checks*.json", "tpu": "tpu_checks*.json"}
 XLA_ON = "v5e"  # where XLA's path is compiled; it knows no generation from another
 PROGRAMS_HEAD = """
@@ -66,14 +70,16 @@ def interpreted_by(operation: str, platform: str) -> str | None:
     return None
 
 
-def run_on(operation: str, platform: str, generation: str) -> dict[str, str] | None:
+def run_on(operation: str, family: str, platform: str, generation: str) -> dict[str, str] | None:
     """When, and on what, the newest check on hardware held that runs an operation's kernel."""
-    found = []
+    found, own = [], RUN_BY.get(operation, WHOLE_MODEL)
+    if platform == "gpu":
+        own = next((check for (of, part), check in RUN_OF.items() if of == operation and part in family), own)
     for path in sorted((ROOT / "benchmarks").glob(RECORDS[platform])):
         record = json.loads(path.read_text(encoding="utf-8"))
         of_chip = platform == "gpu" or record.get("generation") == generation
         names = [name for name, check in record["checks"].items() if check["holds"]]
-        if of_chip and any(RUN_BY.get(operation, WHOLE_MODEL) in name for name in names):
+        if of_chip and any(own in name for name in names):
             found.append({"date": record["date"], "device": record["device"], "record": f"benchmarks/{path.name}"})
     return max(found, key=lambda each: each["date"], default=None)
 
@@ -88,7 +94,10 @@ def check(operation: str, family: str, platform: str, generation: str) -> dict[s
     line |= {"kernel": kernel and reason is None, "reason": reason, "interpreted": None, "run": None}
     line |= {"lowered": line["kernel"], "compiled": None}
     if line["kernel"]:
-        line |= {"interpreted": interpreted_by(operation, platform), "run": run_on(operation, platform, generation)}
+        line |= {
+            "interpreted": interpreted_by(operation, platform),
+            "run": run_on(operation, family, platform, generation),
+        }
     line["failed"] = None
     if platform == "tpu" and HAS_COMPILER and (line["kernel"] or generation == XLA_ON):
         try:

@@ -89,7 +89,7 @@ def test_a_line_is_found_without_the_compiler():
 
 
 def test_what_ran_on_a_chip_is_read_from_the_records():
-    found = run_on("extend", "gpu", "Hopper")
+    found = run_on("extend", "Gated DeltaNet", "gpu", "Hopper")
     assert found is not None and found["device"] == "NVIDIA H200"
     assert interpreted_by("attend_chunk", "gpu") is None  # a library's
     assert {generation for _, generation in CHIPS} == {"Hopper", "v4", "v5e", "v5p", "v6e", "tpu7x"}
