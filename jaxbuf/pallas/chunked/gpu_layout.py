@@ -31,6 +31,8 @@ def place(i):
 def forget_dead(ref, alive, interpret: bool) -> None:
     """Zeros in place of what belongs to tokens past a row's end, which may be anything.
 
+    Warpgroups that share it may all do so: they write the same.
+
     Args:
       ref: bfloat16 [CHUNK, n] in shared memory, a `tile`.
       alive: How many of the tokens are the row's.
