@@ -15,6 +15,7 @@ LEFT_TO_XLA: dict[tuple[str, str, str], str] = {
     ("prepare", "Kimi Delta Attention (Kimi-Linear), 5 tokens", "tpu"): "it needs a decay for each head",
     ("convolve", "Mamba-2, one of 8 devices", "tpu"): "it needs channels that are a multiple of 128, got 1216",
     ("put_rows", "scales of 128 by 80", "tpu"): "it needs a last axis that is a multiple of 128, got 80",
+    ("chunked", "Mamba-2 (Falcon-H1-7B)", "gpu"): "it needs a key_dim of 64 or 128, got 256",
     ("gated_norm", "16 heads of 64", "tpu"): "it needs a value_dim that is a multiple of 128, got 64",
     ("gated_norm", "8 groups of 960 (Nemotron-3-Nano-4B)", "tpu"): "it needs a norm of each head",
     ("gated_norm", "a group of 8192 (Granite-4.0-H-Small)", "tpu"): "it needs a norm of each head",

@@ -122,7 +122,7 @@ def test_a_call_that_does_not_fit_is_an_error_that_names_the_argument(rng):
         recurrent(spec, None, q, k, jnp.asarray(v, jnp.int32), log_decay, beta)
     with pytest.raises(ValueError, match="q must be an array of floating-point numbers, got list"):
         recurrent(spec, None, [q], k, v, log_decay, beta)
-    with pytest.raises(ValueError, match='implementation must be one of "auto", "xla", "tpu", got \'cuda\''):
+    with pytest.raises(ValueError, match='implementation must be one of "auto", "xla", "gpu", "tpu", got \'cuda\''):
         chunked(spec, None, q, k, v, log_decay, beta, implementation="cuda")
     with pytest.raises(ValueError, match="log_decay must be float32"):
         recurrent(spec, None, q, k, v, jnp.asarray(log_decay, jnp.bfloat16), beta)

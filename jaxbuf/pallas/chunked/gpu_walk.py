@@ -1,9 +1,9 @@
 """The states of a sequence, chunk after chunk, and outputs and updates of its tokens, on a GPU.
 
 A warpgroup keeps WINDOW rows of a head's state [value_dim, key_dim] in its registers from a row's first chunk to the
-last. It needs nothing of the state's other rows. Another warpgroup of the block brings the next chunk's keys, queries,
-values and pairs meanwhile. All products have what depends on the state on their left side, in registers, transposed:
-values run down, tokens along.
+last. It needs nothing of the state's other rows. The block's first warpgroup asks for the next chunk's keys, queries,
+values and pairs while it computes. All products have what depends on the state on their left side, in registers,
+transposed: values run down, tokens along.
 """
 
 import dataclasses
