@@ -44,6 +44,23 @@ def check_chunked(rng, spec: RecurrenceSpec, implementation: str = "gpu") -> Fig
     return figures
 
 
+def check_long(rng, spec: RecurrenceSpec, time: int, implementation: str = "gpu") -> Figures:
+    """A prompt that is longer than what is solved at once, and a shorter one beside it, against XLA's path."""
+    lengths = np.array([time, time // 3], np.int32)
+    given = [None if x is None else jnp.asarray(x) for x in inputs(rng, spec, 2, time)]
+    found, expected = (
+        chunked(spec, *given, lengths=lengths, return_updates=True, implementation=each)
+        for each in (implementation, "xla")
+    )
+    figures = {}
+    for name, actual, wanted, bound in zip(
+        ("out", "state", "updates"), found, expected, (2 * ROUNDED, SOLVED, SOLVED), strict=True
+    ):
+        figures[name] = float(definition.error(actual, wanted))
+        assert figures[name] <= bound, f"{spec}: {name} is off by {figures[name]}, at most {bound}"
+    return figures
+
+
 def check_prefill(rng, spec: RecurrenceSpec, implementation: str = "gpu") -> Figures:
     """The memory that `prefill` leaves, against that of XLA's path: prompts are cut within a chunk and at its end."""
     rows, time = 4, 300
@@ -82,6 +99,9 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_kimi_delta_attention_prompt_is_that_of_float64": lambda rng: check_chunked(rng, KDA),
     "a_kimi_linear_prompt_is_that_of_float64": lambda rng: check_chunked(
         rng, dataclasses.replace(KDA, heads=32, key_heads=32)
+    ),
+    "a_long_kimi_linear_prompt_is_that_of_xla": lambda rng: check_long(
+        rng, dataclasses.replace(KDA, heads=32, key_heads=32), 9000
     ),
     "a_gated_linear_attention_prompt_is_that_of_float64": lambda rng: check_chunked(rng, GLA),
     "a_prompt_without_a_decay_is_that_of_float64": lambda rng: check_chunked(rng, LINEAR),

@@ -122,6 +122,7 @@ def test_a_sanitizer_without_a_summary_is_not_taken_for_one_that_found_nothing(t
 def test_the_checks_of_prompts_hold_of_xlas_path(rng):
     prompt_checks.check_chunked(rng, TINY, implementation="xla")
     prompt_checks.check_prefill(rng, TINY, implementation="xla")
+    assert prompt_checks.check_long(rng, TINY, 70, implementation="xla")["updates"] == 0
 
 
 @pytest.mark.exhaustive

@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.pallas.chunked import gpu
 from jaxbuf.recurrence import RecurrenceSpec, buffered, chunked
+from jaxbuf.recurrence.chunked import kernel_call
 from tests.pallas.chunking import error, inputs, spoil
+from tests.pallas.own_process import lines_of
+from tests.pallas.walking import CASES
 from tests.recurrence import definition
 
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
@@ -116,6 +120,30 @@ def test_prefill_by_the_kernel_leaves_the_memory_that_the_xla_path_leaves(rng, s
     assert error(after.pool.updates, reference.pool.updates) < 2**-7  # one may lie between two bfloat16 numbers
     assert error(after.pool.checkpoints[1:], reference.pool.checkpoints[1:]) < 2e-5
     assert int(after.cursor.folded.max()) > 0
+
+
+@slow
+def test_windows_of_a_head_share_a_block_where_there_are_many_heads():
+    assert len(lines_of("tests/pallas/walking.py")) == len(CASES)
+
+
+@slow
+@pytest.mark.parametrize("spec", [pytest.param(KDA, id="KDA"), pytest.param(GLA, id="GLA", marks=exhaustive)])
+def test_chunks_whose_pairs_take_too_much_memory_are_solved_one_after_another(rng, monkeypatch, spec):
+    """Rows end, and are cut, in different ones of them."""
+    monkeypatch.setattr(gpu, "MOST_SOLVED", 8)  # two chunks of two rows and heads
+    check(spec, inputs(rng, spec, 2, 270, jnp.bfloat16, mean_log_decay=-0.05), np.array([270, 100], np.int32))
+    arrays = inputs(rng, spec, 3, 270, jnp.bfloat16, mean_log_decay=-0.05)
+    lengths, cut = np.array([270, 150, 0], np.int32), np.array([190, 140, 0], np.int32)
+    call = kernel_call(spec, *arrays[1:4], arrays[5], updates=80, cut=True)
+    wide = [None if x is None else np.asarray(x, np.float64) for x in arrays]
+    _, expected, _ = definition.run_batch(spec, *wide, cut)
+    exact, _, added = definition.run_batch(spec, *wide, lengths)
+    out, state, updates = gpu.solve(call, *arrays, jnp.asarray(lengths), jnp.asarray(cut), interpret=True)
+    assert definition.error(out, exact) < 2**-8 and definition.error(state, expected) < 2e-5
+    for row, first in enumerate(np.asarray(gpu.first_update(call, cut))):
+        tokens = slice(cut[row] - first, lengths[row] - first)
+        assert definition.error(updates[row, tokens], added[row, cut[row] : lengths[row]]) < 2e-5
 
 
 @slow

@@ -18,7 +18,7 @@ written and read once.
 Precision: float32 operands are two bfloat16 halves, the first one rounded, so that a product is off by 2^-18; sums are
 float32. Outputs are rounded to bfloat16, which is all that one sees of it in outputs.
 
-Tokens past a row's length are zeros in keys, values and gates, so that they add nothing.
+In keys and values the kernels put zeros in place of tokens past a row's length, XLA in gates, so that they add nothing.
 """
 
 import dataclasses
@@ -34,12 +34,13 @@ from jaxbuf.pallas.chunked.gpu_channel_pairs import channel_pairs
 from jaxbuf.pallas.chunked.gpu_head_chunks import HeadArrays
 from jaxbuf.pallas.chunked.gpu_layout import CHUNK, LEAST
 from jaxbuf.pallas.chunked.gpu_pairs import pairs
-from jaxbuf.pallas.chunked.gpu_walk import walk
+from jaxbuf.pallas.chunked.gpu_walk import COUNT, RETURNS, UPDATES, update_chunks, walk
 from jaxbuf.pallas.sums import halves
 
 # Sums of a chunk's multiples of 2^-13 are exact, of log decays not below LEAST: down to -2^11; and so are those of what
 # that leaves, in multiples of 2^-27.
 COARSE, FINE = np.float32(2.0**13), np.float32(2.0**27)
+MOST_SOLVED = 8192  # chunks of heads with a decay a key channel, of 112 KB each
 
 
 def solve(
@@ -64,36 +65,93 @@ def solve(
     )
     real = jnp.arange(padded.time, dtype=jnp.int32)[None] < lengths[:, None]
 
-    def whole(x, *, masked=True):
-        x = jnp.pad(x, ((0, 0), (0, padded.time - time), *((0, 0),) * (x.ndim - 2)))
-        return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, jnp.zeros_like(x)) if masked else x
+    def whole(x):
+        return jnp.pad(x, ((0, 0), (0, padded.time - time), *((0, 0),) * (x.ndim - 2)))
 
     def by_chunk(x):
-        """[rows, time, heads] -> [rows, heads, chunks, CHUNK]."""
-        return jnp.moveaxis(whole(x).reshape(rows, chunks, CHUNK, call.heads), 3, 1)
+        """[rows, time, heads] -> [rows, heads, chunks, CHUNK], with zeros past lengths."""
+        x = jnp.where(real[..., None], whole(x), 0.0)
+        return jnp.moveaxis(x.reshape(rows, chunks, CHUNK, call.heads), 3, 1)
 
     ones = jnp.ones((rows, time, call.heads), jnp.float32)
     strengths = by_chunk(ones if beta is None else beta)
-    arrays = whole(q, masked=False), whole(k)
+    arrays = whole(q), whole(k)
+    ends = -(-lengths // CHUNK), jnp.maximum(cut - 1, -1) // CHUNK
+    words = jnp.stack([*ends, first_chunk(padded, cut), jnp.zeros_like(cut), lengths], axis=1)
+    v = whole(v)
     if call.decay == "channel":
-        gates = whole(log_decay, masked=False)
-        found = channel_pairs(padded, *arrays, gates, strengths, lengths, interpret=interpret)
-        given = ChannelArrays(strengths, *_channels_at_cut(padded, arrays[1], gates, cut), *found)
+        log_decay = whole(log_decay)
+        tokens = words, lengths, cut, *arrays, v, log_decay, strengths
+        out, last, updates = _solve_channels(padded, state, *tokens, interpret)
     else:
         sums, at_cut = _sums(by_chunk(jnp.zeros_like(ones) if log_decay is None else log_decay), cut)
         gates = jnp.stack([*sums[:2], strengths, *sums[2:]], axis=3)
         given = HeadArrays(*arrays, gates, at_cut, *pairs(padded, *arrays, gates, lengths, interpret=interpret))
-    words = [-(-lengths // CHUNK), jnp.maximum(cut - 1, -1) // CHUNK, first_chunk(padded, cut)]
-    words = jnp.stack(words, axis=1)
-    out, last, *updates = walk(padded, words, state, whole(v), given, interpret=interpret)
-    out = jnp.where(real[:, :time, None, None], out[:, :time], 0)
+        out, last, *updates = walk(padded, words, state, v, given, chunks, interpret=interpret)
+        updates = updates[0] if updates else None
     begins = jnp.zeros_like(last) if state is None else state
     last = jnp.where((cut > 0)[:, None, None, None], last, begins)
-    if not updates:
-        return out, last, None
-    if call.updates == time:
-        return out, last, jnp.where(real[:, :time, None, None], updates[0][:, :time], 0)
-    return out, last, updates[0]
+    if updates is not None and call.updates == time:
+        updates = jnp.where(real[:, :time, None, None], updates[:, :time], 0)
+    return out[:, :time], last, updates
+
+
+def _solve_channels(
+    call: Call,
+    state: Array | None,
+    words: Array,
+    lengths: Array,
+    cut: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    strengths: Array,
+    interpret: bool,
+) -> tuple[Array, Array, Array | None]:
+    """Outputs, states and updates as from `walk`, of all chunks, with a decay a key channel: at most MOST_SOLVED chunks
+    of all heads at once, as their pairs take memory."""
+    chunks = call.time // CHUNK
+    spans = -(-chunks // max(1, MOST_SOLVED // (call.rows * call.heads)))
+    size = -(-chunks // spans)
+    at_cut, all_updates = _channels_at_cut(call, k, log_decay, cut), call.updates == call.time
+
+    def solve_span(state, first, *, goes_on: bool):
+        found = channel_pairs(call, q, k, log_decay, strengths, lengths, first[None], size, interpret=interpret)
+        own = words + jnp.stack([-first, -first, jnp.int32(0) if all_updates else -first, first, jnp.int32(0)])[None]
+        own = own.at[:, COUNT].set(jnp.clip(own[:, COUNT], 0, size))
+        given = ChannelArrays(strengths, *at_cut, *found)
+        found = walk(call, own, state, v, given, size, goes_on=goes_on, interpret=interpret)
+        return own, found
+
+    if spans == 1:
+        _, (out, last, *updates) = solve_span(state, jnp.int32(0), goes_on=False)
+        return out, last, updates[0] if updates else None
+
+    def add_span(carry, first):
+        """Of what each walk returns, the part that belongs to its chunks is kept."""
+        state, last, kept = carry
+        own, (out, returned, state, *updates) = solve_span(state, first, goes_on=True)
+        last = jnp.where(_within(own[:, RETURNS], size)[:, None, None, None], returned, last)
+        if not call.updates or all_updates:
+            return (state, last, kept), (out, *updates)
+        place = jnp.arange(updates[0].shape[1], dtype=jnp.int32) // CHUNK
+        written = _within(own[:, UPDATES, None] + place[None], size)
+        return (state, last, jnp.where(written[..., None, None], updates[0], kept)), (out,)
+
+    shape = call.rows, call.heads, call.value_dim, call.key_dim
+    state = jnp.zeros(shape, jnp.float32) if state is None else state
+    kept = None
+    if call.updates and not all_updates:
+        kept = jnp.zeros((call.rows, update_chunks(call) * CHUNK, call.heads, call.value_dim), jnp.float32)
+    firsts = size * jnp.arange(spans, dtype=jnp.int32)
+    (_, last, kept), found = lax.scan(add_span, (state, jnp.zeros_like(state), kept), firsts)
+    out, *updates = (jnp.moveaxis(x, 0, 1).reshape(call.rows, -1, *x.shape[3:]) for x in found)
+    return out, last, updates[0] if updates else kept
+
+
+def _within(place: Array, size: int) -> Array:
+    return (place >= 0) & (place < size)
 
 
 def first_chunk(call: Call, cut: Array) -> Array:
@@ -127,7 +185,7 @@ def _channels_at_cut(call: Call, k: Array, log_decay: Array, cut: Array) -> tupl
     gates, keys = jnp.maximum(of_chunk(log_decay), LEAST), jnp.repeat(of_chunk(k), call.heads_per_key, axis=1)
     behind = jnp.pad(gates[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
     left = jnp.exp(lax.cumsum(behind, axis=2, reverse=True))
-    return jnp.stack(halves(keys * left), axis=2), jnp.exp(jnp.sum(gates, axis=2))
+    return jnp.stack(halves(keys * left, True), axis=2), jnp.exp(jnp.sum(gates, axis=2))
 
 
 def _sums(log_decay: Array, cut: Array) -> tuple[list[Array], Array]:

@@ -16,7 +16,7 @@ from jaxbuf.pallas.threads import load
 
 
 class ChannelArrays(NamedTuple):
-    """All chunks, in global memory.
+    """The chunks of a walk, in global memory.
 
     Attributes:
       strengths: f32 [rows, heads, chunks, CHUNK]: write strengths.
@@ -78,15 +78,18 @@ class ChannelChunks:
     def copies(call: Call) -> int:
         return 3 + PARTS + call.delta
 
-    def bring(self, i, full) -> None:
+    def bring(self, i, chunk, full) -> None:
         given, memory, row, head = self.given, self.memory, self.row, self.head
-        plgpu.copy_gmem_to_smem(given.strengths.at[row, head, i], memory.strengths.at[place(i)], full)
+        plgpu.copy_gmem_to_smem(given.strengths.at[row, head, chunk], memory.strengths.at[place(i)], full)
         plgpu.copy_gmem_to_smem(given.attend.at[row, i, head], memory.attend.at[place(i)], full)
         plgpu.copy_gmem_to_smem(given.total.at[row, i, head], memory.total.at[place(i)], full)
         for part in range(PARTS):
             plgpu.copy_gmem_to_smem(given.left.at[row, i, head, part], memory.left.at[place(i), part], full)
         if self.call.delta:
             plgpu.copy_gmem_to_smem(given.inverse.at[row, i, head], memory.inverse.at[place(i)], full)
+
+    def forget_dead(self, i, alive, interpret: bool) -> None:
+        """`channel_pairs` has done so."""
 
     def bring_read(self, i) -> None:
         @pl.when(self.leads)

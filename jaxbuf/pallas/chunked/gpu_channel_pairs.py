@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
-from jaxbuf.pallas.chunked.gpu_layout import CHUNK, LEAST, tile
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK, LEAST, forget_dead, tile
 from jaxbuf.pallas.chunked.gpu_pairs import PARTS, SQUARE, along_columns, along_rows, places, write, write_inverse
 from jaxbuf.pallas.extend.gpu_products import spread, zeros
 from jaxbuf.pallas.instructions import synchronize
@@ -40,7 +40,7 @@ LOG2E = np.float32(np.log2(np.e))
 
 
 class ChannelPairs(NamedTuple):
-    """What `gpu_channel_walk` multiplies by; parts are summed.
+    """What `gpu_walk` multiplies by; parts are summed.
 
     Attributes:
       attend: bfloat16 [rows, chunks, heads, PARTS, CHUNK, CHUNK]: at (s, t) the product of key s and query t across the
@@ -75,29 +75,40 @@ class _Memory(NamedTuple):
 
 
 def channel_pairs(
-    call: Call, q: Array, k: Array, log_decay: Array, strengths: Array, lengths: Array, *, interpret: bool = False
+    call: Call,
+    q: Array,
+    k: Array,
+    log_decay: Array,
+    strengths: Array,
+    lengths: Array,
+    first: Array,
+    chunks: int,
+    *,
+    interpret: bool = False,
 ) -> ChannelPairs:
-    """The matrices by which `gpu_channel_walk` multiplies.
+    """The matrices by which `gpu_walk` multiplies, of some chunks.
 
     Args:
       call: The call's sizes; its time is a multiple of CHUNK.
-      q, k: bfloat16 [rows, time, key_heads, key_dim]; k has zeros past lengths.
-      log_decay: f32 [rows, time, heads, key_dim]; what is past lengths is not used.
+      q, k: bfloat16 [rows, time, key_heads, key_dim].
+      log_decay: f32 [rows, time, heads, key_dim].
       strengths: f32 [rows, heads, chunks, CHUNK]: write strengths.
-      lengths: int32 [rows]; what belongs to chunks behind is not computed.
+      lengths: int32 [rows]; what is past them may be anything, and of chunks behind nothing is computed.
+      first, chunks: int32 [1], the first chunk of each row, and how many.
       interpret: Run in Pallas' GPU interpreter.
     """
-    chunks, passes = call.time // CHUNK, call.key_dim // WIDTH
+    passes = call.key_dim // WIDTH
     served = call.rows * chunks * call.heads
     count = len(ChannelPairs._fields) if call.delta else len(ChannelPairs._fields) - 1
 
-    def chunk_pairs(lengths, numbers, q, k, log_decay, strengths, *refs):
+    def chunk_pairs(lengths, first, numbers, q, k, log_decay, strengths, *refs):
         outs, memory = ChannelPairs(*refs[:count]), _Memory(*refs[count:])
         role = lax.axis_index("warpgroup")
         number = lax.axis_index("block") * WARPGROUPS + role
         rest = lax.div(number, np.int32(call.heads))
         row, head = lax.div(rest, np.int32(chunks)), number - rest * call.heads
-        chunk = rest - row * chunks
+        place = rest - row * chunks
+        chunk = first[0] + place
         key_head = lax.div(head, np.int32(call.heads_per_key))
 
         @pl.when(number < served)
@@ -111,7 +122,7 @@ def channel_pairs(
                     for source, target in ((k, own.keys), (q, own.queries)):
                         channels = source.at[row, tokens, key_head, pl.ds(i * WIDTH, WIDTH)]
                         plgpu.copy_gmem_to_smem(channels, target.at[i], own.full)
-                there = [None if x is None else x.at[row, chunk, head] for x in outs]
+                there = [None if x is None else x.at[row, place, head] for x in outs]
                 log_decays, beta = log_decay.at[row, tokens, head], strengths.at[row, head, chunk]
                 _solve(own, numbers, log_decays, beta, ChannelPairs(*there), alive, interpret)
                 plgpu.wait_smem_to_gmem(0)
@@ -142,13 +153,15 @@ def channel_pairs(
         ],
         compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
-    )(lengths, jnp.arange(CHUNK, dtype=jnp.uint32), q, k, log_decay, strengths)
+    )(lengths, first, jnp.arange(CHUNK, dtype=jnp.uint32), q, k, log_decay, strengths)
     return ChannelPairs(*found)
 
 
 def _solve(memory: _Memory, numbers, log_decay, strengths, outs: ChannelPairs, alive, interpret: bool) -> None:
     """A head's chunk."""
     plgpu.barrier_wait(memory.full)
+    for i in range(memory.keys.shape[0]):
+        forget_dead(memory.keys.at[i], alive, interpret)
 
     def add(i, found: Array) -> Array:
         return found + _pairs_of_channels(memory, numbers, i, log_decay, outs, alive, interpret)
@@ -217,7 +230,7 @@ def _pairs_of_channels(memory: _Memory, numbers, i, log_decay, outs: ChannelPair
         write(decayed, decay * jnp.where(row(t & width) > np.uint32(0), query, key), interpret)
 
         def multiply(pairs: Sum) -> Array:
-            pairs.add(halves(decay * key), [turned(decayed.at[part]) for part in range(PARTS)])
+            pairs.add(halves(decay * key, interpret), [turned(decayed.at[part]) for part in range(PARTS)])
             return pairs.read()
 
         pairs = with_sums(multiply, [SQUARE], interpret)

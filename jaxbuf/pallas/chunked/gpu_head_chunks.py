@@ -10,17 +10,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
-from jaxbuf.pallas.chunked.gpu_layout import CHUNK, GATES, LEFT, RING, SINCE, STRENGTH, place, tile
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK, GATES, LEFT, RING, SINCE, STRENGTH, forget_dead, place, tile
 from jaxbuf.pallas.chunked.gpu_pairs import PARTS
 from jaxbuf.pallas.sums import ROW, turned
 from jaxbuf.pallas.threads import load
 
 
 class HeadArrays(NamedTuple):
-    """All chunks, in global memory.
+    """The chunks of a walk, in global memory.
 
     Attributes:
-      queries, keys: bfloat16 [rows, time, key_heads, key_dim]; keys are zeros past lengths.
+      queries, keys: bfloat16 [rows, time, key_heads, key_dim].
       gates: f32 [rows, heads, chunks, GATES, CHUNK]: see `gpu_layout`.
       at_cut: f32 [rows, heads, 2, CHUNK]: for the state that is returned, what every token of that chunk, and the state
         that the chunk begins with, are multiplied with (the latter CHUNK times).
@@ -76,16 +76,20 @@ class HeadChunks:
         """How many copies `bring` starts."""
         return 4 + call.delta
 
-    def bring(self, i, full) -> None:
-        """Starts to copy chunk i to its place in the ring."""
+    def bring(self, i, chunk, full) -> None:
+        """Starts to copy the i-th chunk of the walk, which is `chunk` of the row, to its place in the ring."""
         given, memory, row, head = self.given, self.memory, self.row, self.head
-        tokens, key_head = pl.ds(i * CHUNK, CHUNK), lax.div(head, np.int32(self.call.heads_per_key))
+        tokens, key_head = pl.ds(chunk * CHUNK, CHUNK), lax.div(head, np.int32(self.call.heads_per_key))
         plgpu.copy_gmem_to_smem(given.keys.at[row, tokens, key_head], memory.keys.at[place(i)], full)
         plgpu.copy_gmem_to_smem(given.queries.at[row, tokens, key_head], memory.queries.at[place(i)], full)
-        plgpu.copy_gmem_to_smem(given.gates.at[row, head, i], memory.gates.at[place(i)], full)
+        plgpu.copy_gmem_to_smem(given.gates.at[row, head, chunk], memory.gates.at[place(i)], full)
         plgpu.copy_gmem_to_smem(given.attend.at[row, i, head], memory.attend.at[place(i)], full)
         if self.call.delta:
             plgpu.copy_gmem_to_smem(given.inverse.at[row, i, head], memory.inverse.at[place(i)], full)
+
+    def forget_dead(self, i, alive, interpret: bool) -> None:
+        """Zeros in what chunk i has behind its first `alive` tokens."""
+        forget_dead(self.memory.keys.at[place(i)], alive, interpret)
 
     # A chunk may have something that is read before all else, and that the next chunk's takes the place of meanwhile.
 

@@ -3,7 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxbuf.pallas.instructions import synchronize
+from jaxbuf.pallas.sums import WGMMA
 
 CHUNK = 64  # tokens that are solved together: a warpgroup's products have so many rows
 RING = 2  # chunks that the walk has in shared memory
@@ -22,6 +26,26 @@ SHARED_MEMORY = 226 * 2**10  # of a multiprocessor
 def place(i):
     """The place of chunk i in the ring."""
     return lax.rem(i, np.int32(RING))
+
+
+def forget_dead(ref, alive, interpret: bool) -> None:
+    """Zeros in place of what belongs to tokens past a row's end, which may be anything.
+
+    Warpgroups that share it may all do so: they write the same.
+
+    Args:
+      ref: bfloat16 [CHUNK, n] in shared memory, a `tile`.
+      alive: How many of the tokens are the row's.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+
+    @pl.when(alive < CHUNK)
+    def _():
+        synchronize(interpret)
+        token = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=WGMMA)
+        x = plgpu.load(ref, layout=WGMMA)
+        ref[...] = jnp.where(token < alive, x, jnp.zeros_like(x))
+        plgpu.commit_smem()
 
 
 def tile(*dims: int):

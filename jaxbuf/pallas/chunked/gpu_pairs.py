@@ -21,6 +21,7 @@ from jaxbuf.pallas.chunked.gpu_layout import (
     MOST_WARPGROUPS,
     SHARED_MEMORY,
     STRENGTH,
+    forget_dead,
     tile,
 )
 from jaxbuf.pallas.extend.gpu_products import spread
@@ -48,9 +49,9 @@ def pairs(call: Call, q: Array, k: Array, gates: Array, lengths: Array, *, inter
 
     Args:
       call: The call's sizes; its time is a multiple of CHUNK.
-      q, k: bfloat16 [rows, time, key_heads, key_dim]; k has zeros past lengths.
+      q, k: bfloat16 [rows, time, key_heads, key_dim].
       gates: f32 [rows, heads, chunks, GATES, CHUNK]: see `gpu_layout`.
-      lengths: int32 [rows]; what belongs to chunks behind is not computed.
+      lengths: int32 [rows]; what is past them may be anything but in gates, and of chunks behind nothing is computed.
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
@@ -74,7 +75,9 @@ def pairs(call: Call, q: Array, k: Array, gates: Array, lengths: Array, *, inter
 
         @pl.when(number < served)
         def _():
-            @pl.when(chunk * CHUNK < lengths[row])
+            alive = lengths[row] - chunk * CHUNK
+
+            @pl.when(alive > 0)
             def _():
                 keys, queries, full = (x.at[own] for x in (memory.keys, memory.queries, memory.full))
 
@@ -85,6 +88,7 @@ def pairs(call: Call, q: Array, k: Array, gates: Array, lengths: Array, *, inter
                     plgpu.copy_gmem_to_smem(q.at[row, tokens, key_head], queries, full)
 
                 plgpu.barrier_wait(full)
+                forget_dead(keys, alive, interpret)
                 there = _Memory(keys, queries, memory.matrices.at[role], memory.inverses.at[role], full)
                 attend = _products(queries, keys, interpret)
 
@@ -176,7 +180,7 @@ def write_inverse(matrices, inverses, overlap: Array, strengths, out, interpret:
 
     def double(level, inverse):
         write(inverses, inverse, interpret)
-        corners = functools.partial(_invert_corners, matrices, inverses, inverse, _corners(t, s, level))
+        corners = functools.partial(_invert_corners, matrices, inverses, inverse, _corners(t, s, level), interpret)
         return inverse - with_sums(corners, [SQUARE] * 2, interpret)
 
     inverse = lax.fori_loop(1, CHUNK.bit_length() - 1, double, inverse)
@@ -189,20 +193,22 @@ def _corners(t: Array, s: Array, level: Array | int) -> Array:
     return ((t >> level) == (s >> level) + 1) & (((s >> level) & 1) == 0)
 
 
-def _invert_corners(matrices, inverses, inverse: Array, corners: Array, low: Sum, corner: Sum) -> Array:
+def _invert_corners(
+    matrices, inverses, inverse: Array, corners: Array, interpret: bool, low: Sum, corner: Sum
+) -> Array:
     """D^-1 C A^-1 of every block on the diagonal: A^-1 and D^-1 are inverses of its halves, and C is its corner.
 
     Among the products of all inverses with the whole system are those with the corners.
     """
-    low.add(halves(inverse), [matrices.at[i] for i in range(PARTS)])
+    low.add(halves(inverse, interpret), [matrices.at[i] for i in range(PARTS)])
     found = jnp.where(corners, low.read(), np.float32(0))
-    corner.add(halves(found), [inverses.at[i] for i in range(PARTS)])
+    corner.add(halves(found, interpret), [inverses.at[i] for i in range(PARTS)])
     return corner.read()
 
 
 def write(ref, x: Array, interpret: bool) -> None:
     """Writes a matrix in parts to shared memory that products and copies have done with; others may read it then."""
     synchronize(interpret)
-    for i, part in enumerate(halves(x)):
+    for i, part in enumerate(halves(x, interpret)):
         ref[i] = part
     plgpu.commit_smem()

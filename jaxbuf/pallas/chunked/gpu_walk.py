@@ -21,7 +21,7 @@ from jaxbuf.axes import Array
 from jaxbuf.pallas.chunked.call import Call
 from jaxbuf.pallas.chunked.gpu_channel_chunks import ChannelArrays, ChannelChunks
 from jaxbuf.pallas.chunked.gpu_head_chunks import HeadArrays, HeadChunks
-from jaxbuf.pallas.chunked.gpu_layout import CHUNK, RING, WINDOW, place, tile
+from jaxbuf.pallas.chunked.gpu_layout import CHUNK, RING, WINDOW, forget_dead, place, tile
 from jaxbuf.pallas.extend.gpu_products import spread, zeros
 from jaxbuf.pallas.instructions import synchronize
 from jaxbuf.pallas.sums import WGMMA, Sum, halves, products, turned, with_sums
@@ -29,6 +29,7 @@ from jaxbuf.pallas.threads import COMPILER, load, store
 
 DIMS = WINDOW, CHUNK
 PROCESSORS = 132
+COUNT, RETURNS, UPDATES, FIRST, LENGTH, FIELDS = range(6)  # of words, see `walk`
 
 
 class _Memory(NamedTuple):
@@ -49,29 +50,44 @@ class _Given(NamedTuple):
     values: Any
 
 
+class _Outs(NamedTuple):
+    """What is written to global memory, see `walk`; None: it is not."""
+
+    out: Any
+    returned: Any
+    last: Any
+    updates: Any
+
+
 def walk(
     call: Call,
     words: Array,
     state: Array | None,
     v: Array,
     arrays: HeadArrays | ChannelArrays,
+    chunks: int,
     *,
+    goes_on: bool = False,
     interpret: bool = False,
 ) -> list[Array]:
     """Outputs, states and updates.
 
     Args:
       call: The call's sizes; its time is a multiple of CHUNK.
-      words: int32 [rows, 3]: the chunks of each row that have tokens; the chunk in which its state is returned; the
-        first one whose updates are returned.
+      words: int32 [rows, FIELDS], in chunks: how many of each row have tokens; in which one its state is returned; the
+        first one whose updates are returned. All are counted from the first one of the walk, FIRST, which is counted
+        from the row's. And the row's tokens, LENGTH.
       state: f32 [rows, heads, value_dim, key_dim], or None: zeros.
-      v: bfloat16 [rows, time, heads, value_dim]; zeros past lengths.
-      arrays: The chunks.
+      v: bfloat16 [rows, time, heads, value_dim].
+      arrays: What is known of the chunks.
+      chunks: How many of each row, at most.
+      goes_on: Also return the last states.
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
-      out [rows, time, heads, value_dim]; the states, which are not written where no chunk returns one; and, if the
-      call has updates, these, f32 [rows, n, heads, value_dim]. What belongs to no token is not written.
+      out [rows, chunks · CHUNK, heads, value_dim]; the states, which are not written where no chunk returns one; with
+      goes_on the last states; and, if the call has updates, these, f32 [rows, n, heads, value_dim]. Past a row's tokens
+      outputs are zeros, and updates are not written.
     """
     chunks_of = HeadChunks if isinstance(arrays, HeadArrays) else ChannelChunks
     windows = -(-call.value_dim // WINDOW)
@@ -79,8 +95,8 @@ def walk(
     together = 1
     if call.rows * call.heads * 2 > PROCESSORS:
         together = next(n for n in range(min(windows, chunks_of.MOST_TOGETHER), 0, -1) if windows % n == 0)
-    chunks, blocks, has_state = call.time // CHUNK, call.rows * call.heads * (windows // together), state is not None
-    heads, width = (call.rows, call.time, call.heads), windows * WINDOW
+    blocks, has_state, width = call.rows * call.heads * (windows // together), state is not None, windows * WINDOW
+    heads, states = (call.rows, chunks * CHUNK, call.heads), (call.rows, call.heads, width, call.key_dim)
     kept = 0 if not call.updates else chunks if call.updates == call.time else update_chunks(call)
     own_scratch = chunks_of.scratch(call, together)
 
@@ -91,9 +107,13 @@ def walk(
             taken, refs[:n] = refs[:n], []
             return taken
 
-        given = _Given(words, take(1)[0] if has_state else None, take(1)[0])
+        def take_if(there):
+            return take(1)[0] if there else None
+
+        given = _Given(words, take_if(has_state), take_if(True))
         there: Any = type(arrays)(*take(sum(x is not None for x in arrays)))
-        outs, memory, own_memory = take(2 + bool(kept)), _Memory(*take(len(_Memory._fields))), refs
+        outs = _Outs(take_if(True), take_if(True), take_if(goes_on), take_if(kept))
+        memory, own_memory = _Memory(*take(len(_Memory._fields))), refs
         block, role = lax.axis_index("block"), lax.axis_index("warpgroup")
         rest = lax.div(block, np.int32(windows // together))
         first_window = (block - rest * (windows // together)) * together
@@ -104,7 +124,7 @@ def walk(
 
     out_type = [
         jax.ShapeDtypeStruct((*heads, width), call.v),
-        jax.ShapeDtypeStruct((call.rows, call.heads, width, call.key_dim), jnp.float32),
+        *[jax.ShapeDtypeStruct(states, jnp.float32)] * (1 + goes_on),
     ]
     if kept:
         out_type.append(jax.ShapeDtypeStruct((call.rows, kept * CHUNK, call.heads, width), jnp.float32))
@@ -131,8 +151,13 @@ def walk(
         compiler_params=dataclasses.replace(COMPILER, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )(words, *([] if state is None else [state]), v, *(x for x in arrays if x is not None))
-    out, states, *updates = found
-    return [out[..., : call.value_dim], states[:, :, : call.value_dim], *(x[..., : call.value_dim] for x in updates)]
+    out, rest = found[0], found[1:]
+    last, updates = rest[: 1 + goes_on], rest[1 + goes_on :]
+    return [
+        out[..., : call.value_dim],
+        *(x[:, :, : call.value_dim] for x in last),
+        *(x[..., : call.value_dim] for x in updates),
+    ]
 
 
 def update_chunks(call: Call) -> int:
@@ -157,7 +182,7 @@ class Window:
         given: _Given,
         memory: _Memory,
         chunks: HeadChunks | ChannelChunks,
-        outs: list,
+        outs: _Outs,
         row,
         head,
         first_window,
@@ -168,7 +193,7 @@ class Window:
         self.call, self.given, self.memory, self.chunks, self.outs = call, given, memory, chunks, outs
         self.row, self.head, self.first_window, self.place, self.together = row, head, first_window, place, together
         self.interpret = interpret
-        self.count = given.words[row, 0]
+        self.count, self.first = given.words[row, COUNT], given.words[row, FIRST]
         self.values = pl.ds((first_window + place) * WINDOW, WINDOW)
 
     def walk(self) -> None:
@@ -180,7 +205,9 @@ class Window:
             state = load(self.given.state.at[self.row, self.head, self.values], WGMMA)
         self.bring(np.int32(0))
         pl.when(count > 0)(lambda: self.chunks.bring_read(np.int32(0)))
-        lax.fori_loop(0, count, self.solve, state)
+        state = lax.fori_loop(0, count, self.solve, state)
+        if self.outs.last is not None:
+            store(self.outs.last.at[self.row, self.head, self.values], state)
         pl.when(count > 0)(self.chunks.end)
 
         @pl.when(self.place == 0)
@@ -190,7 +217,29 @@ class Window:
 
             lax.fori_loop(jnp.maximum(count - RING, 0), count, wait, None)
 
+        self.fill()
         plgpu.wait_smem_to_gmem(0)
+
+    def fill(self) -> None:
+        """Outputs of chunks without tokens: zeros."""
+        own, out = self.memory.out.at[self.place], self.outs.out
+        chunks = out.shape[1] // CHUNK
+
+        @pl.when(self.count < chunks)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            synchronize(self.interpret)
+            own[...] = zeros((CHUNK, WINDOW), WGMMA).astype(self.call.v)
+            plgpu.commit_smem()
+
+            def copy(i, _):
+                plgpu.copy_smem_to_gmem(own, out.at[self.row, pl.ds(i * CHUNK, CHUNK), self.head, self.values])
+
+            lax.fori_loop(self.count, chunks, copy, None)
+
+    def alive(self, i) -> Array:
+        """How many of the tokens of chunk i and those behind are the row's."""
+        return self.given.words[self.row, LENGTH] - (self.first + i) * CHUNK
 
     def bring(self, i) -> None:
         """Brings chunk i, if there is one, once all windows have done with what lies in its place; the block's first
@@ -200,22 +249,25 @@ class Window:
         @pl.when((self.place == 0) & (i < self.count))
         def _():
             pl.when(i >= RING)(lambda: plgpu.barrier_wait(memory.free.at[at]))
-            full = memory.full.at[at]
+            full, chunk = memory.full.at[at], self.first + i
             for window in range(self.together):
                 columns = pl.ds((self.first_window + window) * WINDOW, WINDOW)
-                values = self.given.values.at[self.row, pl.ds(i * CHUNK, CHUNK), self.head, columns]
+                values = self.given.values.at[self.row, pl.ds(chunk * CHUNK, CHUNK), self.head, columns]
                 plgpu.copy_gmem_to_smem(values, memory.values.at[at, window], full)
-            self.chunks.bring(i, full)
+            self.chunks.bring(i, chunk, full)
 
     def solve(self, i, state: Array) -> Array:
         """A chunk: its outputs and updates, and the state behind it."""
         call, memory, chunks, interpret = self.call, self.memory, self.chunks, self.interpret
-        at, returns = place(i), i == self.given.words[self.row, 1]
+        at, returns = place(i), i == self.given.words[self.row, RETURNS]
         # The state that is returned comes last, when no registers have this one any more.
-        returned = self.outs[1].at[self.row, self.head, self.values]
+        returned = self.outs.returned.at[self.row, self.head, self.values]
         pl.when(returns)(lambda: store(returned, state))
         chunks.wait_read()
         plgpu.barrier_wait(memory.full.at[at])
+        alive = self.alive(i)
+        chunks.forget_dead(i, alive, interpret)
+        forget_dead(memory.values.at[at, self.place], alive, interpret)
         reads = functools.partial(self.read_state, i, state)
         out, updates = with_sums(reads, [DIMS] * (1 + call.delta), interpret)
         chunks.end_read()
@@ -247,7 +299,7 @@ class Window:
     def read_state(self, i, state: Array, out: Sum, recalled: Sum | None = None) -> tuple[Array, Any]:
         """What queries read from the state, and the updates; with the delta rule, in parts, what they are before the
         inverse is multiplied with them."""
-        chunks, parts = self.chunks, halves(state)
+        chunks, parts = self.chunks, halves(state, self.interpret)
         queries, keys = chunks.queries(i), chunks.keys(i)
         if recalled is not None:
             recalled.add(parts, keys)
@@ -257,7 +309,7 @@ class Window:
         if recalled is None:
             updates = times(chunks.strengths(i), values)
         else:
-            updates = halves(values - times(chunks.since(i), recalled.read(products(parts, queries))))
+            updates = halves(values - times(chunks.since(i), recalled.read(products(parts, queries))), self.interpret)
         return times(chunks.since(i), out.read()), updates
 
     def add_tokens(
@@ -266,7 +318,7 @@ class Window:
         """The state behind the chunk, and its outputs, of which `found` is what was read from the state before it."""
         attend = self.chunks.attend(i)
         self.add_to_state(following, self.chunks.left(i), state, updates)
-        parts = halves(updates)
+        parts = halves(updates, self.interpret)
         out.begin(found)
         out.add(parts, attend)
         return following.read(products(parts, attend)), out.read()
@@ -277,7 +329,7 @@ class Window:
         """Begins the state behind some tokens, see `HeadChunks.left`."""
         total, factor, keys = left
         following.begin(total * state if total.ndim == 0 else times(total, state))
-        following.add(halves(times(factor, updates)), keys)
+        following.add(halves(times(factor, updates), self.interpret), keys)
 
     def store(self, i, out: Array, updates: Array) -> None:
         """Writes outputs and updates."""
@@ -285,11 +337,12 @@ class Window:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         synchronize(self.interpret)  # The copy of the last chunk's outputs has read them.
         turned(own)[...] = out.astype(self.call.v)
+        forget_dead(own, self.alive(i), self.interpret)
         plgpu.commit_smem()
-        there = self.outs[0].at[self.row, pl.ds(i * CHUNK, CHUNK), self.head, self.values]
+        there = self.outs.out.at[self.row, pl.ds(i * CHUNK, CHUNK), self.head, self.values]
         plgpu.copy_smem_to_gmem(own, there)
-        if len(self.outs) > 2:
-            ref, first = self.outs[2], (i - self.given.words[self.row, 2]) * CHUNK
+        if self.outs.updates is not None:
+            ref, first = self.outs.updates, (i - self.given.words[self.row, UPDATES]) * CHUNK
 
             @pl.when((first >= 0) & (first < ref.shape[1]))
             def _():
