@@ -435,7 +435,8 @@ def with_kv_limits(
         return 0, cache
     given = jnp.zeros_like(slots) if limits is None else jnp.asarray(limits, jnp.int32)
     changed = recurrent_memory.with_limits(cache.shared[RECURRENCE], slots, given, "kv_limit")
-    return jnp.clip(given, 0, changed.cursor.room), dataclasses.replace(cache, shared=cache.shared | {RECURRENCE: changed})
+    shared = cache.shared | {RECURRENCE: changed}
+    return jnp.clip(given, 0, changed.cursor.room), dataclasses.replace(cache, shared=shared)
 
 
 def fold_limits(cache: Cache) -> Int32[Array, "rows"]:

@@ -29,7 +29,7 @@ class Held:
       entries: Their flat positions in the pool (block · block_size + offset).
       live: How many of them are committed.
       max_pending: The most tokens of one launch (static).
-      room: The most of them that any row can have committed (static).
+      room: A row with more entries than that folds (static).
     """
 
     checkpoint: Int32[Array, "rows"]
@@ -264,10 +264,10 @@ def _use(cursor: Cursor, launch: Launch) -> Use:
 
 def _keep(cursor: Cursor, launch: Launch) -> tuple[int, Array]:
     """The most tokens that a prompt leaves as entries (static), and the most that each row does, int32 [rows]."""
-    room, keep, rows = cursor.room, launch.keep, launch.slots.shape[0]
+    room, keep, rows = cursor.ring - cursor.max_pending, launch.keep, launch.slots.shape[0]
     if isinstance(keep, (int, np.integer)) and not isinstance(keep, bool):
         if not 0 <= keep <= room:
-            raise ValueError(f"keep must be in [0, {room}], the most entries that a slot may have, got {keep}")
+            raise ValueError(f"keep must be in [0, {room}], the ring ({cursor.ring}) less max_pending, got {keep}")
         return int(keep), jnp.full(rows, keep, jnp.int32)
     keep = jnp.asarray(keep)
     check_rows("keep", keep, rows)

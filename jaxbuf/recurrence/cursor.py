@@ -32,8 +32,7 @@ class Cursor:
       limit: Entries from which the slot folds; more than `room` counts as that.
       folded: Tokens in the checkpoint; 0: it holds nothing and is not read.
       max_pending: The most tokens of one launch (static).
-      room: The most committed entries of any slot (static): at most `ring` less max_pending, which whole blocks may
-        make a little more.
+      room: The largest limit (static); at most `ring` less max_pending. Prompts may leave more entries.
       sharing: Who owns the rows and blocks that slots take when they need them; None: every slot has its own for good.
       kv_limit: Entries up to which a slot that never folded stays KV-only, where that is more than its limit; None: as
         many as its limit says.

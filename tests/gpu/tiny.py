@@ -12,7 +12,7 @@ import numpy as np
 from jaxbuf.attention.latent import append_and_attend_latent
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.bench import companions
-from jaxbuf.models.experts import mixture
+from jaxbuf.models.experts import Router, mixture
 from jaxbuf.models.layers import Norm
 from jaxbuf.models.projections import gated_project, project
 from jaxbuf.models.residual import add_and_norm
@@ -38,7 +38,7 @@ def tiny(implementation: str = "gpu") -> Figures:
     for case in cases:
         if case[0] in (3, 60) and case[3] != "split8":
             tiny_steps(rng, dataclasses.replace(SMALL, value_dim=64, delta=False), *case, implementation)
-    for case in cases[:3]:
+    for case in (*cases[:3], cases[7], cases[9]):
         tiny_steps(rng, CHANNELS, *case, implementation)
     tiny_steps(rng, dataclasses.replace(CHANNELS, delta=False), *cases[1], implementation)
     spec = dataclasses.replace(SMALL, key_heads=4)
@@ -60,7 +60,8 @@ def tiny(implementation: str = "gpu") -> Figures:
 
 def tiny_prompts(rng, implementation: str):
     """Prompts of a few chunks, of rows that end in one, in another, and at once."""
-    for name, spec in (("Gated DeltaNet", SMALL), ("Mamba-2", dataclasses.replace(SMALL, value_dim=80, delta=False))):
+    mamba2 = dataclasses.replace(SMALL, value_dim=80, delta=False)
+    for name, spec in (("Gated DeltaNet", SMALL), ("Mamba-2", mamba2), ("KDA", CHANNELS)):
         print(f"prompts, {name}", flush=True)
         lengths = jnp.array([150, 0, 64])
         prompts = new_inputs(rng, spec, 3, 150, jnp.bfloat16)
@@ -127,6 +128,9 @@ def tiny_layers(rng, implementation: str) -> None:
         return jax.device_put(np.asarray(hidden**-0.5 * rng.standard_normal(shape), jnp.bfloat16))
 
     experts = functools.partial(mixture, implementation=implementation)
+    for groups in (1, 2):
+        router = Router(64, 5, scores="sigmoid", groups=groups)
+        jax.block_until_ready(router(draw(7, 64).astype(jnp.float32), implementation=implementation))
     several = [draw(n, hidden) for n in (256, 64, 40)]
     for tokens in (1, 5, 70):
         print(f"projections, residual and experts of {tokens} tokens", flush=True)

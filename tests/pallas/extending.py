@@ -108,6 +108,26 @@ def check_recurrent(platform, rng, spec, state, entry, limit, bound):
     assert error(*(np.asarray(x.pool.checkpoints[1:], np.float32) for x in (found, expected))) < bound
 
 
+def check_more_than_the_limit(platform, rng, spec, state, bound):
+    """A step of a row that holds as many entries as its ring has places for, and of one that may read all of its own:
+    the first folds."""
+    dtypes = {"state_dtype": state, "entry_dtype": jnp.float32}
+    cache, rows = poisoned(buffered.init(spec, slots=SLOTS, limit=6, max_pending=4, **dtypes)), jnp.array([1, 2])
+    most = cache.cursor.ring - cache.cursor.max_pending
+    assert most > cache.cursor.room >= 6
+    for keep in ([0, 6 - 3], [most, 6 - 3]):  # on a checkpoint, in the end
+        prompts, keep = new_inputs(rng, spec, 2, most + 1, jnp.float32), jnp.array(keep)
+        _, cache = buffered.prefill(spec, cache, *prompts, slots=rows, keep=keep)
+    assert cache.cursor.length.tolist() == [0, most, 3]
+    inputs = new_inputs(rng, spec, 2, 3, jnp.float32)
+    expected, reference = buffered.extend(spec, cache, *inputs, slots=rows, implementation="xla")
+    out, after = extend_by(platform, spec, cache, inputs, slots=rows)
+    assert error(out, expected) < bound
+    states = [buffered.read(spec, buffered.commit(x, jnp.array([2, 3]), slots=rows), rows) for x in (after, reference)]
+    assert error(*states) < state_bound(state, bound)
+    assert after.cursor.length.tolist() == [0, 0, 3]
+
+
 def check_long_ring(platform, rng, limit, held, time, pending):
     """A step and a forced fold of rows that hold many entries and few."""
     cache, rows = poisoned(buffered.init(NARROW, slots=SLOTS, limit=limit, max_pending=pending)), jnp.array([1, 2])

@@ -221,6 +221,21 @@ def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, mon
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec, state, bound",
+    [
+        (KDA, "float32", 1e-4),
+        pytest.param(KDA, "split8", 2e-3, marks=pytest.mark.exhaustive),
+        (GLA, "split", 2e-3),
+        pytest.param(NARROW, "float32", 1e-4, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_row_may_have_more_entries_than_its_limit(rng, monkeypatch, spec, state, bound):
+    monkeypatch.setattr(gpu_schedule, "PROCESSORS", 2)
+    extending.check_more_than_the_limit("gpu", rng, spec, state, bound)
+
+
+@pytest.mark.slow
 def test_rejected_drafts_that_are_not_finite_change_no_bit(rng):
     """A kernel's next step, which folds, gives the bits that it gives after finite drafts."""
     extending.check_rejected_drafts("gpu", rng)

@@ -47,7 +47,7 @@ class Call:
       low: The dtype of their low halves; None if they are not split.
       decay, delta: As in `RecurrenceSpec`.
       tree: Whether the new tokens are those of a tree. One token is none.
-      room: The most live entries of any row; None: all places that are not kept free.
+      room: A row with more live entries than that folds. None: rows may fill all places that are not kept free.
       stacked: How many heads, one on the other, count as one here: `heads` is the number of such stacks, and
         `value_dim` that of one. Only the decays and write strengths of a stack's heads are their own.
       head_values: Values of one head, where a stack has other than whole heads: `heads` and `value_dim` are then those
@@ -127,5 +127,10 @@ class Call:
 
     @property
     def max_live(self) -> int:
-        """The most live entries that a row can have."""
-        return self.ring - self.max_pending if self.room is None else self.room
+        """The most live entries that a row can have: the places of its ring that are not kept free."""
+        return self.ring - self.max_pending
+
+    @property
+    def max_read(self) -> int:
+        """The most live entries of a row that does not fold."""
+        return self.max_live if self.room is None else min(self.room, self.max_live)

@@ -31,6 +31,8 @@ def add_short(lane: Lane, item: Item) -> list[Array]:
 
     def fold_parts():
         total = nothing((DIM,), PER_THREAD)
+        if lane.has_more:
+            total, _ = lane.each_more(item, lambda *_: (), ())
         for start in reversed(starts):
             total = _decay_part(lane, start, total, folds=True)
         synchronize(lane.interpret)

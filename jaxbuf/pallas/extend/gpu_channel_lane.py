@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, ROW_FIELDS, Call
-from jaxbuf.pallas.extend.gpu_channel_sums import Sum, cut
+from jaxbuf.pallas.extend.gpu_channel_sums import Sum, cut, nothing, plus
 from jaxbuf.pallas.extend.gpu_channel_weights import DIM, ROWS, WARPS, load_numbers, store_products
 from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, read_item
 from jaxbuf.pallas.extend.gpu_products import ZERO, count, where
@@ -103,13 +103,13 @@ def padded_entries(call: Call) -> int:
 def is_short(call: Call) -> bool:
     """Whether items have few tokens and few entries, which are copied past the registers, to shared memory: there must
     be room for two of them."""
-    few = call.time <= SHORT_TIME and call.max_live <= SHORT
+    few = call.time <= SHORT_TIME and call.max_read <= SHORT
     return few and count_bytes(_shared_memory(call, 2, short=True)) <= MEMORY
 
 
 def count_places(call: Call) -> int:
-    """Places of a short ring's entries: whole parts."""
-    places = pl.cdiv(max(1, call.max_live), PART) * PART
+    """Places of a short ring's entries: whole parts. A row that folds may have more entries."""
+    places = pl.cdiv(max(1, call.max_read), PART) * PART
     return places if places <= FOLDED_AT_ONCE else pl.cdiv(places, CHUNK) * CHUNK
 
 
@@ -352,6 +352,31 @@ class Lane:
         time, n = self.call.time, self.pitch
         found = load_numbers(self.numbers, self._weights + place * n, n, self.interpret)[: 2 * time]
         return [x if self.call.delta or i >= time else None for i, x in enumerate(found)]
+
+    @property
+    def has_more(self) -> bool:
+        """Whether rows that fold may have more entries than there are places for."""
+        return self.short and self.call.max_live > self.places
+
+    def each_more(self, item: Item, add: Callable, carry):
+        """For those entries, from the newest on: calls `add` with the position of each, the sum of the gates behind it,
+        and what `add` returned for the one before.
+
+        Returns:
+          The sum of all their gates, and what `add` returned in the end.
+        """
+        arrays = self.arrays
+
+        def step(i, carry):
+            behind, *carry = carry
+            place = item.live - 1 - i
+            at = arrays.entries[item.line, place]
+            gate = load(arrays.gates.at[at, item.head, self.channels], PER_THREAD)
+            return plus(behind, cut(gate)), *add(at, behind, *carry)
+
+        start = nothing((DIM,), PER_THREAD), *carry
+        behind, *carry = lax.fori_loop(0, jnp.maximum(item.live - self.places, 0), step, start)
+        return behind, carry
 
     def new_beta(self, item: Item, t: Array | int) -> Array:
         return self.scalars[0, t] if self.short else self.arrays.beta[item.row, t, item.head]

@@ -12,6 +12,7 @@ from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.gpu_channel_keys import decay_keys, sum_behind
 from jaxbuf.pallas.extend.gpu_channel_lane import BANDS, FOLDED_AT_ONCE, GROUP, PART, Entry, Lane
 from jaxbuf.pallas.extend.gpu_channel_sums import Sum, Wide, factor
+from jaxbuf.pallas.extend.gpu_channel_weights import DIM
 from jaxbuf.pallas.extend.gpu_lane import Item
 from jaxbuf.pallas.extend.gpu_products import (
     STATE,
@@ -29,7 +30,7 @@ from jaxbuf.pallas.extend.gpu_products import (
 )
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK
 from jaxbuf.pallas.instructions import synchronize
-from jaxbuf.pallas.threads import load, store, store_rows
+from jaxbuf.pallas.threads import PER_THREAD, load, store, store_rows
 
 # The layout of a strip of a split state while it is folded: a thread has eight numbers in a row, so that it loads and
 # stores sixteen bytes of either half at once.
@@ -109,6 +110,29 @@ def _fold_whole(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | 
         add_short(0, lane.places)
     else:
         lax.fori_loop(0, lane.places // CHUNK, lambda c, _: add_short(c * CHUNK, CHUNK), None)
+    if lane.has_more:
+
+        def add_one(at, behind):
+            strength, keys = _decay_one(lane, item, at, behind)
+
+            def load_update(rows):
+                return [load(lane.arrays.updates.at[at, item.head, rows], TALL.reduce(1))]
+
+            add_some(load_update, [strength], keys, jnp.bool_(False))
+            return ()
+
+        lane.each_more(item, add_one, ())
+
+
+def _decay_one(lane: Lane, item: Item, at: Array, behind: Sum):
+    """Writes the decayed key of an entry that has no place to a row of `numbers`. Returns its beta, without the delta
+    rule, and a reference to the row, [1, DIM]."""
+    row, call, arrays = lane.decay_row + 1, lane.call, lane.arrays
+    key = load(arrays.keys.at[at, item.head // call.heads_per_key], PER_THREAD).astype(jnp.float32)
+    synchronize(lane.interpret)  # All threads are done with the key before.
+    store(lane.numbers.at[row, lane.channels], key * factor(behind))
+    synchronize(lane.interpret)
+    return None if call.delta else arrays.gates[at, item.head, DIM], lane.numbers.at[pl.ds(row, 1)]
 
 
 def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | None, band: Array | int) -> None:
@@ -163,6 +187,14 @@ def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | 
             state = add_part(c, state)
     else:
         state = lax.fori_loop(0, lane.places // PART, add_part, state)
+    if lane.has_more:
+
+        def add_one(at, behind, *state):
+            strength, keys = _decay_one(lane, item, at, behind)
+            update = load(arrays.updates.at[at, item.head, rows], SPLIT.reduce(1))
+            return add(state, keys, 0, update, strength)
+
+        _, state = lane.each_more(item, add_one, state)
     kept = jnp.float32 if low_scales is not None else low.dtype
     halves = [split(x, [call.state, kept], lane.interpret) for x in state]
     if low_scales is not None:  # A row's largest number is 127.

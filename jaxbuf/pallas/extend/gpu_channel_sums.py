@@ -53,7 +53,8 @@ def minus_wide(a: Wide, b: Wide) -> Wide:
 def narrow(sum: Wide) -> Sum:
     """What `plus` would have added up to."""
     modular, coarse = sum
-    return jnp.where(coarse < LEAST_COARSE, LEAST, jnp.maximum(modular, LEAST))
+    # Mosaic takes the result for signed if the first choice is known to be; a constant is not.
+    return jnp.where(coarse >= LEAST_COARSE, jnp.maximum(modular, LEAST), LEAST)
 
 
 def factor(sum: Sum) -> Array:

@@ -34,7 +34,7 @@ def store_products(keys: Array, probes: list[Array], ref, first, row_step: int, 
     if interpret:
         products = jnp.sum(keys[:, None] * jnp.stack(probes)[None], axis=2)
         rows, columns = (jnp.arange(n, dtype=jnp.int32) for n in products.shape)
-        at = first + row_step * rows[:, None] + probe_step * columns
+        at = first + row_step * rows[:, None] + probe_step * columns[None]
         ref[...] = ref[...].reshape(-1).at[at].set(products).reshape(ref.shape)
         return
 
