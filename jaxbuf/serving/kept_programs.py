@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -152,7 +153,7 @@ def _key(function: Callable[..., Any], arguments: Any) -> str:
     # An attribute is what holds in this thread, under JAX's context managers; a few settings have none.
     config = {name: getattr(jax.config, name, value) for name, value in jax.config.values.items()}
     del config["jax_compilation_cache_dir"]
-    parts = _environment(), describe(function), describe(config), describe(arguments)
+    parts = _environment(), _name(function), describe(config), describe(arguments)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -194,7 +195,11 @@ def describe(x: Any) -> str:
     if isinstance(x, jax.tree_util.PyTreeDef):
         return f"tree({describe(x.node_data())}, {describe(x.children())})"
     if hasattr(x, "__qualname__"):
-        return _name(x)
+        name = _name(x)
+        # The name of a bound method, or of a function in a wrapper, is not all of it.
+        if not isinstance(x, type) and x is not _find_name(x.__module__, x.__qualname__):
+            raise UnknownPart(name)
+        return name
     kind = _name(type(x))
     if isinstance(x, np.dtype):
         return f"{kind}({x.str}, {x.name})"
@@ -211,6 +216,13 @@ def describe(x: Any) -> str:
     if dataclasses.is_dataclass(x):
         return f"{kind}({describe({field.name: getattr(x, field.name) for field in dataclasses.fields(x)})})"
     raise UnknownPart(f"a {kind}")
+
+
+def _find_name(module: str, name: str) -> Any:
+    try:
+        return functools.reduce(getattr, name.split("."), sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
 
 
 def _name(x: Any) -> str:
