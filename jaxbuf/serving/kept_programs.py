@@ -25,14 +25,12 @@ import jax.export
 import numpy as np
 from jax.extend.backend import get_backend
 
+from jaxbuf.exported import KERNEL_CALLS, PLATFORMS, read_program
 from jaxbuf.pallas.ptxas import ptxas_version
 from jaxbuf.target import Target
 
 FOLDER = "jaxbuf-lowered"  # in the compilation cache's
-# Lowering is what takes long where kernels of ours are for GPUs; JAX's names of the platforms.
-PLATFORMS = {"gpu": "cuda"}
-# Kernels, and cuDNN's attention: their formats hold for the jax that wrote them, which is part of the key.
-KERNEL_CALLS = "mosaic_gpu_v2", "__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax"
+KEPT_FOR = frozenset({"gpu"})  # where lowering takes long, for kernels of ours
 # Types and functions of these packages are known by their names and the package's version; of jaxbuf by its sources.
 PACKAGES = "jaxbuf", "jax", "jaxlib", "flax", "numpy", "ml_dtypes"
 PLUGINS = "jax-cuda12-plugin", "jax-cuda13-plugin"
@@ -58,7 +56,7 @@ def keeping_programs(target: Target) -> Iterator[None]:
     config: Any = jax.config
     directory = config.jax_compilation_cache_dir
     used = directory and config.jax_enable_compilation_cache and config.jax_compilation_cache_max_size == -1
-    usual = target.platform in PLATFORMS and jax.sharding.get_abstract_mesh().empty
+    usual = target.platform in KEPT_FOR and jax.sharding.get_abstract_mesh().empty
     if not (used and usual) or "://" in str(directory):
         yield
         return
@@ -123,7 +121,7 @@ def _find(
         stored = path.read_bytes()
         digest, program = stored[:32], stored[32:]
         if hashlib.sha256(program).digest() == digest:
-            return jax.export.deserialize(bytearray(program))
+            return read_program(program)
         log.warning("%s is damaged, and is written again", path)
     except OSError:
         pass
@@ -134,6 +132,7 @@ def _find(
         program = bytes(exported.serialize())
     except (ValueError, NotImplementedError) as error:
         raise UnknownPart(str(error)) from error
+    _check_sources()  # again: modules may have been imported since the key was made
     try:
         directory.mkdir(parents=True, exist_ok=True)
         new = directory / f".{name}-{os.getpid()}"
@@ -157,31 +156,38 @@ def _key(function: Callable[..., Any], arguments: Any) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-@functools.cache
-def _environment() -> str:
-    """What programs follow from besides their arguments and JAX's settings, as far as it stays the same in a process.
+def _check_sources() -> None:
+    """Checks that what this process imported of jaxbuf, or will import, is what its files hold.
 
     Raises:
-      UnknownPart: The sources may be newer than what this process runs.
+      UnknownPart: Some are newer than the process, which may run what was there before.
+    """
+    # The time of the last change of the inode, which no tool sets back.
+    times = {file.stat().st_ctime: file for file in SOURCES.rglob("*.py")}
+    newest = max(times, default=np.inf)
+    if newest >= MODULES_LOADED:
+        raise UnknownPart(f"{times.get(newest, SOURCES)} changed since this process began")
+
+
+@functools.cache
+def _environment() -> str:
+    """What programs follow from besides their arguments and JAX's settings: it stays the same in a process.
+
+    Raises:
+      UnknownPart: As in `_check_sources`.
     """
     sources = hashlib.sha256()
-    files = sorted(SOURCES.rglob("*.py"))
-    for file in files:
-        # The time of the last change of the inode, which no tool sets back.
-        if file.stat().st_ctime >= MODULES_LOADED:
-            raise UnknownPart(f"{file} changed since this process began")
+    for file in sorted(SOURCES.rglob("*.py")):
         text = file.read_bytes()
         sources.update(f"{file.relative_to(SOURCES)} {len(text)}\n".encode() + text)
-    if not files:
-        raise UnknownPart("the sources of jaxbuf are no files")
+    _check_sources()
     versions = {}
     for package in (*PACKAGES[1:], *PLUGINS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     devices = [(device.platform, device.device_kind) for device in jax.local_devices()]
-    variables = {name: value for name, value in os.environ.items() if name.startswith("MOSAIC")}
     backend = get_backend().platform_version
-    return describe((sources.hexdigest(), versions, devices, backend, ptxas_version(), variables))
+    return describe((sources.hexdigest(), versions, devices, backend, ptxas_version()))
 
 
 def describe(x: Any) -> str:

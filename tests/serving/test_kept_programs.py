@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
     before = {
         name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_compilation_cache_max_size")
     }
-    monkeypatch.setattr(kept_programs, "PLATFORMS", {"cpu": "cpu", "gpu": "cuda"})
+    monkeypatch.setattr(kept_programs, "KEPT_FOR", {"cpu"})
     monkeypatch.setattr(kept_programs, "MODULES_LOADED", np.inf)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_compilation_cache_max_size", -1)
