@@ -15,7 +15,7 @@ def remember_ptxas_version() -> None:
     """Lets Mosaic GPU start ptxas once a process, where it starts ptxas for every conversion from or to eight bits or
     fewer.
 
-    Each start takes 10 ms, and `pl.when` converts a bool: `generate_tokens` of Qwen3.5-4B would start ptxas 160 times.
+    Each start takes 10 ms, and `pl.when` converts a bool: the two programs of Qwen3.5-4B would start ptxas 191 times.
     """
     extension = _find_extension()
     ask = getattr(extension, VERSION, None)

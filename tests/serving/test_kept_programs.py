@@ -1,5 +1,6 @@
 """A process takes programs that another one lowered only where all that they follow from is the same."""
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -14,8 +15,12 @@ import pytest
 import jaxbuf
 from jaxbuf.compilation import without_cache
 from jaxbuf.models.config import MLP
+from jaxbuf.models.known_models import known_models
 from jaxbuf.serving import SamplingParams, ahead, kept_programs, loop
+from jaxbuf.serving.adaptive import Adaptive
+from jaxbuf.serving.drafters import MTP, DraftModel, NGram
 from jaxbuf.serving.kept_programs import FOLDER, UnknownPart, describe, keep, keeping_programs
+from jaxbuf.serving.own_drafter import Unregistered
 from jaxbuf.target import Target
 
 CPU = Target("cpu")
@@ -232,6 +237,24 @@ def test_descriptions_differ_where_values_do():
     ):
         with pytest.raises(UnknownPart):
             describe(unknown)
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_the_configuration_of_every_known_model_has_a_description(name):
+    config = known_models()[name].config
+    assert describe(config) != describe(dataclasses.replace(config, vocab_size=config.vocab_size + 1))
+
+
+def test_drafters_have_descriptions_and_one_that_a_caller_wrote_has_none(lm):
+    drafters = NGram(), NGram(branches=2), MTP(), Adaptive(NGram()), Adaptive(NGram(), cost=0.5)
+    drafters += DraftModel(lm.model, 4), DraftModel(lm.model, 5)
+    assert len({describe(jax.tree.structure(drafter)) for drafter in drafters}) == len(drafters)
+
+    class Own:
+        draft_tokens = 4
+
+    with pytest.raises(UnknownPart, match="Own"):
+        describe(jax.tree.structure(Unregistered(Own())))
 
 
 @pytest.mark.slow
