@@ -12,8 +12,9 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path:
     """Keeps every program that is compiled from here on in a directory, and takes from it what is there.
 
     A program is found again if it, the versions of JAX and XLA, the device and the compiler's flags are the same. This
-    is JAX's own persistent cache, with its thresholds lowered so that small programs are kept as well. Nothing is ever
-    deleted from it; the directory may be removed at any time.
+    is JAX's own persistent cache, with its thresholds lowered so that small programs are kept as well. For GPUs,
+    `generate` keeps its programs there as they were lowered, too, so that the next process need not trace them. Nothing
+    is ever deleted from it; the directory may be removed at any time.
 
     Args:
       directory: Is made if it is not there; None: jaxbuf in XDG_CACHE_HOME, which is ~/.cache unless it is set.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from jaxbuf.target import Target, resolve_target
 FORMAT = 1
 MANIFEST, ARRIVALS, PARAMETERS = "exported.json", "arrivals.npz", "parameters.safetensors"
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # of a target, as JAX names them where it lowers
+# Calls of kernels, and of cuDNN's attention, whose formats are as stable as the jax that a file was made with.
+MOSAIC_CALL = "mosaic_gpu_v2"
+KERNEL_CALLS = MOSAIC_CALL, "tpu_custom_call", "__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax"
 PROGRAMS = "init_carry", "admit", "generate_tokens"
 SETTINGS = {"temperature": (0.0, np.inf), "top_k": (0, 2**31 - 1), "top_p": (0.0, 1.0), "seed": (0, 2**32 - 1)}
 
@@ -174,8 +178,7 @@ class ExportedModel:
 
     def _program(self, name: str) -> Any:
         if name not in self._programs:
-            stored = bytearray((self.directory / program_file(name)).read_bytes())
-            self._programs[name] = donating(jax.export.deserialize(stored))
+            self._programs[name] = donating(read_program((self.directory / program_file(name)).read_bytes()))
         return self._programs[name]
 
     @functools.cached_property
@@ -197,6 +200,18 @@ class ExportedModel:
 
     def _named(self, leaves: Sequence[Array]) -> dict[str, Array]:
         return dict(zip(self.carry_names, leaves, strict=True))
+
+
+def read_program(stored: bytes) -> jax.export.Exported:
+    """The artefact that a file holds.
+
+    If it has kernels of Mosaic GPU, that is imported: by an environment variable it tells XLA which library to link
+    them with.
+    """
+    artefact = jax.export.deserialize(bytearray(stored))
+    if MOSAIC_CALL.encode() in artefact.mlir_module_serialized:
+        importlib.import_module("jax.experimental.mosaic.gpu")
+    return artefact
 
 
 def donating(exported: jax.export.Exported) -> Any:

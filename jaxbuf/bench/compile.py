@@ -46,8 +46,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "at the end. Each makes the model, calls jaxbuf.generate on random prompts, greedily, and calls it again with "
         "--drafter. A time is the wall clock's from the call to the last token; making the model is not part of it. "
         "The programs are start, which reads prompts, and generate_tokens, which decodes: JAX traces each and lowers "
-        "it, and XLA compiles it, or it comes out of the cache. XLA compiles both at once, so that a generation takes "
-        "less than the sum. The second call of the same generation is what is left without all that.",
+        "it, and XLA compiles it, or it comes out of the cache. For a GPU, what was lowered is kept there, too: the "
+        "time of lowering is then part of tracing, or tracing is reading what was kept. XLA compiles both at once, so "
+        "that a generation takes less than the sum. The second call of the same generation is what is left without "
+        "all that.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_model_options(parser)

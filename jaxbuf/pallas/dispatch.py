@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+from jaxbuf.pallas.ptxas import remember_ptxas_version
 from jaxbuf.target import Target, resolve_target
 
 
@@ -134,7 +135,11 @@ def ask(
     if named and interpret:
         library = kernels[platform].library
         reason = library and f"its kernel is {library}'s, which Pallas' interpreter can not run"
-    return asked if asked.takes(reason) else None
+    if not asked.takes(reason):
+        return None
+    if platform == "gpu" and not interpret:
+        remember_ptxas_version()
+    return asked
 
 
 def unserved(operation: str, platform: str, target: Target) -> str | None:

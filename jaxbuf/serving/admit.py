@@ -34,6 +34,7 @@ from jaxbuf.serving.carry import (
     reports,
     slots_of,
 )
+from jaxbuf.serving.kept_programs import keep
 from jaxbuf.serving.sampling import (
     MOST_LOGPROBS,
     History,
@@ -170,10 +171,15 @@ def admit(model: decoder.Decoder, carry: Carry, arrivals: Arrivals, drafter: Dra
     return _admit(model, carry, arrivals, drafter)
 
 
+def _new_carry(model: decoder.Decoder, sizes: CarrySizes, arrivals: Arrivals, drafter: Drafter | None = None) -> Carry:
+    return init_carry(model.config, sizes, drafter)
+
+
 @partial(jax.jit, static_argnames="sizes")
+@keep(like=_new_carry)
 def start(model: decoder.Decoder, sizes: CarrySizes, arrivals: Arrivals, drafter: Drafter | None = None) -> Carry:
     """`init_carry` and `admit` of the first chunk, compiled as one program."""
-    return _admit(model, init_carry(model.config, sizes, drafter), arrivals, drafter)
+    return _admit(model, _new_carry(model, sizes, arrivals, drafter), arrivals, drafter)
 
 
 @partial(jax.jit, donate_argnames="carry")

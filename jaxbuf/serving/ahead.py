@@ -9,6 +9,7 @@ import numpy as np
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.serving.admit import Arrivals, start
 from jaxbuf.serving.carry import CarrySizes
+from jaxbuf.serving.kept_programs import keeping_programs
 from jaxbuf.serving.loop import generate_tokens
 from jaxbuf.serving.speculation import Drafter
 
@@ -21,8 +22,8 @@ def compile_ahead(
     """Compiles `start` for the first chunk of prompts and `generate_tokens` for what comes of it, unless it did before.
 
     jit finds both when they are called with these arguments. They are traced and lowered on the caller's thread, under
-    its JAX settings; only XLA runs on another thread, and on a CPU not even that. With a mesh nothing is done: where
-    the carry lies is not known until the first program is compiled.
+    its JAX settings, or found lowered (`jaxbuf.serving.kept_programs`); only XLA runs on another thread, and on a CPU
+    not even that. With a mesh nothing is done: where the carry lies is not known until the first program is compiled.
 
     Args:
       lm, sizes, arrivals, drafter: As `jaxbuf.serving.generation.read_prompts` has them.
@@ -35,16 +36,17 @@ def compile_ahead(
     key = lm.config, lm.target, lm.dtype, sharding, sizes, tree, tuple(jax.typeof(leaf) for leaf in leaves)
     if lm.config.mesh is not None or key in _known:
         return
-    traced = start.trace(lm.model, sizes, arrivals[0], *given)
-    first = traced.lower()
-    carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), traced.out_info)
-    if lm.target.platform == "cpu":
-        # XLA's CPU compiler has crashed while another thread wrote what it had compiled to JAX's compilation cache.
-        first.compile()
-        generate_tokens.lower(lm.model, carry, np.int32(0), *given).compile()
-    else:
-        with ThreadPoolExecutor(1) as pool:
-            compiled = pool.submit(first.compile)
+    with keeping_programs(lm.target):
+        traced = start.trace(lm.model, sizes, arrivals[0], *given)
+        first = traced.lower()
+        carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), traced.out_info)
+        if lm.target.platform == "cpu":
+            # XLA's CPU compiler has crashed while another thread wrote what it had compiled to JAX's compilation cache.
+            first.compile()
             generate_tokens.lower(lm.model, carry, np.int32(0), *given).compile()
-            compiled.result()
+        else:
+            with ThreadPoolExecutor(1) as pool:
+                compiled = pool.submit(first.compile)
+                generate_tokens.lower(lm.model, carry, np.int32(0), *given).compile()
+                compiled.result()
     _known.add(key)

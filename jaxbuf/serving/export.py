@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.flax import save_file
 
 from jaxbuf.arguments import check_sizes
-from jaxbuf.exported import ARRIVALS, FORMAT, MANIFEST, PARAMETERS, PLATFORMS, program_file
+from jaxbuf.exported import ARRIVALS, FORMAT, KERNEL_CALLS, MANIFEST, PARAMETERS, PLATFORMS, program_file
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.models.layers import named_parameters
 from jaxbuf.serving import batch as batches
@@ -25,9 +25,6 @@ from jaxbuf.serving.loop import generate_tokens
 from jaxbuf.shown import shown
 from jaxbuf.target import Target, as_target, lowering_for
 from jaxbuf.version import __version__
-
-# Calls of kernels, whose own formats are as stable as the jax that a file says it was made with.
-KERNEL_CALLS = "mosaic_gpu_v2", "tpu_custom_call", "__gpu$xla.gpu.triton"
 
 
 def export(

@@ -11,12 +11,14 @@ from jaxbuf.axes import Array, Int
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, recurrent_work
 from jaxbuf.serving.carry import RUNNING, Carry, Speculation, chosen_logprobs, record, reports
+from jaxbuf.serving.kept_programs import keep
 from jaxbuf.serving.sampling import adjust, choose
 from jaxbuf.serving.speculation import Drafter, Proposal, adjusted, check_state, propose, verify, with_root
 from jaxbuf.serving.token_masks import only
 
 
 @partial(jax.jit, donate_argnames="carry")
+@keep(like=lambda model, carry, steps, drafter=None: carry)
 def generate_tokens(
     model: decoder.Decoder, carry: Carry, steps: Int[Array, ""] | int, drafter: Drafter | None = None
 ) -> Carry:

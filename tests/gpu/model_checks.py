@@ -4,6 +4,10 @@ As in `checks.py`, which has the checks of the recurrence's kernels.
 """
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +19,9 @@ import numpy as np
 import jaxbuf
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.serving import SamplingParams, generate_tokens, init_carry
+from jaxbuf.serving import SamplingParams, generate_tokens, init_carry, loop
 from jaxbuf.serving.batch import Decoding, make_batch
+from jaxbuf.serving.kept_programs import FOLDER
 from tests.gpu.checks import ROWS, Figures, large_arrays
 from tests.gpu.program import pool_sized_writes
 
@@ -84,6 +89,34 @@ def check_export(lm: LanguageModel, tokens: int = 32) -> Figures:
     return {"tokens": float(tokens * len(prompts))}
 
 
+def check_kept() -> Figures:
+    """A second process gives the same greedy tokens with programs that the first one lowered, and traces no step."""
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from tests.gpu.model_checks import generate_kept as g; g(*sys.argv[1:])",
+    ]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has most of the memory
+    root, found = Path(__file__).parents[2], []
+    with tempfile.TemporaryDirectory() as folder:
+        for traces in ("may trace", "may not trace"):
+            given = {"env": environment, "cwd": root, "capture_output": True, "text": True}
+            done = subprocess.run([*command, folder, traces], **given)
+            assert done.returncode == 0, done.stderr
+            found.append(done.stdout)
+            assert (Path(folder) / FOLDER).exists(), "no program was kept"
+    assert found[0] == found[1], "the tokens differ"
+    return {"tokens": float(len(json.loads(found[0])))}
+
+
+def generate_kept(folder: str, traces: str) -> None:
+    """Prints greedy tokens of two layers, as a process that `check_kept` starts."""
+    jaxbuf.cache_compilations(folder)
+    if traces == "may not trace":
+        loop._step = None  # pyright: ignore[reportAttributeAccessIssue]
+    print(json.dumps([token for tokens, _ in greedy(two_layers(), 32) for token in tokens.tolist()]))
+
+
 def greedy(lm: LanguageModel, tokens: int, form: str = "auto") -> list[tuple[np.ndarray, np.ndarray]]:
     """Of some random prompts the greedy tokens and their log-probabilities."""
     rng = np.random.default_rng(3)
@@ -144,6 +177,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "greedy_tokens_of_the_demo_model_are_those_without_kernels": lambda rng: check_tokens(demo()),
     "exported_programs_of_two_layers_give_the_tokens_of_generate": lambda rng: check_export(two_layers()),
     "exported_programs_of_the_demo_model_give_the_tokens_of_generate": lambda rng: check_export(demo()),
+    "programs_that_one_process_lowered_give_another_the_same_tokens": lambda rng: check_kept(),
     "a_random_qwen3_5_4b_generates_as_without_kernels": lambda rng: check_logprobs(
         random_model(configuration(), jnp.dtype("bfloat16"))
     ),

@@ -141,6 +141,13 @@ def test_the_checks_of_generation_and_the_tiny_program_hold_of_xlas_path():
     tiny.tiny(implementation="xla")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not NO_HOPPER, reason="programs are kept on GPUs")
+def test_the_check_of_kept_programs_sees_that_none_was():
+    with pytest.raises(AssertionError, match="no program was kept"):
+        model_checks.check_kept()
+
+
 def result(tokens: list[int], tops: list[dict[int, float]]) -> GenerationResult:
     logprobs = [top[token] for token, top in zip(tokens, tops, strict=True)]
     return GenerationResult("", tokens, "length", None, logprobs, tops)

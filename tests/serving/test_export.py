@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf.exported import PROGRAMS, donating, program_file
+from jaxbuf.exported import KERNEL_CALLS, PROGRAMS, donating, program_file
 from jaxbuf.models.abstract import abstract_model
 from jaxbuf.serving import SamplingParams, generate
 from jaxbuf.serving.export import export
@@ -123,14 +123,21 @@ def test_what_the_programs_were_not_made_for_is_an_error(exported, given, messag
         loaded.generate(**{"prompts": [[1, 2]], "max_new_tokens": 4} | given)
 
 
-def test_programs_are_exported_for_chips_that_are_not_there_and_without_parameters(lm, tmp_path):
+@pytest.mark.parametrize(
+    ("target", "platform", "named", "kernel"),
+    [("v6e", "tpu", "a TPU v6e", None), ("H100", "cuda", "an NVIDIA Hopper GPU", "__cudnn$fmhaSoftmax")],
+)
+def test_programs_are_exported_for_chips_that_are_not_there_and_without_parameters(
+    lm, tmp_path, target, platform, named, kernel
+):
     """What is loaded elsewhere than on its target is an error that names both."""
-    bare = abstract_model(lm.config, "tiny", "v6e")
-    path = export(bare, "v6e", tmp_path / "v6e", **SIZES, parameters=False)
+    bare = abstract_model(lm.config, "tiny", target)
+    path = export(bare, target, tmp_path / target, **SIZES, parameters=False)
     assert not (path / "parameters.safetensors").exists()
     artefact = jax.export.deserialize(bytearray((path / program_file("admit")).read_bytes()))
-    assert artefact.platforms == ("tpu",)
-    with pytest.raises(ValueError, match=r"programs for a CPU, which this process has, got programs for a TPU v6e"):
+    assert artefact.platforms == (platform,)
+    assert kernel is None or kernel in artefact.mlir_module()
+    with pytest.raises(ValueError, match=f"programs for a CPU, which this process has, got programs for {named}"):
         jaxbuf.load_exported(path)
     export(bare, "cpu", path, **SIZES, parameters=False)  # replaced
     with pytest.raises(FileNotFoundError, match="was exported without its parameters"):
@@ -159,6 +166,26 @@ def test_what_can_not_be_exported_is_an_error(lm, tmp_path, given, error, messag
 def test_a_model_without_numbers_has_no_parameters_to_write(lm, tmp_path):
     with pytest.raises(ValueError, match="parameters must be False for a model whose parameters are shapes alone"):
         export(abstract_model(lm.config, "tiny", "cpu"), "cpu", tmp_path / "new", **SIZES)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_mosaic_is_imported_with_a_program_that_has_its_kernels(tmp_path, kernels):
+    """It tells XLA what to link them with; a process that traced no kernel has not imported it."""
+
+    def calls(x):
+        return jax.ffi.ffi_call("mosaic_gpu_v2", x)(x) if kernels else x
+
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
+    shape = jax.ShapeDtypeStruct((2,), np.float32)
+    artefact = jax.export.export(jax.jit(calls), platforms=("cuda",), disabled_checks=checks)(shape)
+    (tmp_path / "program").write_bytes(artefact.serialize())
+    read = (
+        "import pathlib, sys; from jaxbuf.exported import read_program; "
+        "read_program(pathlib.Path(sys.argv[1]).read_bytes()); print('jax.experimental.mosaic.gpu.core' in sys.modules)"
+    )
+    command = [sys.executable, "-c", read, str(tmp_path / "program")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == str(kernels), done.stderr
 
 
 def test_there_must_be_an_exported_model(tmp_path):
