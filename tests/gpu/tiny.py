@@ -25,22 +25,46 @@ from tests.gpu.checks import SMALL, Figures, extend, new_inputs, poisoned
 CHANNELS = dataclasses.replace(SMALL, key_heads=4, decay="channel")
 
 
+SIZES = (1, 1, ()), (3, 3, ()), (60, 3, (57, 40, 3)), (32, 9, (30, 17, 1)), (150, 1, (149, 90, 5))  # of `tiny_steps`
+
+
 @mock.patch.object(gpu_schedule, "PROCESSORS", 1)  # a warpgroup serves several heads
-def tiny(implementation: str = "gpu") -> Figures:
+def tiny(implementation: str = "gpu", part: str | None = None) -> Figures:
     """A few steps of three small rows: folds, several tokens at once, short rings and long ones of either kind; and
-    the kernels around them: what compute-sanitizer is run on."""
-    rng = np.random.default_rng(0)
-    sizes = (1, 1, ()), (3, 3, ()), (60, 3, (57, 40, 3)), (32, 9, (30, 17, 1)), (150, 1, (149, 90, 5))
-    cases = [(*size, "float32") for size in sizes]
-    cases += [(*size, state) for size in (*sizes[:3], sizes[4]) for state in ("split", "split8")]
-    for case in cases:
-        tiny_steps(rng, SMALL, *case, implementation)
-    for case in cases:
-        if case[0] in (3, 60) and case[3] != "split8":
-            tiny_steps(rng, dataclasses.replace(SMALL, value_dim=64, delta=False), *case, implementation)
-    for case in (*cases[:3], cases[7], cases[9]):
-        tiny_steps(rng, CHANNELS, *case, implementation)
-    tiny_steps(rng, dataclasses.replace(CHANNELS, delta=False), *cases[1], implementation)
+    the kernels around them: what compute-sanitizer is run on. `part` is one of `PARTS`; None: all."""
+    for name in PARTS if part is None else (part,):
+        PARTS[name](np.random.default_rng(0), implementation)
+    return {}
+
+
+def tiny_delta(rng, implementation: str) -> None:
+    for size in SIZES:
+        tiny_steps(rng, SMALL, *size, "float32", implementation)
+
+
+def tiny_split(rng, implementation: str) -> None:
+    for size in (*SIZES[:3], SIZES[4]):
+        for state in ("split", "split8"):
+            tiny_steps(rng, SMALL, *size, state, implementation)
+
+
+def tiny_mamba2(rng, implementation: str) -> None:
+    spec = dataclasses.replace(SMALL, value_dim=64, delta=False)
+    for size in SIZES[1:3]:
+        for state in ("float32", "split"):
+            tiny_steps(rng, spec, *size, state, implementation)
+
+
+def tiny_channels(rng, implementation: str) -> None:
+    """Of a decay a channel, with and without the delta rule; a prompt may leave more entries than the limit."""
+    for size in SIZES[:4]:
+        tiny_steps(rng, CHANNELS, *size, "float32", implementation)
+    for size in (SIZES[1], SIZES[2], (6, 4, (12, 6, 1))):
+        tiny_steps(rng, CHANNELS, *size, "split", implementation)
+    tiny_steps(rng, dataclasses.replace(CHANNELS, delta=False), *SIZES[1], "float32", implementation)
+
+
+def tiny_companions(rng, implementation: str) -> None:
     spec = dataclasses.replace(SMALL, key_heads=4)
     for operation in companions.OPERATIONS:
         print(operation, flush=True)
@@ -53,9 +77,6 @@ def tiny(implementation: str = "gpu") -> Figures:
     for tree in (False, True):
         print("the convolution alone" + (" of a tree" if tree else ""), flush=True)
         tiny_convolution(rng, tree, implementation)
-    tiny_prompts(rng, implementation)
-    tiny_layers(rng, implementation)
-    return {}
 
 
 def tiny_prompts(rng, implementation: str):
@@ -106,8 +127,8 @@ def tiny_convolution(rng, tree: bool, implementation: str) -> None:
     jax.block_until_ready(out)
 
 
-def tiny_layers(rng, implementation: str) -> None:
-    """Attention, projections, the residual sum with its norm, and experts, of few tokens."""
+def tiny_attention(rng, implementation: str) -> None:
+    """Attention on pages, of heads of each size."""
     for head_dim, time, trees in ((64, 1, False), (128, 5, True), (256, 16, True)):
         print(f"attention of heads of {head_dim}, {time} tokens at once", flush=True)
         with jax.default_device(jax.devices("cpu")[0]):
@@ -115,6 +136,10 @@ def tiny_layers(rng, implementation: str) -> None:
             launch = launches.make_launch(rng, sizes)
         arrays, integers = jax.device_put((launch.arrays, launch.integers), jax.devices()[0])
         jax.block_until_ready(append_and_attend(*arrays, **integers, implementation=implementation))
+
+
+def tiny_latent(rng, implementation: str) -> None:
+    """Attention on a latent, of few heads and of many."""
     for heads, time, trees in ((4, 1, False), (32, 3, True)):
         print(f"latent attention of {heads} heads, {time} tokens at once", flush=True)
         with jax.default_device(jax.devices("cpu")[0]):
@@ -122,6 +147,10 @@ def tiny_layers(rng, implementation: str) -> None:
             launch, given = latent_launches.random_launch(rng, dims, time, "bfloat16", (9, 70, 33), trees=trees)
         given, integers = jax.device_put((given, launch.integers), jax.devices()[0])
         jax.block_until_ready(append_and_attend_latent(*given, **integers, implementation=implementation))
+
+
+def tiny_products(rng, implementation: str) -> None:
+    """Projections, the residual sum with its norm, and experts, of few tokens."""
     hidden = 256
 
     def draw(*shape):
@@ -147,6 +176,17 @@ def tiny_layers(rng, implementation: str) -> None:
         jax.block_until_ready(outs)
 
 
+PARTS: dict[str, Callable[[np.random.Generator, str], None]] = {
+    "delta": tiny_delta,
+    "split": tiny_split,
+    "mamba2": tiny_mamba2,
+    "channels": tiny_channels,
+    "companions": tiny_companions,
+    "prompts": tiny_prompts,
+    "attention": tiny_attention,
+    "latent": tiny_latent,
+    "products": tiny_products,
+}
 CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "the_tiny_program_runs": lambda rng: tiny(),
 }
