@@ -2,6 +2,7 @@
 other's."""
 
 import functools
+import itertools
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,7 +15,7 @@ from jaxbuf.pallas.extend.gpu_channel_state import fold
 from jaxbuf.pallas.extend.gpu_channel_sums import Sum, Wide, cut, factor, nothing, plus
 from jaxbuf.pallas.extend.gpu_channel_weights import DIM, ROWS, WARPS
 from jaxbuf.pallas.extend.gpu_lane import Item
-from jaxbuf.pallas.extend.gpu_products import count, spread, zeros
+from jaxbuf.pallas.extend.gpu_products import count, spread, where, zeros
 from jaxbuf.pallas.extend.gpu_schedule import CHUNK
 from jaxbuf.pallas.instructions import synchronize
 from jaxbuf.pallas.threads import PER_THREAD, load, store
@@ -89,44 +90,51 @@ def _decay_part(lane: Lane, start: int, behind: Sum, *, folds: bool) -> Sum:
 
 def _weigh_short(lane: Lane, item: Item, parts: list[tuple[int, Array]]) -> None:
     """Writes the weights of a short ring's entries, where a part of them is alive; and of the new tokens, for each
-    other."""
-    new, time = lane.new_rows, lane.call.time
-    new_keys = load(lane.probes.at[pl.ds(0, new)], ROWS).astype(jnp.float32)
-    row = count((new, DIM), 0, ROWS)
+    other. The tokens do not wait for each other: instructions for all of them stand one behind the other."""
+    tokens, layout = range(lane.call.time), ROWS.reduce(0)
+    gates = [lane.sum_new(item, t, layout) for t in tokens]
+    since = [functools.reduce(plus, (gate_on_path(lane, t, j, gates[j]) for j in range(t + 1))) for t in tokens]
+    if not lane.call.tree:
+        since = [*itertools.accumulate(gates, plus)]
+    probes = [lane.load_probes(item, t) for t in tokens]
 
-    def visit(t, since, gate, pairs=None):
-        """`pairs` are, for each new token, the sums of the gates behind it, up to the token before t."""
-        probes = [load(lane.probes.at[i * time + t], ROWS.reduce(0)).astype(jnp.float32) for i in range(2)]
+    def weigh_part(start):
+        rows = pl.ds(start, PART)
+        behind = lax.bitcast_convert_type(load(lane.gates.at[rows, lane.channels], ROWS), jnp.int32)
+        keys = load(lane.keys.at[rows, lane.channels], ROWS).astype(jnp.float32)
+        decays = [factor(plus(behind, spread(gate, keys.shape, 1, ROWS))) for gate in since]
+        lane.weigh(start, [keys * decay for decay in decays], probes, 0)
 
-        def weigh_part(start):
-            rows = pl.ds(start, PART)
-            behind = lax.bitcast_convert_type(load(lane.gates.at[rows, lane.channels], ROWS), jnp.int32)
-            keys = load(lane.keys.at[rows, lane.channels], ROWS).astype(jnp.float32)
-            lane.weigh(start, keys * factor(plus(behind, spread(since, keys.shape, 1, ROWS))), probes, t)
-
+    if lane.one_token:
         for start, some in parts:
             pl.when(some)(functools.partial(weigh_part, start))
-        if lane.one_token:
-            lane.weigh(lane.first_new, new_keys, probes, t)
-            return ()
+    else:
+        count_alive = where(~item.folds, pl.cdiv(item.live, PART))
+        lax.fori_loop(0, count_alive, lambda i, _: weigh_part(i * PART), None)
+    for first in range(0, lane.call.time, WARPS):
+        _weigh_new_short(lane, first, gates, probes)
 
-        def add(j, pairs, gate):
-            return jnp.where(row < j, plus(pairs, spread(gate, pairs.shape, 1, ROWS)), pairs)
 
+def _weigh_new_short(lane: Lane, first: int, gates: list[Sum], probes: list[list[Array]]) -> None:
+    """Writes the weights of as many new tokens as there are warps, from the first one on, for those that are not before
+    it. Weights of a token for one before it, or for one that it is not on the path of, are anything."""
+    keys = load(lane.probes.at[pl.ds(first, WARPS)], ROWS).astype(jnp.float32)
+    token = count(keys.shape, 0, ROWS) + first
+
+    def add(t, j, behind):
+        gate = spread(gate_on_path(lane, t, j, gates[j]), keys.shape, 1, ROWS)
+        return jnp.where(token < j, plus(behind, gate), behind)
+
+    behind, decayed = nothing(keys.shape, ROWS), []
+    for t in range(first, lane.call.time):
         if lane.call.tree:
-
-            def add_on_path(j, pairs):
-                return add(j, pairs, gate_on_path(lane, t, j, lane.sum_new(item, j, ROWS.reduce(0))))
-
-            pairs = lax.fori_loop(0, t + 1, add_on_path, nothing((new, DIM), ROWS))
-            lane.weigh(lane.first_new, new_keys * factor(pairs), probes, t)
-            return ()
-        pairs = add(t, pairs, gate)
-        lane.weigh(lane.first_new, new_keys * factor(pairs), probes, t)
-        return (pairs,)
-
-    follows = not (lane.one_token or lane.call.tree)
-    each_new(lane, item, ROWS.reduce(0), visit, [nothing((new, DIM), ROWS)] if follows else [])
+            behind = nothing(keys.shape, ROWS)
+            for j in range(first + 1, t + 1):
+                behind = add(t, j, behind)
+        elif t > first:
+            behind = add(t, t, behind)
+        decayed.append(keys if t == first else keys * factor(behind))
+    lane.weigh(lane.first_new + first, decayed, probes[first:], first)
 
 
 def decay_probes(lane: Lane, item: Item, total: Sum) -> None:
@@ -135,10 +143,8 @@ def decay_probes(lane: Lane, item: Item, total: Sum) -> None:
     def visit(t, since, _):
         decay = factor(plus(total, since))
         for i, probe in enumerate(lane.new_probes(item, t)):
-            store(
-                lane.numbers.at[i * lane.call.time + t, lane.channels],
-                load(probe, PER_THREAD).astype(jnp.float32) * decay,
-            )
+            decayed = load(probe, PER_THREAD).astype(jnp.float32) * decay
+            store(lane.numbers.at[i * lane.call.time + t, lane.channels], decayed)
         return ()
 
     each_new(lane, item, PER_THREAD, visit)
@@ -182,7 +188,7 @@ def _weigh_chunk(lane: Lane, item: Item, t: Array | int) -> None:
     """Writes the weights of the keys in `numbers` for token t."""
     probes = lane.load_probes(item, t)
     for start in range(0, CHUNK, 2 * WARPS):
-        lane.weigh(start, load(lane.numbers.at[pl.ds(start, 2 * WARPS), lane.channels], ROWS), probes, t)
+        lane.weigh(start, [load(lane.numbers.at[pl.ds(start, 2 * WARPS), lane.channels], ROWS)], [probes], t)
 
 
 def weigh_new(lane: Lane, item: Item) -> None:

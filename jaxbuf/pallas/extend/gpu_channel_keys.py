@@ -1,5 +1,6 @@
 """Sums of gates and decayed keys, in `extend` on a GPU with a decay a channel."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
@@ -44,7 +45,9 @@ def each_new(
         return since, *visit(t, since, gate, *own)
 
     start = nothing((DIM,), layout), *carry
-    if lane.one_token:
+    if lane.short:  # The instructions for several tokens overlap.
+        functools.reduce(lambda carry, t: step(t, carry), range(lane.call.time), start)
+    elif lane.one_token:
         step(0, start)
     else:
         lax.fori_loop(0, lane.call.time, step, start)
@@ -56,6 +59,8 @@ def since_commit(lane: Lane, item: Item, t: Array | int, layout) -> Sum:
     def add(j, sum):
         return plus(sum, gate_on_path(lane, t, j, lane.sum_new(item, j, layout)))
 
+    if isinstance(t, int):
+        return functools.reduce(lambda sum, j: add(j, sum), range(t + 1), nothing((DIM,), layout))
     return lax.fori_loop(0, t + 1, add, nothing((DIM,), layout))
 
 

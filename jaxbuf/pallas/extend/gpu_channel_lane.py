@@ -333,18 +333,18 @@ class Lane:
         """The gates of a new token as a sum of one, [DIM]."""
         return cut(load(self.new_gates(item, t), layout))
 
-    def weigh(self, place: int, keys: Array, probes: list[Array], t: Array | int) -> None:
-        """Writes the weights of some keys for new token t.
+    def weigh(self, place: Array | int, keys: list[Array], probes: list[list[Array]], t: Array | int) -> None:
+        """Writes the weights of some keys for new tokens from token t on.
 
         Args:
           place: The first key's place.
-          keys: f32 [n, DIM], decayed, in layout `ROWS`.
-          probes: The token's, from `load_probes`.
-          t: The token's number.
+          keys: For each of the tokens f32 [n, DIM], decayed, in layout `ROWS`.
+          probes: Of each token, from `load_probes`.
+          t: The first token's number.
         """
         first, time = self._weights + place * self.pitch + t, self.call.time
         if not self.call.delta:  # Nothing is recalled.
-            first, probes = first + time, probes[1:]
+            first, probes = first + time, [of_token[1:] for of_token in probes]
         store_products(keys, probes, self.numbers, first, self.pitch, time, self.interpret)
 
     def load_weights(self, place: int) -> list[Array | None]:

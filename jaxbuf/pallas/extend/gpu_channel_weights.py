@@ -18,34 +18,35 @@ ROWS = vectors_layout(DIM, jnp.float32)  # of keys [n, DIM]: a warp has all of a
 WARPS = THREADS // WARP
 
 
-def store_products(keys: Array, probes: list[Array], ref, first, row_step: int, probe_step: int, interpret: bool):
-    """Writes the product of each key with each probe to shared memory.
+def store_products(
+    keys: list[Array], probes: list[list[Array]], ref, first, row_step: int, probe_step: int, interpret: bool
+) -> None:
+    """Writes the products of keys with probes to shared memory, for one or several tokens.
 
-    The order in which the numbers of a product are added does not depend on how many keys and probes there are.
+    The order in which the numbers of a product are added does not depend on how many keys, probes and tokens there are.
 
     Args:
-      keys: float32 [n, DIM], in layout `ROWS`; n is 4 or 8.
-      probes: One or two float32 [DIM], in layout `ROWS.reduce(0)`.
+      keys: For each token the keys, float32 [n, DIM], in layout `ROWS`; n is 4 or 8.
+      probes: For each token one or two probes, float32 [DIM], in layout `ROWS.reduce(0)`.
       ref: float32 [m, DIM] in shared memory, its numbers counted row by row.
-      first: A scalar: where the first product is written.
-      row_step, probe_step: How far behind it those of the next key and of the next probe are.
+      first: A scalar: where the first product of the first token is written; that of the next token is behind it.
+      row_step, probe_step: How far behind a product those of the next key and of the next probe are.
       interpret: Whether this runs in Pallas' interpreter.
     """
     if interpret:
-        products = jnp.sum(keys[:, None] * jnp.stack(probes)[None], axis=2)
-        rows, columns = (jnp.arange(n, dtype=jnp.int32) for n in products.shape)
-        at = first + row_step * rows[:, None] + probe_step * columns[None]
-        ref[...] = ref[...].reshape(-1).at[at].set(products).reshape(ref.shape)
+        for t, (some, of_token) in enumerate(zip(keys, probes, strict=True)):
+            products = jnp.sum(some[:, None] * jnp.stack(of_token)[None], axis=2)
+            rows, columns = (jnp.arange(n, dtype=jnp.int32) for n in products.shape)
+            at = first + t + row_step * rows[:, None] + probe_step * columns[None]
+            ref[...] = ref[...].reshape(-1).at[at].set(products).reshape(ref.shape)
         return
+    each = len(probes[0])
 
-    def write(_, ref, first, keys, *probes):
+    def write(_, ref, first, *arrays):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
 
         def number(value):
             return arith.constant(i32, value)
-
-        def bit(value):
-            return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, number(value)), number(0))
 
         def numbers(register):
             return [vector.extract(register, [], [i]) for i in range(4)]
@@ -57,40 +58,49 @@ def store_products(keys: Array, probes: list[Array], ref, first, row_step: int, 
             return total
 
         thread = mgpu.utils.thread_idx()
-        right = [numbers(probe.registers.flat[0]) for probe in probes]
-        values = [product(numbers(key), probe) for key in keys.registers.flat for probe in right]
-        count, distance = len(values), WARP // 2
-        # Threads at a distance exchange halves of the values: afterwards each has half of them, the sums of both.
-        while len(values) > 1:
-            half, upper = len(values) // 2, bit(distance)
-            pairs = [*zip(values[:half], values[half:], strict=True)]
-            given = [mgpu.utils.shfl_bfly(arith.select(upper, x, y), distance) for x, y in pairs]
-            values = [arith.addf(arith.select(upper, y, x), z) for (x, y), z in zip(pairs, given, strict=True)]
-            distance //= 2
-        (value,) = values
-        each = 2 * distance  # neighbours that have the same value
+        tokens = []  # of each: its products, which every thread has a part of
+        for i in range(0, len(arrays), 1 + each):
+            right = [numbers(x.registers.flat[0]) for x in arrays[i + 1 : i + 1 + each]]
+            tokens.append([product(numbers(x), y) for x in arrays[i].registers.flat for y in right])
+        # Threads at a distance exchange halves of their products: afterwards each has half of them, the sums of both;
+        # or, of a single one, both have the sum. The assembler keeps the order of shuffles: those of all tokens at one
+        # distance come first, so that none waits.
+        distance, neighbours = WARP // 2, WARP // len(tokens[0])
         while distance:
-            value = arith.addf(value, mgpu.utils.shfl_bfly(value, distance))
+            upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, number(distance)), number(0))
+            half, single = len(tokens[0]) // 2, len(tokens[0]) == 1
+            kept, given = [], []
+            for products in tokens:
+                low, high = (products, products) if single else (products[:half], products[half:])
+                given.append([x if single else arith.select(upper, x, y) for x, y in zip(low, high, strict=True)])
+                kept.append([x if single else arith.select(upper, y, x) for x, y in zip(low, high, strict=True)])
+            given = [[mgpu.utils.shfl_bfly(x, distance) for x in products] for products in given]
+            tokens = [[arith.addf(x, y) for x, y in zip(*pair, strict=True)] for pair in zip(kept, given, strict=True)]
             distance //= 2
-        # Which of the warp's values a thread has: of its keys in turn, of each with the first and the second probe.
-        index = arith.divui(arith.remui(thread, number(WARP)), number(each))
-        key, probe = (f(index, number(len(probes))) for f in (arith.divui, arith.remui))
+        # Which of the warp's products a thread has: of its keys in turn, of each with the first and the second probe.
+        index = arith.divui(arith.remui(thread, number(WARP)), number(neighbours))
+        key, probe = (f(index, number(each)) for f in (arith.divui, arith.remui))
         warp = arith.remui(arith.divui(thread, number(WARP)), number(WARPS))
         row = arith.addi(arith.muli(key, number(WARPS)), warp)
         at = arith.addi(arith.muli(row, number(row_step)), arith.muli(probe, number(probe_step)))
-        at = arith.addi(at, first.registers.flat[0])
+        at = arith.extui(ir.IntegerType.get_signless(64), arith.addi(at, first.registers.flat[0]))
         start = mgpu.utils.memref_ptr(ref)
-        at = arith.extui(ir.IntegerType.get_signless(64), at)
         pointer = llvm.getelementptr(start.type, start, [at], [-(2**31)], f32, [])
-        writes = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, number(each)), number(0))
-        text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.shared.f32 [$1], $2;}"
-        operands = [arith.extui(i32, writes), pointer, value]
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,f,~{memory}", has_side_effects=True)
-        assert count * each == WARP
+        writes = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, number(neighbours)), number(0))
+        writes = arith.extui(i32, writes)
+        for t, (value,) in enumerate(tokens):
+            place = llvm.getelementptr(start.type, pointer, [], [t], f32, [])
+            text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.shared.f32 [$1], $2;}"
+            operands = [writes, place, value]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,f,~{memory}", has_side_effects=True)
 
     vectors = ROWS.reduce(0)
-    arguments = plgpu.RefType(), plgpu.Layout.WG_SPLAT, ROWS, *[vectors] * len(probes)
-    inline_mlir(write, arguments, None)(ref, jnp.asarray(first, jnp.int32), keys, *probes)
+    given = [(some, *of_token) for some, of_token in zip(keys, probes, strict=True)]
+    layouts = (ROWS, *[vectors] * each) * len(given)
+    arrays = [x for of_token in given for x in of_token]
+    inline_mlir(write, (plgpu.RefType(), plgpu.Layout.WG_SPLAT, *layouts), None)(
+        ref, jnp.asarray(first, jnp.int32), *arrays
+    )
 
 
 def load_numbers(ref, first, count: int, interpret: bool) -> list[Array]:
