@@ -142,7 +142,7 @@ def serve_item(lane: Lane, number: Array, following: Array, buffer: Array, drawn
     paths = [lane.path(t) for t in time] if call.tree else None
     if lane.short:
         lane.await_short()
-        lane.each_token(functools.partial(append_entry, lane, item))
+        append_all(lane, item)
         values = [load(lane.values.at[t], PER_THREAD) for t in time]
         added = add_short(lane, item)
     else:
@@ -160,43 +160,59 @@ def serve_item(lane: Lane, number: Array, following: Array, buffer: Array, drawn
     # They arrive while the state is multiplied. A load would not: the assembler has few counters for loads, so that
     # a later load from shared memory would wait for it.
     lane.copy_short(following)
-    read_state(lane, item)
-    # All threads are done with the state.
-    pl.when(item.folds)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
-    synchronize(lane.interpret)
-    pl.when(following < call.items)(lambda: lane.fetch(following))
+    read_state(lane, item, following)
+    synchronize(lane.interpret)  # All threads see what the probes read.
     substitute(lane, item, added, values, betas, append, paths)
 
 
-def append_entry(lane: Lane, item: Item, t: Array | int) -> None:
+def append_all(lane: Lane, item: Item) -> None:
+    """`append_entry` of all new tokens of a short item."""
+    time = range(lane.call.time)
+    gates = [load(lane.new_gates(item, t), PER_THREAD) for t in time]
+    keys = [load(lane.new_probes(item, t)[0], PER_THREAD) for t in time]
+    for t, new in enumerate(zip(gates, keys, strict=True)):
+        append_entry(lane, item, t, *new)
+
+
+def append_entry(lane: Lane, item: Item, t: Array | int, gate: Array | None = None, key: Array | None = None) -> None:
     """Writes a new token's gates to the ring, without the delta rule its beta, too; and its key, if the head is the
-    first of its key head's."""
+    first of its key head's. What is None is loaded."""
     call, arrays, to = lane.call, lane.arrays, lane.append_to(t)
     head, key_head = item.head, item.head // call.heads_per_key
 
     @pl.when(to >= 0)
     def _():
-        store(arrays.gates.at[to, head, lane.channels], load(lane.new_gates(item, t), PER_THREAD))
+        gates = load(lane.new_gates(item, t), PER_THREAD) if gate is None else gate
+        store(arrays.gates.at[to, head, lane.channels], gates)
         if not call.delta:
             store(arrays.gates.at[to, head, DIM], lane.new_beta(item, t))
 
         @pl.when(lax.rem(head, call.heads_per_key) == 0)
         def _():
-            key = load(lane.new_probes(item, t)[0], PER_THREAD)
-            store(arrays.keys.at[to, key_head], key.astype(call.entry))
+            new = load(lane.new_probes(item, t)[0], PER_THREAD) if key is None else key
+            store(arrays.keys.at[to, key_head], new.astype(call.entry))
 
 
 def substitute(lane: Lane, item: Item, added: list[Array], values, betas, append, paths) -> None:
     """Substitutes forward over the T tokens: writes their outputs, and their updates to the ring."""
     call, time = lane.call, lane.call.time
 
-    def read(i):
+    def load_read(i):
         """What probe i reads from the state."""
         return where(item.has_state, load(lane.numbers.at[i, lane.channels], PER_THREAD))
 
+    reads = [load_read(i) for i in range(2 * time)] if lane.short else []
+
+    def read(i):
+        return reads[i] if reads else load_read(i)
+
+    def load_weights(t):
+        return lane.load_weights(lane.first_new + t)
+
     recalls, outs = added[:time], added[time:]
+    loaded = [load_weights(t) for t in range(time)] if lane.short else []  # before a store: no load comes past it
     for t, to in enumerate(append):
-        weights = lane.load_weights(lane.first_new + t)
+        weights = loaded[t] if loaded else load_weights(t)
         stored = values[t]
         if call.delta:
             stored = betas[t] * (stored.astype(jnp.float32) - (recalls[t] + read(t)))

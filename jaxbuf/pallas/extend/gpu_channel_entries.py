@@ -2,14 +2,13 @@
 other's."""
 
 import functools
-import itertools
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxbuf.axes import Array
-from jaxbuf.pallas.extend.gpu_channel_keys import decay_keys, each_new, gate_on_path, sum_behind
+from jaxbuf.pallas.extend.gpu_channel_keys import decay_keys, each_new, gate_on_path, sum_behind, sums_since_commit
 from jaxbuf.pallas.extend.gpu_channel_lane import PART, Entry, Lane
 from jaxbuf.pallas.extend.gpu_channel_state import fold
 from jaxbuf.pallas.extend.gpu_channel_sums import Sum, Wide, cut, factor, nothing, plus
@@ -76,15 +75,16 @@ def _decay_part(lane: Lane, start: int, behind: Sum, *, folds: bool) -> Sum:
     Returns:
       The sum with the part's gates.
     """
-    for i in reversed(range(start, start + PART)):
-        place = lane.gates.at[i, lane.channels]
-        gate = cut(load(place, PER_THREAD))
+    # All loads come first: the assembler takes none past a store.
+    places = [lane.gates.at[i, lane.channels] for i in range(start, start + PART)]
+    gates = [load(place, PER_THREAD) for place in places]
+    keys = [load(lane.keys.at[i, lane.channels], PER_THREAD) for i in range(start, start + PART)] if folds else gates
+    for place, gate, key in reversed([*zip(places, gates, keys, strict=True)]):
         if folds:
-            key = load(lane.keys.at[i, lane.channels], PER_THREAD).astype(jnp.float32)
-            store(place, key * factor(behind))
+            store(place, key.astype(jnp.float32) * factor(behind))
         else:
             store(place, lax.bitcast_convert_type(behind, jnp.float32))
-        behind = plus(behind, gate)
+        behind = plus(behind, cut(gate))
     return behind
 
 
@@ -93,9 +93,7 @@ def _weigh_short(lane: Lane, item: Item, parts: list[tuple[int, Array]]) -> None
     other. The tokens do not wait for each other: instructions for all of them stand one behind the other."""
     tokens, layout = range(lane.call.time), ROWS.reduce(0)
     gates = [lane.sum_new(item, t, layout) for t in tokens]
-    since = [functools.reduce(plus, (gate_on_path(lane, t, j, gates[j]) for j in range(t + 1))) for t in tokens]
-    if not lane.call.tree:
-        since = [*itertools.accumulate(gates, plus)]
+    since = sums_since_commit(lane, gates)
     probes = [lane.load_probes(item, t) for t in tokens]
 
     def weigh_part(start):
@@ -140,12 +138,22 @@ def _weigh_new_short(lane: Lane, first: int, gates: list[Sum], probes: list[list
 def decay_probes(lane: Lane, item: Item, total: Sum) -> None:
     """Writes the probes to shared memory, with the decay since the state, of which `total` is that of the entries."""
 
-    def visit(t, since, _):
-        decay = factor(plus(total, since))
-        for i, probe in enumerate(lane.new_probes(item, t)):
-            decayed = load(probe, PER_THREAD).astype(jnp.float32) * decay
-            store(lane.numbers.at[i * lane.call.time + t, lane.channels], decayed)
-        return ()
+    def decay(t, since):
+        factors = factor(plus(total, since))
+        return [load(probe, PER_THREAD).astype(jnp.float32) * factors for probe in lane.new_probes(item, t)]
+
+    def write(t, probes):
+        for i, probe in enumerate(probes):
+            store(lane.numbers.at[i * lane.call.time + t, lane.channels], probe)
+
+    if lane.short:  # All loads come first, as in `_decay_part`.
+        since = sums_since_commit(lane, [lane.sum_new(item, t, PER_THREAD) for t in range(lane.call.time)])
+        for t, probes in enumerate([decay(t, sum) for t, sum in enumerate(since)]):
+            write(t, probes)
+        return
+
+    def visit(t, since):
+        write(t, decay(t, since))
 
     each_new(lane, item, PER_THREAD, visit)
 
@@ -165,10 +173,9 @@ def add_entries(lane: Lane, item: Item, first: list[Entry] | None, total: Wide) 
         added, left = carry
         behind, left = sum_behind(chunk, left)
 
-        def visit(t, since, _):
+        def visit(t, since):
             decay_keys(lane, chunk, behind, since)
             _weigh_chunk(lane, item, t)
-            return ()
 
         each_new(lane, item, PER_THREAD, visit)
         synchronize(lane.interpret)

@@ -1,7 +1,8 @@
 """Sums of gates and decayed keys, in `extend` on a GPU with a decay a channel."""
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,43 +26,38 @@ from jaxbuf.pallas.instructions import synchronize
 from jaxbuf.pallas.threads import PER_THREAD, store
 
 
-def each_new(
-    lane: Lane, item: Item, layout, visit: Callable[..., Sequence[Array]], carry: Sequence[Array] = ()
-) -> None:
+def each_new(lane: Lane, item: Item, layout, visit: Callable[[Array | int, Sum], None]) -> None:
     """Visits the new tokens, one after the other.
 
     Args:
       item: The item.
       layout: Of a token's gates [DIM].
-      visit: Takes a token's number, the sum of the gates on its path, its own included, and its own; and what it
-        returned for the token before.
-      carry: What it takes for the first token.
+      visit: Takes a token's number, and the sum of the gates on its path, its own included.
     """
 
-    def step(t, carry):
-        since, *own = carry
-        gate = lane.sum_new(item, t, layout)
-        since = since_commit(lane, item, t, layout) if lane.call.tree else plus(since, gate)
-        return since, *visit(t, since, gate, *own)
+    def gate(t, j):
+        return gate_on_path(lane, t, j, lane.sum_new(item, j, layout))
 
-    start = nothing((DIM,), layout), *carry
-    if lane.short:  # The instructions for several tokens overlap.
-        functools.reduce(lambda carry, t: step(t, carry), range(lane.call.time), start)
-    elif lane.one_token:
-        step(0, start)
+    def step(t, since):
+        """`since` is the sum of the token before."""
+        if lane.call.tree:
+            since = lax.fori_loop(0, t, lambda j, sum: plus(sum, gate(t, j)), nothing((DIM,), layout))
+        since = plus(since, gate(t, t))
+        visit(t, since)
+        return since
+
+    if lane.one_token:
+        step(0, nothing((DIM,), layout))
     else:
-        lax.fori_loop(0, lane.call.time, step, start)
+        lax.fori_loop(0, lane.call.time, step, nothing((DIM,), layout))
 
 
-def since_commit(lane: Lane, item: Item, t: Array | int, layout) -> Sum:
-    """The sum of the gates on token t's path, its own included."""
-
-    def add(j, sum):
-        return plus(sum, gate_on_path(lane, t, j, lane.sum_new(item, j, layout)))
-
-    if isinstance(t, int):
-        return functools.reduce(lambda sum, j: add(j, sum), range(t + 1), nothing((DIM,), layout))
-    return lax.fori_loop(0, t + 1, add, nothing((DIM,), layout))
+def sums_since_commit(lane: Lane, gates: list[Sum]) -> list[Sum]:
+    """For each new token the sum of the gates on its path, its own included, from the gates of all of them."""
+    if not lane.call.tree:
+        return [*itertools.accumulate(gates, plus)]
+    paths = [[gate_on_path(lane, t, j, gates[j]) for j in range(t + 1)] for t in range(len(gates))]
+    return [functools.reduce(plus, path) for path in paths]
 
 
 def gate_on_path(lane: Lane, t: Array | int, j: Array | int, gate: Sum) -> Sum:

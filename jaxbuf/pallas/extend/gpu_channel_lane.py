@@ -1,6 +1,6 @@
 """A lane of `extend` on a GPU with a decay a channel: a warpgroup, its shared memory, and how that is filled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -251,8 +251,8 @@ class Lane:
     def path(self, t: Array | int) -> Array:
         return self.word(ROW_FIELDS + self.kept + self.call.time + t)
 
-    def fetch(self, number: Array) -> None:
-        """Starts to copy the checkpoint of an item, whose words are kept, to shared memory, if it has one.
+    def fetch(self, number: Array, bands: Sequence[int] = range(BANDS)) -> None:
+        """Starts to copy bands of the checkpoint of an item, whose words are kept, to shared memory, if it has one.
 
         Of a split one, that is the high half. The low half is brought to the L2 cache if the item folds.
         """
@@ -260,10 +260,10 @@ class Lane:
 
         @pl.when(self.word(HAS_CHECKPOINT) > 0)
         def _():
-            for i in range(BANDS):
+            for i in bands:
                 source = self.arrays.checkpoints.at[checkpoint, head, pl.ds(i * BAND, BAND)]
                 plgpu.copy_gmem_to_smem(source, self.state.at[i], self.barrier(i))
-            if self.arrays.low is not None:
+            if self.arrays.low is not None and 0 in bands:
                 low = self.arrays.low.at[checkpoint, head]
                 pl.when(self.word(FOLD_TO) >= 0)(lambda: prefetch(low, self.interpret))
 

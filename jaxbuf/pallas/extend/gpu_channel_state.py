@@ -208,8 +208,9 @@ def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | 
         store(low.at[item.fold_to, item.head, rows, strip], rest)
 
 
-def read_state(lane: Lane, item: Item) -> None:
-    """Overwrites the decayed probes with what each reads from the state."""
+def read_state(lane: Lane, item: Item, following: Array) -> None:
+    """Overwrites the decayed probes with what each reads from the state; starts to copy that of the item that follows,
+    whose words are kept, band by band."""
     probes = 2 * lane.call.time
     starts = range(0, probes, GROUP)
     found = []
@@ -224,7 +225,10 @@ def read_state(lane: Lane, item: Item) -> None:
                 for part in left:
                     sums[i] = [*sums[i][1:], multiply_state(sums[i][0], part, right, lane.interpret)]
         found.append([functools.reduce(jnp.add, x) for x in sums])
-    synchronize(lane.interpret)  # All threads have read the probes.
+        if not band:
+            pl.when(item.folds)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
+        synchronize(lane.interpret)  # All threads have read the band, and after the last one the probes.
+        pl.when(following < lane.call.items)(functools.partial(lane.fetch, following, [band]))
     for band, products in enumerate(found):
         for start, product in zip(starts, products, strict=True):
             n = min(GROUP, probes - start)
