@@ -6,28 +6,31 @@ own, are copied to shared memory.
 
 An entry's decay differs from channel to channel, so it belongs to the entry's key and not to the product with a probe:
 a decayed key is the key times the exponential of the decay up to a token, and a decayed probe is a new key or a query
-times the exponential of the decay since the checkpoint. A lane serves an item in these steps:
-1. A thread for each channel sums the entries' gates, and writes a chunk's decayed keys to shared memory, for each new
-   token again.
-2. If the row folds, it multiplies the state in shared memory with the decay of all entries, adds update ⊗ decayed key
-   of each, and starts to copy it back. Of a split state, shared memory holds the high half alone: a fold loads the low
-   half to registers, where it makes the sum, and stores it from there.
-3. Otherwise a warp for each entry multiplies the decayed keys with the probes, and a thread for each row of the state
-   adds the updates, times these products, entry by entry.
-4. New tokens are multiplied with each other's decayed keys in the same way.
-5. The state is multiplied with the decayed probes on the tensor cores.
-6. A thread for each row of the state substitutes forward over the new tokens.
+times the exponential of the decay since the checkpoint. A short item, of few tokens and few entries, is copied to
+shared memory while the item before is served, all but its state. A lane serves it in these steps:
+1. It appends the new tokens' keys and gates to the ring.
+2. A thread for each channel overwrites the entries' gates with the sums of the gates behind them; or, if the row folds,
+   with the decayed keys.
+3. If the row folds, the lane multiplies the state in shared memory with the decay of all entries, adds update ⊗ decayed
+   key of each, and starts to copy it back. Of a split state, shared memory holds the high half alone: a fold loads the
+   low half to registers, where it makes the sum, and stores it from there.
+4. Otherwise a warp for each entry decays its key, for every new token, and multiplies it with the token's probes: the
+   entry's weights. New tokens have weights for each other in the same way. Places that hold no entry are left out,
+   `PART` at a time.
+5. A thread for each row of the state adds the updates, times their weights, entry by entry.
+6. The state is multiplied with the decayed probes on the tensor cores, band by band. As soon as a band has been read,
+   the copy of the next item's begins.
+7. A thread for each row of the state substitutes forward over the new tokens.
 
-A launch of one token on short rings takes steps 1, 3 and 4 in one pass, from the newest entry to the oldest, and leaves
-out places that hold no entry, `PART` at a time. An item's entries are copied to shared memory while the item before is
-served.
+The entries of other items come from global memory, a chunk at a time: a thread for each channel writes the chunk's
+decayed keys to shared memory for each new token again, and warps multiply these with the probes.
 
 Floor: (checkpoint · (1 + folds per step) + live entries + appends + inputs and outputs) / read bandwidth. An entry has
 as many gates as a key has numbers, in float32: half of the bytes of an entry.
 
 Precision: the state's and the probes' halves in products on the tensor cores lose 2^-16; all else is float32. Gates are
-summed as whole numbers, in two parts, which is exact in any order: so T tokens at once and one by one store the same
-bits.
+summed as whole numbers, which is exact in any order, and the exponential is that of the whole sum between an entry and
+a token: so T tokens at once and one by one store the same bits.
 """
 
 import dataclasses
