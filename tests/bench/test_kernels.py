@@ -146,8 +146,17 @@ def test_a_kernel_whose_results_are_wrong_is_seen(rng, monkeypatch):
         return (out * 1.02 if implementation == "gpu" else out), pool
 
     monkeypatch.setattr(buffered, "extend_pool", wrong)
-    errors = kernels.check(TINY, 2, rng)
+    errors = kernels.check(TINY, kernels.compared([kernels.Case("decode", 2), kernels.Case("verify", 2, 5)]), rng)
     assert errors["bfloat16"] > kernels.BOUNDS["bfloat16"] and errors["float32"] == 0
+
+
+def test_every_kind_of_launch_that_is_timed_is_compared_and_no_other():
+    cases = [kernels.Case("verify", 256, 9, (9,), 32), kernels.Case("split", 32, 5, (3,), 32, state_dtype="split8")]
+    found = kernels.compared(cases)
+    assert [(case.time > 1, case.state_dtype) for case in found] == [(True, "float32"), (False, "split8")]
+    assert {case.batch for case in found} == {128}
+    planned = kernels.plan(kernels.parse(["--implementation", "xla"]))
+    assert len(kernels.compared([case for case in planned if isinstance(case, kernels.Case)])) == 5
 
 
 def test_the_bytes_of_a_companion_are_those_of_every_array_that_it_reads_or_writes():
