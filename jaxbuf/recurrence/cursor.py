@@ -32,7 +32,8 @@ class Cursor:
       limit: Entries from which the slot folds; more than `room` counts as that.
       folded: Tokens in the checkpoint; 0: it holds nothing and is not read.
       max_pending: The most tokens of one launch (static).
-      room: The largest limit (static); at most `ring` less max_pending. Prompts may leave more entries.
+      room: The largest limit, or max_pending if that is more, in whole blocks, but at most `ring` less max_pending
+        (static). Prompts may leave more entries.
       sharing: Who owns the rows and blocks that slots take when they need them; None: every slot has its own for good.
       kv_limit: Entries up to which a slot that never folded stays KV-only, where that is more than its limit; None: as
         many as its limit says.
@@ -118,7 +119,7 @@ def init_cursor(
         limit=each(limits),
         folded=zero(),
         max_pending=max_pending,
-        room=max(most, max_pending),
+        room=min(width * block_size - max_pending, -(-max(most, max_pending) // block_size) * block_size),
         sharing=sharing,
         kv_limit=None if kv_limits is None else each(kv_limits),
     )

@@ -57,11 +57,13 @@ def tiny_mamba2(rng, implementation: str) -> None:
 
 def tiny_channels(rng, implementation: str) -> None:
     """Of a decay a channel, with and without the delta rule; a prompt may leave more entries than the limit."""
-    for size in SIZES[:4]:
+    more = 6, 4, (12, 6, 1)
+    for size in (*SIZES[:4], more):
         tiny_steps(rng, CHANNELS, *size, "float32", implementation)
-    for size in (SIZES[1], SIZES[2], (6, 4, (12, 6, 1))):
+    for size in (SIZES[1], SIZES[2], more):
         tiny_steps(rng, CHANNELS, *size, "split", implementation)
-    tiny_steps(rng, dataclasses.replace(CHANNELS, delta=False), *SIZES[1], "float32", implementation)
+    for size in (SIZES[1], more):
+        tiny_steps(rng, dataclasses.replace(CHANNELS, delta=False), *size, "float32", implementation)
 
 
 def tiny_companions(rng, implementation: str) -> None:

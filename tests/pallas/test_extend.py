@@ -226,14 +226,33 @@ def test_later_chunks_of_entries_are_read_and_folded_as_by_the_xla_path(rng, mon
     "spec, state, bound",
     [
         (KDA, "float32", 1e-4),
+        pytest.param(KDA, "bfloat16", 5e-3, marks=pytest.mark.exhaustive),
         pytest.param(KDA, "split8", 2e-3, marks=pytest.mark.exhaustive),
         (GLA, "split", 2e-3),
+        pytest.param(GLA, "float32", 1e-4, marks=pytest.mark.exhaustive),
         pytest.param(NARROW, "float32", 1e-4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_row_may_have_more_entries_than_its_limit(rng, monkeypatch, spec, state, bound):
     monkeypatch.setattr(gpu_schedule, "PROCESSORS", 2)
     extending.check_more_than_the_limit("gpu", rng, spec, state, bound)
+
+
+@pytest.mark.slow
+def test_a_fold_of_more_entries_than_the_limit_has_the_same_bits_whatever_the_tokens(rng):
+    """One token is served with the entries in shared memory, and nine chunk by chunk."""
+    cache, one = buffered.init(KDA, slots=1, limit=16, max_pending=10, entry_dtype=jnp.float32), jnp.array([1])
+    most = cache.cursor.ring - cache.cursor.max_pending
+    assert cache.cursor.room == 16 < most
+    prompt = new_inputs(rng, KDA, 1, most + 1, jnp.float32)
+    _, cache = buffered.prefill(KDA, cache, *prompt, slots=one, keep=most)
+    tokens = new_inputs(rng, KDA, 1, 9, jnp.float32)
+    found = [
+        extending.extend_by("gpu", KDA, cache, [x[:, :time] for x in tokens], slots=one)[1].pool.checkpoints
+        for time in (1, 9)
+    ]
+    np.testing.assert_array_equal(*found)
+    assert np.abs(found[0]).max() > 0
 
 
 @pytest.mark.slow

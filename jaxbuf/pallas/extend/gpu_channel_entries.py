@@ -30,9 +30,10 @@ def add_short(lane: Lane, item: Item) -> list[Array]:
     alive = [~item.folds & (item.live > start) for start in starts]
 
     def fold_parts():
-        total = nothing((DIM,), PER_THREAD)
-        if lane.has_more:
-            total, _ = lane.each_more(item, lambda *_: (), ())
+        total, more = nothing((DIM,), PER_THREAD), [entry.select() for entry in lane.load_more(item)]
+        for row, entry in reversed([*enumerate(more, lane.decay_row + 1)]):
+            store(lane.numbers.at[row, lane.channels], entry.key.astype(jnp.float32) * factor(total))
+            total = plus(total, cut(entry.gate))
         for start in reversed(starts):
             total = _decay_part(lane, start, total, folds=True)
         synchronize(lane.interpret)

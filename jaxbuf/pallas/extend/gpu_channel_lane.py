@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, ROW_FIELDS, Call
-from jaxbuf.pallas.extend.gpu_channel_sums import Sum, cut, nothing, plus
+from jaxbuf.pallas.extend.gpu_channel_sums import Sum, cut
 from jaxbuf.pallas.extend.gpu_channel_weights import DIM, ROWS, WARPS, load_numbers, store_products
 from jaxbuf.pallas.extend.gpu_lane import Arrays, Item, read_item
 from jaxbuf.pallas.extend.gpu_products import ZERO, count, where
@@ -32,6 +32,7 @@ from jaxbuf.pallas.threads import (
 GROUP = 8  # probes that are multiplied with the state at once
 PART = 2 * WARPS  # entries that are left out if none of them is alive
 SHORT, SHORT_TIME = 32, 8  # entries of a short ring, at most, and tokens
+MORE = 8  # entries, at most, that a short ring may have beyond its places
 FOLDED_AT_ONCE = 24  # entries of a short ring, at most, that a fold adds at once; else it adds a chunk at once
 BANDS = DIM // BAND
 INPUTS = 4  # arrays of a new token that are copied to shared memory as vectors
@@ -49,7 +50,7 @@ class SharedMemory(NamedTuple):
       numbers: f32 [rows, DIM]: the decayed probes; then what each of these reads from the state. Behind the probes, or
         behind a chunk's decayed keys, which lie there before, are the weights: of each key its product with each
         probe, `Lane.pitch` numbers a key. A row is the decay of all entries while the item folds: of a short item the
-        first, else the last.
+        first, with the decayed keys behind it that `gates` has no rows for; else the last.
       words: f32 [2, THREADS]: what all threads have to know of this item and of the next one, int32 each: the row's
         fields, the positions of the first entries, those of the new entries, and in a tree the new tokens' paths. The
         last is the number of the item after the next.
@@ -103,7 +104,7 @@ def padded_entries(call: Call) -> int:
 def is_short(call: Call) -> bool:
     """Whether items have few tokens and few entries, which are copied past the registers, to shared memory: there must
     be room for two of them."""
-    few = call.time <= SHORT_TIME and call.max_read <= SHORT
+    few = call.time <= SHORT_TIME and call.max_read <= SHORT and call.max_live <= count_places(call) + MORE
     return few and count_bytes(_shared_memory(call, 2, short=True)) <= MEMORY
 
 
@@ -141,6 +142,8 @@ def _shared_memory(call: Call, warpgroups: int, *, short: bool) -> SharedMemory:
     rows = weights_row(call, short=short) + pl.cdiv(weighed * count_pitch(call), DIM) + (not short)
     # The last probes are multiplied together with the rows behind them; these products are left out.
     rows = max(rows, pl.cdiv(probes, GROUP) * GROUP)
+    if short:  # While it folds, the decay and the keys of entries that there are no places for lie there.
+        rows = max(rows, 1 + max(0, call.max_live - places))
 
     def memory(*dims, dtype=jnp.float32, transforms=()):
         return plgpu.SMEM((warpgroups, *dims), dtype, transforms=transforms)
@@ -188,6 +191,7 @@ class Lane:
         # With several tokens, instructions for each of them and for a first chunk of its own would be too many.
         self.one_token = call.time == 1
         self.short, self.places, self.new_rows = is_short(call), count_places(call), count_new_rows(call)
+        self.more = range(self.places, call.max_live) if self.short else range(0)  # entries without places, at most
         self.first_new = self.places if self.short else 0  # the place of the first new token, as `weigh` counts them
         self.pitch, self._weights = count_pitch(call), DIM * weights_row(call, short=self.short)
         self.decay_row = 0 if self.short else self.numbers.shape[0] - 1
@@ -353,32 +357,12 @@ class Lane:
         found = load_numbers(self.numbers, self._weights + place * n, n, self.interpret)[: 2 * time]
         return [x if self.call.delta or i >= time else None for i, x in enumerate(found)]
 
-    @property
-    def has_more(self) -> bool:
-        """Whether rows that fold may have more entries than there are places for."""
-        return self.short and self.call.max_live > self.places
-
-    def each_more(self, item: Item, add: Callable, carry):
-        """For those entries, from the newest on: calls `add` with the position of each, the sum of the gates behind it,
-        and what `add` returned for the one before.
-
-        Returns:
-          The sum of all their gates, and what `add` returned in the end.
-        """
-        arrays = self.arrays
-
-        def step(i, carry):
-            behind, *carry = carry
-            place = item.live - 1 - i
-            at = arrays.entries[item.line, place]
-            gate = load(arrays.gates.at[at, item.head, self.channels], PER_THREAD)
-            return plus(behind, cut(gate)), *add(at, behind, *carry)
-
-        start = nothing((DIM,), PER_THREAD), *carry
-        behind, *carry = lax.fori_loop(0, jnp.maximum(item.live - self.places, 0), step, start)
-        return behind, carry
+    def load_more(self, item: Item) -> list[Entry]:
+        """The entries, of a short ring, that there are no places for: those of a row that folds."""
+        return self._load_entries(item, [self.arrays.entries[item.line, i] for i in self.more], self.more)
 
     def new_beta(self, item: Item, t: Array | int) -> Array:
+        """A new token's beta."""
         return self.scalars[0, t] if self.short else self.arrays.beta[item.row, t, item.head]
 
     def strength(self, item: Item, i: int) -> Array:
@@ -399,14 +383,17 @@ class Lane:
 
     def load_chunk(self, item: Item, c: Array | int) -> list[Entry]:
         """A chunk's entries."""
-        call, arrays, positions = self.call, self.arrays, self.positions(item, c)
-        key_head = item.head // call.heads_per_key
+        return self._load_entries(item, self.positions(item, c), [c * CHUNK + i for i in range(CHUNK)])
+
+    def _load_entries(self, item: Item, positions: list[Array], numbers: Sequence[Array | int]) -> list[Entry]:
+        """The entries of an item at some positions, and which ones of all of its these are."""
+        call, arrays, key_head = self.call, self.arrays, item.head // self.call.heads_per_key
         gates, keys, updates = (
             [load(ref.at[at, head, self.channels], PER_THREAD) for at in positions]
             for ref, head in ((arrays.gates, item.head), (arrays.keys, key_head), (arrays.updates, item.head))
         )
         betas = [None if call.delta else arrays.gates[at, item.head, DIM] for at in positions]
-        alive = [item.live > c * CHUNK + i for i in range(CHUNK)]
+        alive = [item.live > i for i in numbers]
         return [Entry(*entry) for entry in zip(gates, keys, updates, betas, alive, strict=True)]
 
     def each_chunk(self, item: Item, first: list[Entry] | None, add: Callable, carry):

@@ -1,6 +1,7 @@
 """The state of an item, in `extend` on a GPU with a decay a channel: folds, and products with the probes."""
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +31,7 @@ from jaxbuf.pallas.extend.gpu_products import (
 )
 from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK
 from jaxbuf.pallas.instructions import synchronize
-from jaxbuf.pallas.threads import PER_THREAD, load, store, store_rows
+from jaxbuf.pallas.threads import load, store, store_rows
 
 # The layout of a strip of a split state while it is folded: a thread has eight numbers in a row, so that it loads and
 # stores sixteen bytes of either half at once.
@@ -110,29 +111,30 @@ def _fold_whole(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | 
         add_short(0, lane.places)
     else:
         lax.fori_loop(0, lane.places // CHUNK, lambda c, _: add_short(c * CHUNK, CHUNK), None)
-    if lane.has_more:
+    if lane.more:
+        found = _more_updates(lane, item)
+        keys = lane.numbers.at[pl.ds(lane.decay_row + 1, len(lane.more))]
+        betas = [] if lane.call.delta else [strength for strength, _ in found]
 
-        def add_one(at, behind):
-            strength, keys = _decay_one(lane, item, at, behind)
+        def load_more(rows):
+            return [load_update(rows, TALL.reduce(1)) for _, load_update in found]
 
-            def load_update(rows):
-                return [load(lane.arrays.updates.at[at, item.head, rows], TALL.reduce(1))]
-
-            add_some(load_update, [strength], keys, jnp.bool_(False))
-            return ()
-
-        lane.each_more(item, add_one, ())
+        add_some(load_more, betas, keys, jnp.bool_(False))
 
 
-def _decay_one(lane: Lane, item: Item, at: Array, behind: Sum):
-    """Writes the decayed key of an entry that has no place to a row of `numbers`. Returns its beta, without the delta
-    rule, and a reference to the row, [1, DIM]."""
-    row, call, arrays = lane.decay_row + 1, lane.call, lane.arrays
-    key = load(arrays.keys.at[at, item.head // call.heads_per_key], PER_THREAD).astype(jnp.float32)
-    synchronize(lane.interpret)  # All threads are done with the key before.
-    store(lane.numbers.at[row, lane.channels], key * factor(behind))
-    synchronize(lane.interpret)
-    return None if call.delta else arrays.gates[at, item.head, DIM], lane.numbers.at[pl.ds(row, 1)]
+def _more_updates(lane: Lane, item: Item) -> list[tuple[Array | None, Callable]]:
+    """Of the entries that a short ring has no places for: without the delta rule the beta of each, and a function that
+    loads rows of its update in a layout."""
+    arrays, found = lane.arrays, []
+    for i in lane.more:
+        at, alive = arrays.entries[item.line, i], item.live > i
+
+        def load_update(rows, layout, at=at, alive=alive):
+            return where(alive, load(arrays.updates.at[at, item.head, rows], layout))
+
+        strength = None if lane.call.delta else jnp.where(alive, arrays.gates[at, item.head, DIM], ZERO)
+        found.append((strength, load_update))
+    return found
 
 
 def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | None, band: Array | int) -> None:
@@ -187,14 +189,8 @@ def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | 
             state = add_part(c, state)
     else:
         state = lax.fori_loop(0, lane.places // PART, add_part, state)
-    if lane.has_more:
-
-        def add_one(at, behind, *state):
-            strength, keys = _decay_one(lane, item, at, behind)
-            update = load(arrays.updates.at[at, item.head, rows], SPLIT.reduce(1))
-            return add(state, keys, 0, update, strength)
-
-        _, state = lane.each_more(item, add_one, state)
+    for row, (strength, load_update) in enumerate(_more_updates(lane, item), lane.decay_row + 1):
+        state = add(state, lane.numbers, row, load_update(rows, SPLIT.reduce(1)), strength)
     kept = jnp.float32 if low_scales is not None else low.dtype
     halves = [split(x, [call.state, kept], lane.interpret) for x in state]
     if low_scales is not None:  # A row's largest number is 127.
