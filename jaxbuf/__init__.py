@@ -8,6 +8,7 @@ results = jaxbuf.generate(lm, ["The buffer is"], max_new_tokens=64)
 import importlib
 from typing import TYPE_CHECKING
 
+import jaxbuf.imported  # noqa: F401  # first: it takes the time
 from jaxbuf.version import __version__
 
 if TYPE_CHECKING:

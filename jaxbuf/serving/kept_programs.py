@@ -14,7 +14,7 @@ import importlib.metadata
 import logging
 import os
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy as np
 from jax.extend.backend import get_backend
 
 from jaxbuf.exported import KERNEL_CALLS, PLATFORMS, read_program
+from jaxbuf.imported import BEGAN
 from jaxbuf.pallas.ptxas import ptxas_version
 from jaxbuf.target import Target
 
@@ -33,9 +34,9 @@ FOLDER = "jaxbuf-lowered"  # in the compilation cache's
 KEPT_FOR = frozenset({"gpu"})  # where lowering takes long, for kernels of ours
 # Types and functions of these packages are known by their names and the package's version; of jaxbuf by its sources.
 PACKAGES = "jaxbuf", "jax", "jaxlib", "flax", "numpy", "ml_dtypes"
-PLUGINS = "jax-cuda12-plugin", "jax-cuda13-plugin"
+PLUGINS = "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"
 SOURCES = Path(__file__).parent.parent
-MODULES_LOADED = time.time() - 10  # about when the first module of jaxbuf was imported, or before
+MODULES_LOADED = BEGAN - 1  # A file system's clock may be a little behind.
 
 log = logging.getLogger("jaxbuf")
 _keeping: ContextVar[tuple[Path, str] | None] = ContextVar("keeping", default=None)
@@ -96,7 +97,7 @@ def keep[R](like: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[...
                 return found
 
             try:
-                key = _key(function, (leaves, places, tree, [_shape(x) for x in arrays]))
+                key = _key(keeping[1], function, (leaves, places, tree, [_shape(x) for x in arrays]))
                 exported = _find(flat, arrays, f"{function.__name__}-{key}", *keeping)
             except UnknownPart as error:
                 log.debug("%s is not kept: %s", function.__qualname__, error)
@@ -135,7 +136,7 @@ def _find(
     _check_sources()  # again: modules may have been imported since the key was made
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        new = directory / f".{name}-{os.getpid()}"
+        new = directory / f".{name}-{os.getpid()}-{threading.get_ident()}"
         new.write_bytes(hashlib.sha256(program).digest() + program)
         new.replace(path)  # other processes see all of it or nothing
     except OSError as error:
@@ -148,11 +149,11 @@ def _shape(x: Any) -> tuple[Any, ...]:
     return kind.shape, kind.dtype, kind.weak_type
 
 
-def _key(function: Callable[..., Any], arguments: Any) -> str:
+def _key(platform: str, function: Callable[..., Any], arguments: Any) -> str:
     # An attribute is what holds in this thread, under JAX's context managers; a few settings have none.
     config = {name: getattr(jax.config, name, value) for name, value in jax.config.values.items()}
     del config["jax_compilation_cache_dir"]
-    parts = _environment(), _name(function), describe(config), describe(arguments)
+    parts = _environment(platform), _name(function), describe(config), describe(arguments)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -170,7 +171,7 @@ def _check_sources() -> None:
 
 
 @functools.cache
-def _environment() -> str:
+def _environment(platform: str) -> str:
     """What programs follow from besides their arguments and JAX's settings: it stays the same in a process.
 
     Raises:
@@ -185,8 +186,8 @@ def _environment() -> str:
     for package in (*PACKAGES[1:], *PLUGINS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    devices = [(device.platform, device.device_kind) for device in jax.local_devices()]
-    backend = get_backend().platform_version
+    devices = [(device.platform, device.device_kind) for device in jax.local_devices(backend=platform)]
+    backend = get_backend(platform).platform_version
     return describe((sources.hexdigest(), versions, devices, backend, ptxas_version()))
 
 

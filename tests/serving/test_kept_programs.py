@@ -139,11 +139,17 @@ def test_another_environment_is_another_program(run, monkeypatch, changed, tmp_p
         monkeypatch.setattr(kept_programs, "SOURCES", tmp_path / "sources")
     elif changed == "device":
         device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
-        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
     else:
         monkeypatch.setattr(kept_programs, "ptxas_version", lambda: 91)
     kept_programs._environment.cache_clear()
     assert run(X, TWICE) == 1 and run(X, TWICE) == 0
+
+
+def test_the_time_is_taken_before_any_source_is_read():
+    code = "import sys, jaxbuf.models.decoder; print(*[name for name in sys.modules if name.startswith('jaxbuf')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == "jaxbuf.imported"
 
 
 def test_sources_that_changed_under_a_process_keep_nothing(run, folder, monkeypatch, tmp_path):

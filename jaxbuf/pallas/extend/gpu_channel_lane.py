@@ -81,7 +81,7 @@ class SharedMemory(NamedTuple):
 
 class Entry(NamedTuple):
     """A place of a chunk: the gates, the key and the update [DIM] of its entry, without the delta rule its beta; and
-    whether there is one. If not, the others are anything."""
+    whether there is one. If not, the other arrays may hold any numbers, NaN among them."""
 
     gate: Array
     key: Array
