@@ -79,7 +79,7 @@ def run_on(operation: str, family: str, platform: str, generation: str) -> dict[
         record = json.loads(path.read_text(encoding="utf-8"))
         of_chip = platform == "gpu" or record.get("generation") == generation
         names = [name for name, check in record["checks"].items() if check["holds"]]
-        if of_chip and any(own in name for name in names):
+        if of_chip and any(f"_{own.removeprefix('_')}" in f"_{name}" for name in names):  # from a word's beginning on
             found.append({"date": record["date"], "device": record["device"], "record": f"benchmarks/{path.name}"})
     return max(found, key=lambda each: each["date"], default=None)
 
