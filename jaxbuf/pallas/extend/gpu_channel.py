@@ -145,7 +145,8 @@ def serve_item(lane: Lane, number: Array, following: Array, buffer: Array, drawn
     paths = [lane.path(t) for t in time] if call.tree else None
     if lane.short:
         lane.await_short()
-        append_all(lane, item)
+        for t, entry in enumerate([new_entry(lane, item, t) for t in time]):  # All loads come before the first store.
+            append_entry(lane, item, t, *entry)
         values = [load(lane.values.at[t], PER_THREAD) for t in time]
         added = add_short(lane, item)
     else:
@@ -156,7 +157,7 @@ def serve_item(lane: Lane, number: Array, following: Array, buffer: Array, drawn
         added = add_entries(lane, item, first, total)
         weigh_new(lane, item)
         decay_probes(lane, item, where(~item.folds, narrow(total)))
-        lane.each_token(functools.partial(append_entry, lane, item))
+        lane.each_token(lambda t: append_entry(lane, item, t, *new_entry(lane, item, t)))
     betas = [lane.new_beta(item, t) for t in time]
     lane.buffer = 1 - buffer
     lane.keep_words(next_words, drawn)
@@ -168,32 +169,26 @@ def serve_item(lane: Lane, number: Array, following: Array, buffer: Array, drawn
     substitute(lane, item, added, values, betas, append, paths)
 
 
-def append_all(lane: Lane, item: Item) -> None:
-    """`append_entry` of all new tokens of a short item."""
-    time = range(lane.call.time)
-    gates = [load(lane.new_gates(item, t), PER_THREAD) for t in time]
-    keys = [load(lane.new_probes(item, t)[0], PER_THREAD) for t in time]
-    for t, new in enumerate(zip(gates, keys, strict=True)):
-        append_entry(lane, item, t, *new)
+def new_entry(lane: Lane, item: Item, t: Array | int) -> tuple[Array, Array]:
+    """The gates and the key of a new token, one number a thread."""
+    return load(lane.new_gates(item, t), PER_THREAD), load(lane.new_probes(item, t)[0], PER_THREAD)
 
 
-def append_entry(lane: Lane, item: Item, t: Array | int, gate: Array | None = None, key: Array | None = None) -> None:
+def append_entry(lane: Lane, item: Item, t: Array | int, gates: Array, key: Array) -> None:
     """Writes a new token's gates to the ring, without the delta rule its beta, too; and its key, if the head is the
-    first of its key head's. What is None is loaded."""
+    first of its key head's."""
     call, arrays, to = lane.call, lane.arrays, lane.append_to(t)
     head, key_head = item.head, item.head // call.heads_per_key
 
     @pl.when(to >= 0)
     def _():
-        gates = load(lane.new_gates(item, t), PER_THREAD) if gate is None else gate
         store(arrays.gates.at[to, head, lane.channels], gates)
         if not call.delta:
             store(arrays.gates.at[to, head, DIM], lane.new_beta(item, t))
 
         @pl.when(lax.rem(head, call.heads_per_key) == 0)
         def _():
-            new = load(lane.new_probes(item, t)[0], PER_THREAD) if key is None else key
-            store(arrays.keys.at[to, key_head], new.astype(call.entry))
+            store(arrays.keys.at[to, key_head], key.astype(call.entry))
 
 
 def substitute(lane: Lane, item: Item, added: list[Array], values, betas, append, paths) -> None:

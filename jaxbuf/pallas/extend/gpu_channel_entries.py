@@ -30,10 +30,11 @@ def add_short(lane: Lane, item: Item) -> list[Array]:
     alive = [~item.folds & (item.live > start) for start in starts]
 
     def fold_parts():
-        total, more = nothing((DIM,), PER_THREAD), [entry.select() for entry in lane.load_more(item)]
-        for row, entry in reversed([*enumerate(more, lane.decay_row + 1)]):
-            store(lane.numbers.at[row, lane.channels], entry.key.astype(jnp.float32) * factor(total))
-            total = plus(total, cut(entry.gate))
+        total, arrays, key_head = nothing((DIM,), PER_THREAD), lane.arrays, item.head // lane.call.heads_per_key
+        for row, (at, alive) in reversed([*enumerate(lane.locate_more(item), lane.decay_row + 1)]):
+            key = where(alive, load(arrays.keys.at[at, key_head], PER_THREAD)).astype(jnp.float32)
+            store(lane.numbers.at[row, lane.channels], key * factor(total))
+            total = plus(total, cut(where(alive, load(arrays.gates.at[at, item.head, lane.channels], PER_THREAD))))
         for start in reversed(starts):
             total = _decay_part(lane, start, total, folds=True)
         synchronize(lane.interpret)
@@ -156,7 +157,7 @@ def decay_probes(lane: Lane, item: Item, total: Sum) -> None:
     def visit(t, since):
         write(t, decay(t, since))
 
-    each_new(lane, item, PER_THREAD, visit)
+    each_new(lane, item, visit)
 
 
 def _add_update(lane: Lane, added: list[Array], i: int, update: Array, strength: Array | None) -> list[Array]:
@@ -178,7 +179,7 @@ def add_entries(lane: Lane, item: Item, first: list[Entry] | None, total: Wide) 
             decay_keys(lane, chunk, behind, since)
             _weigh_chunk(lane, item, t)
 
-        each_new(lane, item, PER_THREAD, visit)
+        each_new(lane, item, visit)
         synchronize(lane.interpret)
         for i, entry in enumerate(chunk):
             added = _add_update(lane, added, i, entry.update, entry.strength)

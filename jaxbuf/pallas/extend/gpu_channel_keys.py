@@ -26,30 +26,31 @@ from jaxbuf.pallas.instructions import synchronize
 from jaxbuf.pallas.threads import PER_THREAD, store
 
 
-def each_new(lane: Lane, item: Item, layout, visit: Callable[[Array | int, Sum], None]) -> None:
+def each_new(lane: Lane, item: Item, visit: Callable[[Array | int, Sum], None]) -> None:
     """Visits the new tokens, one after the other.
 
     Args:
       item: The item.
-      layout: Of a token's gates [DIM].
       visit: Takes a token's number, and the sum of the gates on its path, its own included.
     """
 
     def gate(t, j):
-        return gate_on_path(lane, t, j, lane.sum_new(item, j, layout))
+        return gate_on_path(lane, t, j, lane.sum_new(item, j, PER_THREAD))
+
+    start = nothing((DIM,), PER_THREAD)
 
     def step(t, since):
         """`since` is the sum of the token before."""
         if lane.call.tree:
-            since = lax.fori_loop(0, t, lambda j, sum: plus(sum, gate(t, j)), nothing((DIM,), layout))
+            since = lax.fori_loop(0, t, lambda j, sum: plus(sum, gate(t, j)), start)
         since = plus(since, gate(t, t))
         visit(t, since)
         return since
 
     if lane.one_token:
-        step(0, nothing((DIM,), layout))
+        step(0, start)
     else:
-        lax.fori_loop(0, lane.call.time, step, nothing((DIM,), layout))
+        lax.fori_loop(0, lane.call.time, step, start)
 
 
 def sums_since_commit(lane: Lane, gates: list[Sum]) -> list[Sum]:

@@ -357,9 +357,10 @@ class Lane:
         found = load_numbers(self.numbers, self._weights + place * n, n, self.interpret)[: 2 * time]
         return [x if self.call.delta or i >= time else None for i, x in enumerate(found)]
 
-    def load_more(self, item: Item) -> list[Entry]:
-        """The entries, of a short ring, that there are no places for: those of a row that folds."""
-        return self._load_entries(item, [self.arrays.entries[item.line, i] for i in self.more], self.more)
+    def locate_more(self, item: Item) -> list[tuple[Array, Array]]:
+        """The entries, of a short ring, that there are no places for, those of a row that folds: the position of each,
+        and whether there is one."""
+        return [(self.arrays.entries[item.line, i], item.live > i) for i in self.more]
 
     def new_beta(self, item: Item, t: Array | int) -> Array:
         """A new token's beta."""
@@ -383,17 +384,14 @@ class Lane:
 
     def load_chunk(self, item: Item, c: Array | int) -> list[Entry]:
         """A chunk's entries."""
-        return self._load_entries(item, self.positions(item, c), [c * CHUNK + i for i in range(CHUNK)])
-
-    def _load_entries(self, item: Item, positions: list[Array], numbers: Sequence[Array | int]) -> list[Entry]:
-        """The entries of an item at some positions, and which ones of all of its these are."""
-        call, arrays, key_head = self.call, self.arrays, item.head // self.call.heads_per_key
+        call, arrays, positions = self.call, self.arrays, self.positions(item, c)
+        key_head = item.head // call.heads_per_key
         gates, keys, updates = (
             [load(ref.at[at, head, self.channels], PER_THREAD) for at in positions]
             for ref, head in ((arrays.gates, item.head), (arrays.keys, key_head), (arrays.updates, item.head))
         )
         betas = [None if call.delta else arrays.gates[at, item.head, DIM] for at in positions]
-        alive = [item.live > i for i in numbers]
+        alive = [item.live > c * CHUNK + i for i in range(CHUNK)]
         return [Entry(*entry) for entry in zip(gates, keys, updates, betas, alive, strict=True)]
 
     def each_chunk(self, item: Item, first: list[Entry] | None, add: Callable, carry):

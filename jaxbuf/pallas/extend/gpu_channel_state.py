@@ -126,8 +126,7 @@ def _more_updates(lane: Lane, item: Item) -> list[tuple[Array | None, Callable]]
     """Of the entries that a short ring has no places for: without the delta rule the beta of each, and a function that
     loads rows of its update in a layout."""
     arrays, found = lane.arrays, []
-    for i in lane.more:
-        at, alive = arrays.entries[item.line, i], item.live > i
+    for at, alive in lane.locate_more(item):
 
         def load_update(rows, layout, at=at, alive=alive):
             return where(alive, load(arrays.updates.at[at, item.head, rows], layout))
