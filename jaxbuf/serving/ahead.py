@@ -4,12 +4,13 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.serving.admit import Arrivals, start
 from jaxbuf.serving.carry import CarrySizes
-from jaxbuf.serving.kept_programs import keeping_programs
+from jaxbuf.serving.kept_programs import keeping_programs, results_are_committed
 from jaxbuf.serving.loop import generate_tokens
 from jaxbuf.serving.speculation import Drafter
 
@@ -36,9 +37,11 @@ def compile_ahead(
     key = lm.config, lm.target, lm.dtype, sharding, sizes, tree, tuple(jax.typeof(leaf) for leaf in leaves)
     if lm.config.mesh is not None or key in _known:
         return
-    with keeping_programs(lm.target):
+    with keeping_programs(lm.target) as keeping:
         traced = start.trace(lm.model, sizes, arrivals[0], *given)
         first = traced.lower()
+        if sharding is None and keeping is not None and keeping.used and results_are_committed():
+            sharding = jnp.zeros(()).sharding  # the default device
         carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), traced.out_info)
         if lm.target.platform == "cpu":
             # XLA's CPU compiler has crashed while another thread wrote what it had compiled to JAX's compilation cache.

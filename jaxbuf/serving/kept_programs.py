@@ -39,33 +39,59 @@ SOURCES = Path(__file__).parent.parent
 MODULES_LOADED = BEGAN - 1  # A file system's clock may be a little behind.
 
 log = logging.getLogger("jaxbuf")
-_keeping: ContextVar[tuple[Path, str] | None] = ContextVar("keeping", default=None)
 
 
 class UnknownPart(Exception):
     """Something of a program can't be told by a name that other processes have for it, too."""
 
 
+@dataclasses.dataclass
+class Keeping:
+    """Where programs are kept.
+
+    Attributes:
+      directory: Of their files.
+      platform: What they are lowered for, as JAX names it.
+      used: Whether a program that was traced was taken from there, or written.
+    """
+
+    directory: Path
+    platform: str
+    used: bool = False
+
+
+_keeping: ContextVar[Keeping | None] = ContextVar("keeping", default=None)
+
+
 @contextlib.contextmanager
-def keeping_programs(target: Target) -> Iterator[None]:
+def keeping_programs(target: Target) -> Iterator[Keeping | None]:
     """Within it, what `keep` decorates is taken from the compilation cache's directory, or written there, when jit
     traces it.
 
     It changes nothing where JAX has no such directory, or one with a limit of its size, which would not count these
-    files; nor where it is not a local one; nor for targets other than GPUs; nor under a mesh.
+    files; nor where it is not a local one; nor for targets other than GPUs; nor under a mesh: then it yields None.
     """
     config: Any = jax.config
     directory = config.jax_compilation_cache_dir
     used = directory and config.jax_enable_compilation_cache and config.jax_compilation_cache_max_size == -1
     usual = target.platform in KEPT_FOR and jax.sharding.get_abstract_mesh().empty
     if not (used and usual) or "://" in str(directory):
-        yield
+        yield None
         return
-    token = _keeping.set((Path(directory) / FOLDER, PLATFORMS[target.platform]))
+    keeping = Keeping(Path(directory) / FOLDER, PLATFORMS[target.platform])
+    token = _keeping.set(keeping)
     try:
-        yield
+        yield keeping
     finally:
         _keeping.reset(token)
+
+
+@functools.cache
+def results_are_committed() -> bool:
+    """Whether jit keeps the results of a kept program on their device, as if they had been put there explicitly, which
+    is in the key of the next program that takes them. It does so in jax 0.11, because there is an exported call."""
+    exported = jax.export.export(jax.jit(lambda x: x), platforms=list(PLATFORMS.values()))(np.float32(0))
+    return jax.jit(exported.call)(np.float32(0)).committed
 
 
 def keep[R](like: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -97,11 +123,12 @@ def keep[R](like: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[...
                 return found
 
             try:
-                key = _key(keeping[1], function, (leaves, places, tree, [_shape(x) for x in arrays]))
-                exported = _find(flat, arrays, f"{function.__name__}-{key}", *keeping)
+                key = _key(keeping.platform, function, (leaves, places, tree, [_shape(x) for x in arrays]))
+                exported = _find(flat, arrays, f"{function.__name__}-{key}", keeping.directory, keeping.platform)
             except UnknownPart as error:
                 log.debug("%s is not kept: %s", function.__qualname__, error)
                 return function(*args, **kwargs)
+            keeping.used = True
             return jax.tree.unflatten(kept, exported.call(*arrays))
 
         return run

@@ -1,5 +1,7 @@
 """One tiny model for all generation tests: what costs is compiling, so everything here shares its shapes."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import LanguageModel
 
 EOS = 256
+PROGRAMS = {"jit(start)": 1, "jit(generate_tokens)": 1}  # how often a generation compiles each
 
 CONFIG = {
     "model_type": "qwen3_5_text",
@@ -55,3 +58,17 @@ def lm() -> LanguageModel:
     rng = np.random.default_rng(11)
     noisy = [x + jnp.asarray(0.15 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
     return LanguageModel(jax.tree.unflatten(tree, noisy), config, byte_tokenizer(), {}, jnp.dtype("float32"), "tiny")
+
+
+@pytest.fixture
+def compiled():
+    """How often each program was compiled since the test began."""
+    counts = collections.Counter()
+
+    def listen(event, _, **facts):
+        if event == "/jax/core/compile/backend_compile_duration" and facts.get("fun_name") in PROGRAMS:
+            counts[facts["fun_name"]] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield counts
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,6 +1,5 @@
 """What `compile_ahead` compiles is what a generation runs: it compiles nothing else, and nothing twice."""
 
-import collections
 import dataclasses
 import types
 
@@ -12,24 +11,10 @@ from jaxbuf.serving import ahead
 from jaxbuf.serving.ahead import compile_ahead
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.target import Target
+from tests.serving.conftest import PROGRAMS
 from tests.serving.program import carry_shape
 
-PROGRAMS = {"jit(start)": 1, "jit(generate_tokens)": 1}
 NEW = 5
-
-
-@pytest.fixture
-def compiled():
-    """How often each program was compiled since the test began."""
-    counts = collections.Counter()
-
-    def listen(event, _, **facts):
-        if event == "/jax/core/compile/backend_compile_duration" and facts.get("fun_name") in PROGRAMS:
-            counts[facts["fun_name"]] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield counts
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from jaxbuf.serving.drafters import MTP, DraftModel, NGram
 from jaxbuf.serving.kept_programs import FOLDER, UnknownPart, describe, keep, keeping_programs
 from jaxbuf.serving.own_drafter import Unregistered
 from jaxbuf.target import Target
+from tests.serving.conftest import PROGRAMS
 
 CPU = Target("cpu")
 
@@ -56,7 +57,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, "ngram"])
-def test_a_second_process_generates_the_same_without_tracing_a_step(lm, folder, monkeypatch, drafter):
+def test_a_second_process_generates_the_same_without_tracing_a_step(lm, folder, monkeypatch, drafter, compiled):
+    """And compiles, or loads, each program once, as the first one does."""
     sampling, prompts = SamplingParams(temperature=0.8, seed=3, ignore_eos=True), [[1, 2, 3], [4, 5], [1, 2, 3, 1, 2]]
 
     def tokens():
@@ -66,13 +68,15 @@ def test_a_second_process_generates_the_same_without_tracing_a_step(lm, folder, 
         expected = tokens()
     assert not folder.exists()
     new_process(monkeypatch)
-    assert tokens() == expected
+    compiled.clear()
+    assert tokens() == expected and compiled == PROGRAMS
     kept = files(folder)
     assert sorted(name.split("-")[0] for name in kept) == ["generate_tokens", "start"]
     new_process(monkeypatch)
+    compiled.clear()
     with monkeypatch.context() as patched:
         patched.setattr(loop, "_step", None)
-        assert tokens() == expected
+        assert tokens() == expected and compiled == PROGRAMS
     assert files(folder) == kept
 
     for path in folder.iterdir():  # half of a file, with the right beginning
@@ -182,8 +186,8 @@ def test_nothing_is_kept_without_a_local_cache_that_has_no_limit(run, folder, se
             assert kept_programs._keeping.get() is None
     finally:
         jax.config.update(setting, before)
-    with keeping_programs(CPU):
-        assert kept_programs._keeping.get() == (folder, "cpu")
+    with keeping_programs(CPU) as keeping:
+        assert kept_programs._keeping.get() is keeping and (keeping.directory, keeping.platform) == (folder, "cpu")
 
 
 def test_nothing_is_kept_of_other_platforms_and_outside(run, folder):
