@@ -50,6 +50,7 @@ class Launch:
       parents: The token before each new one, -1 for the committed tail; None: each follows the one before.
       ancestors: At (i, j) whether new token j is on i's path, i itself included; None likewise.
       target: What the launch is compiled for (static); None: what is resolved for each operation.
+      empty: Whether no slot holds anything before (static): a program then has nothing that would read it.
     """
 
     slots: Int32[Array, "rows"]
@@ -60,6 +61,7 @@ class Launch:
     parents: Int32[Array, "rows time"] | None = None
     ancestors: Bool[Array, "rows time time"] | None = None
     target: Target | None = dataclasses.field(default=None, metadata={"static": True})
+    empty: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def commits(self) -> bool:
@@ -108,6 +110,7 @@ def make_launch(
     keep: int | Array | None = None,
     parents: Int[Array, "rows time"] | None = None,
     target: Target | None = None,
+    empty: bool = False,
 ) -> Launch:
     """A checked launch on slots that committed `positions` tokens.
 
@@ -115,7 +118,7 @@ def make_launch(
       positions, max_pending: Of the sequences.
       slots, lengths: Of each row.
       time: The most tokens of a row; None: whatever `lengths` say.
-      keep, parents, target: As in `Launch`.
+      keep, parents, target, empty: As in `Launch`.
 
     Raises:
       ValueError: time is 0 or above max_pending for tokens that stay pending; or slots, lengths or parents do not fit,
@@ -136,7 +139,8 @@ def make_launch(
         parents = check_parents(parents, slots.shape[0], most)
         parents = None if time == 1 else parents  # one token makes no tree
     reach = None if parents is None else ancestors(parents)
-    return Launch(slots, positions[slots], lengths, most, keep, parents, reach, target)
+    start = jnp.zeros_like(slots) if empty else positions[slots]
+    return Launch(slots, start, lengths, most, keep, parents, reach, target, empty)
 
 
 def begin(sequences: Sequences, launch: Launch) -> Sequences:

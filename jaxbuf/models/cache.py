@@ -245,6 +245,7 @@ def make_launch(
     *,
     keep: int | Array | None = None,
     parents: Int[Array, "rows time"] | None = None,
+    empty: bool = False,
 ) -> Launch:
     """A checked launch; slots None: all that run, in order; lengths None: `time` of each. Errors as in
     `jaxbuf.models.decoder.prefill` and `extend`."""
@@ -253,7 +254,7 @@ def make_launch(
     slots, held = all_slots(cache) if slots is None else slots, cache.sequences
     if lengths is None:
         lengths = jnp.full(jnp.shape(slots)[:1], time, jnp.int32)
-    given = {"keep": keep, "parents": parents, "target": cache.target}
+    given = {"keep": keep, "parents": parents, "target": cache.target, "empty": empty}
     return sequences.make_launch(held.committed, held.max_pending, slots, lengths, time, **given)
 
 

@@ -286,6 +286,7 @@ def prefill(
     lengths: Int[Array, "rows"] | None = None,
     slots: Int[Array, "rows"] | None = None,
     keep: int | Array = 0,
+    empty: bool = False,
 ) -> tuple[Float[Array, "rows time hidden"], Cache]:
     """Reads prompts, or more of them, and commits what it read.
 
@@ -296,6 +297,7 @@ def prefill(
       lengths: Real tokens of each row, in [0, time]; None: all.
       slots: Physical slots (0 is null and holds nothing), no other slot twice; None: all slots in order.
       keep: How many last tokens stay as entries of the recurrence, unfolded.
+      empty: Whether no slot of a row holds anything yet (static): the program is then smaller.
 
     Returns:
       Hidden states after the final norm (finite and unspecified past the lengths), and the cache.
@@ -307,7 +309,7 @@ def prefill(
       PoolExhausted: As in `extend`; under jit `cache.sequences.committed` says which rows were read.
     """
     _check_tokens(cache, tokens, slots)
-    return _serve(model, cache, tokens, make_launch(cache, slots, lengths, tokens.shape[1], keep=keep))
+    return _serve(model, cache, tokens, make_launch(cache, slots, lengths, tokens.shape[1], keep=keep, empty=empty))
 
 
 def extend(

@@ -90,6 +90,7 @@ class PrefillStep:
       head: Tokens that go into the checkpoint; the others stay entries.
       write: The checkpoint row written; past the pool where none is.
       append: Flat position of token head + i's entry; past the pool where there is none.
+      empty: Whether no row holds anything before (static).
     """
 
     slots: Int32[Array, "rows"]
@@ -99,6 +100,7 @@ class PrefillStep:
     head: Int32[Array, "rows"]
     write: Int32[Array, "rows"]
     append: Int32[Array, "rows n"]
+    empty: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 class Use(NamedTuple):
@@ -211,7 +213,7 @@ def begin_prompt(cursor: Cursor, launch: Launch) -> tuple[PrefillStep, Cursor]:
     index = jnp.arange(kept_at_most, dtype=jnp.int32)[None]
     now = held(after, slots)
     append = _append_positions(now.entries, use.first[:, None] + index, index < kept[:, None])
-    return PrefillStep(slots, lengths, launch.start, before, head, write, append), after
+    return PrefillStep(slots, lengths, launch.start, before, head, write, append, launch.empty), after
 
 
 def begin_fold(cursor: Cursor, slots: Int[Array, "rows"]) -> tuple[Held, Int32[Array, "rows"], Cursor]:

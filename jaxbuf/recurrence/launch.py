@@ -180,10 +180,13 @@ def _prefill_pool(
         call = kernel_call(spec, q, keys, v, beta, cut=kept > 0, updates=updates)
         if asked.takes(supports(call, platform=asked.platform, generation=asked.generation)):
             # The state that is stored is the one before the tokens that are kept; of updates only theirs are needed.
-            # They are read where the layer's turn comes. XLA would read them for all layers before the first, and hold
-            # them until then: it sees nothing that they wait for.
-            q, before = jax.lax.optimization_barrier((q, step.before))
-            start = xla.read_pool(spec, pool, before)
+            if step.empty:
+                start = xla.empty_state(spec, v)
+            else:
+                # States are read where the layer's turn comes. XLA would read them for all layers before the first, and
+                # hold them until then: it sees nothing that they wait for.
+                q, before = jax.lax.optimization_barrier((q, step.before))
+                start = xla.read_pool_by_entries(spec, pool, before)
             cut = step.head if kept else None
             inputs = q, keys, v, log_decay, beta, step.lengths, cut
             out, state, updates, first = solve_by_kernel(asked, call, start, *inputs)

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxbuf.axes import Array, Float, Float32, Int32, Shaped
+from jaxbuf.axes import Array, Bool, Float, Float32, Int32, Shaped
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.pallas.dispatch import Asked
 from jaxbuf.recurrence.begin import Held, PrefillStep, Step
@@ -19,6 +19,8 @@ from jaxbuf.recurrence.recurrent import HIGHEST
 from jaxbuf.recurrence.slots import Copies
 from jaxbuf.recurrence.spec import RecurrenceSpec
 from jaxbuf.recurrence.state_format import StateFormat, decode, encode, format_of, rounded, state_format
+
+ENTRIES_AT_ONCE = 16  # entries that are added to a state while it is read and written once
 
 
 @jax.tree_util.register_dataclass
@@ -209,7 +211,7 @@ def prefill_with_xla(
 ) -> tuple[Float[Array, "rows time heads value_dim"], Pool]:
     """`launch.prefill_pool`, which has checked the arguments, as XLA compiles it; asked is as in `store_states`."""
     k = rounded(k, pool.keys.dtype)  # computes with the keys as the ring will store them
-    start = read_pool(spec, pool, step.before)
+    start = empty_state(spec, v) if step.empty else read_pool(spec, pool, step.before)
     out, state, updates = solve_chunks(
         spec, start, q, k, v, log_decay, beta, chunk_size=chunk_size, lengths=step.lengths
     )
@@ -304,18 +306,59 @@ def fork_pool(pool: Pool, copies: Copies) -> Pool:
 
 def read_pool(spec: RecurrenceSpec, pool: Pool, held: Held) -> Float32[Array, "rows heads value_dim key_dim"]:
     """Checkpoint and live entries summed into the state. KVBuffer, eq. 16."""
-    index = jnp.arange(held.entries.shape[1], dtype=jnp.int32)[None]
-    alive = index < held.live[:, None]
-    keys = _per_head(spec, _take(pool.keys, held.entries, alive))
-    updates = _take(pool.updates, held.entries, alive)
-    decay, beta = _unpack_gates(spec, _take(pool.gates, held.entries, alive))
+    index = jnp.arange(held.entries.shape[1], dtype=jnp.int32)
+    updates, keys, decay = _weigh(spec, pool, held.entries, index[None] < held.live[:, None])
+    added = jnp.einsum("nrhv,nrhd->nhvd", updates, keys, precision=HIGHEST)
+    return decay[:, :, None] * _checkpoint(pool, held) + added
+
+
+def read_pool_by_entries(
+    spec: RecurrenceSpec, pool: Pool, held: Held
+) -> Float32[Array, "rows heads value_dim key_dim"]:
+    """As `read_pool`, but a few entries after the others, as many as the fullest row has live.
+
+    For prompts: their rows mostly have none, and rings are long where rows may be KV-only. XLA takes ten seconds to try
+    out float32 products over such a ring on a GPU.
+    """
+
+    def add(i: Array, state: Array) -> Array:
+        index = i * ENTRIES_AT_ONCE + jnp.arange(ENTRIES_AT_ONCE, dtype=jnp.int32)
+        positions = held.entries[:, jnp.minimum(index, held.entries.shape[1] - 1)]
+        updates, keys, decay = _weigh(spec, pool, positions, index[None] < held.live[:, None])
+        return decay[:, :, None] * state + jnp.sum(updates[..., None] * keys[..., None, :], axis=1)
+
+    rounds = -(-jnp.max(held.live, initial=0) // ENTRIES_AT_ONCE)
+    return jax.lax.fori_loop(0, rounds, add, _checkpoint(pool, held))
+
+
+def _weigh(
+    spec: RecurrenceSpec, pool: Pool, positions: Int32[Array, "rows n"], alive: Bool[Array, "rows n"]
+) -> tuple[Array, Array, Array]:
+    """Entries that follow each other, f32: updates [rows, n, heads, value_dim]; keys [rows, n, heads, key_dim], decayed
+    to after the last one; and what the state before them decays by until then [rows, heads, 1 or key_dim].
+
+    Those that are not alive have an update of 0 and decay nothing.
+    """
+    keys = _per_head(spec, _take(pool.keys, positions, alive))
+    updates = _take(pool.updates, positions, alive)
+    decay, beta = _unpack_gates(spec, _take(pool.gates, positions, alive))
     to_now = jax.lax.cumsum(decay, axis=1, reverse=True)
     after = jnp.concatenate([to_now[:, 1:], jnp.zeros_like(to_now[:, :1])], axis=1)
     updates = updates if spec.delta else beta[..., None] * updates
-    added = jnp.einsum("nrhv,nrhd->nhvd", updates, jnp.exp(after) * keys, precision=HIGHEST)
+    return updates, jnp.exp(after) * keys, jnp.exp(to_now[:, 0])
+
+
+def empty_state(
+    spec: RecurrenceSpec, v: Float[Array, "rows time heads value_dim"]
+) -> Float32[Array, "rows heads value_dim key_dim"]:
+    """What rows that hold nothing begin with."""
+    return jnp.zeros((v.shape[0], *spec.state_shape), jnp.float32)
+
+
+def _checkpoint(pool: Pool, held: Held) -> Float32[Array, "rows heads value_dim key_dim"]:
+    """Each row's, in float32; zeros without one."""
     checkpoint = decode(*jax.tree.map(lambda x: x[held.checkpoint], _states(pool)))
-    checkpoint = jnp.where(held.has_checkpoint[:, None, None, None], checkpoint, 0.0)
-    return jnp.exp(to_now[:, 0])[:, :, None] * checkpoint + added
+    return jnp.where(held.has_checkpoint[:, None, None, None], checkpoint, 0.0)
 
 
 def _read(checkpoints: Array, rows: Array, holds: Array, key: Array, query: Array) -> tuple[Array, Array]:

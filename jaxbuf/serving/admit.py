@@ -179,7 +179,7 @@ def _new_carry(model: decoder.Decoder, sizes: CarrySizes, arrivals: Arrivals, dr
 @keep(like=_new_carry)
 def start(model: decoder.Decoder, sizes: CarrySizes, arrivals: Arrivals, drafter: Drafter | None = None) -> Carry:
     """`init_carry` and `admit` of the first chunk, compiled as one program."""
-    return _admit(model, _new_carry(model, sizes, arrivals, drafter), arrivals, drafter)
+    return _admit(model, _new_carry(model, sizes, arrivals, drafter), arrivals, drafter, empty=True)
 
 
 @partial(jax.jit, donate_argnames="carry")
@@ -218,8 +218,10 @@ def _checked(rows: Array, carry: Carry) -> Array:
     return jnp.where(slots > 0, slots - 1, NOWHERE)
 
 
-def _admit(model: decoder.Decoder, carry: Carry, arrivals: Arrivals, drafter: Drafter | None) -> Carry:
-    carry, reading = _read(model, carry, arrivals)
+def _admit(
+    model: decoder.Decoder, carry: Carry, arrivals: Arrivals, drafter: Drafter | None, *, empty: bool = False
+) -> Carry:
+    carry, reading = _read(model, carry, arrivals, empty=empty)
     if arrivals.begins is not None:
         carry, reading = _fork(carry, arrivals, arrivals.begins, reading)
         carry = _begin(model, carry, arrivals.begins, reading)
@@ -233,8 +235,8 @@ def _admit(model: decoder.Decoder, carry: Carry, arrivals: Arrivals, drafter: Dr
     return dataclasses.replace(carry, speculation=Speculation(state, *counted))
 
 
-def _read(model: decoder.Decoder, carry: Carry, arrivals: Arrivals) -> tuple[Carry, Reading]:
-    """Reads the chunk into the rows' memory and text."""
+def _read(model: decoder.Decoder, carry: Carry, arrivals: Arrivals, *, empty: bool) -> tuple[Carry, Reading]:
+    """Reads the chunk into the rows' memory and text; empty: whether no row of the carry holds anything."""
     row = _checked(arrivals.rows, carry)
     position, state, before = get_rows((carry.position, carry.state, carry.hidden), row)
     expected = (row < NOWHERE) & (position == arrivals.start) & (state == EMPTY)
@@ -244,7 +246,7 @@ def _read(model: decoder.Decoder, carry: Carry, arrivals: Arrivals) -> tuple[Car
     keep, cache = with_kv_limits(carry.cache, slots, arrivals.kv_limit)
     if not isinstance(keep, int):
         keep = jnp.where(arrivals.start + wanted <= keep, keep, 0)
-    hidden, cache = decoder.prefill(model, cache, arrivals.tokens, lengths=wanted, slots=slots, keep=keep)
+    hidden, cache = decoder.prefill(model, cache, arrivals.tokens, lengths=wanted, slots=slots, keep=keep, empty=empty)
     read = jnp.where(expected, cache.sequences.committed[slots] - arrivals.start, 0)
     history = carry.history
     text = put_places(history.tokens, arrivals.tokens, arrivals.start, read, row)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.pallas.kernel_programs import compile_kernels, compiler_threads
 from jaxbuf.serving.admit import Arrivals, start
 from jaxbuf.serving.carry import CarrySizes
 from jaxbuf.serving.kept_programs import keeping_programs, results_are_committed
@@ -23,8 +24,9 @@ def compile_ahead(
     """Compiles `start` for the first chunk of prompts and `generate_tokens` for what comes of it, unless it did before.
 
     jit finds both when they are called with these arguments. They are traced and lowered on the caller's thread, under
-    its JAX settings, or found lowered (`jaxbuf.serving.kept_programs`); only XLA runs on another thread, and on a CPU
-    not even that. With a mesh nothing is done: where the carry lies is not known until the first program is compiled.
+    its JAX settings, or found lowered (`jaxbuf.serving.kept_programs`); only XLA runs on other threads, and on a CPU
+    not even that. The kernels of programs that were not found are compiled beside them. With a mesh nothing is done:
+    where the carry lies is not known until the first program is compiled.
 
     Args:
       lm, sizes, arrivals, drafter: As `jaxbuf.serving.generation.read_prompts` has them.
@@ -48,8 +50,13 @@ def compile_ahead(
             first.compile()
             generate_tokens.lower(lm.model, carry, np.int32(0), *given).compile()
         else:
-            with ThreadPoolExecutor(1) as pool:
+            with ThreadPoolExecutor(1) as pool, compiler_threads() as threads:
+                if keeping is None or not keeping.found:
+                    compile_kernels(first, threads)
                 compiled = pool.submit(first.compile)
-                generate_tokens.lower(lm.model, carry, np.int32(0), *given).compile()
+                second = generate_tokens.lower(lm.model, carry, np.int32(0), *given)
+                if keeping is None or not keeping.found:
+                    compile_kernels(second, threads)
+                second.compile()
                 compiled.result()
     _known.add(key)

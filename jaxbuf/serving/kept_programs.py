@@ -53,11 +53,13 @@ class Keeping:
       directory: Of their files.
       platform: What they are lowered for, as JAX names it.
       used: Whether a program that was traced was taken from there, or written.
+      found: Whether the last one was there. If not, XLA's compilation of it is not, either.
     """
 
     directory: Path
     platform: str
     used: bool = False
+    found: bool = False
 
 
 _keeping: ContextVar[Keeping | None] = ContextVar("keeping", default=None)
@@ -124,7 +126,7 @@ def keep[R](like: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[...
 
             try:
                 key = _key(keeping.platform, function, (leaves, places, tree, [_shape(x) for x in arrays]))
-                exported = _find(flat, arrays, f"{function.__name__}-{key}", keeping.directory, keeping.platform)
+                exported = _find(flat, arrays, f"{function.__name__}-{key}", keeping)
             except UnknownPart as error:
                 log.debug("%s is not kept: %s", function.__qualname__, error)
                 return function(*args, **kwargs)
@@ -136,19 +138,19 @@ def keep[R](like: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[...
     return decorate
 
 
-def _find(
-    flat: Callable[..., list[Any]], arrays: list[Any], name: str, directory: Path, platform: str
-) -> jax.export.Exported:
+def _find(flat: Callable[..., list[Any]], arrays: list[Any], name: str, keeping: Keeping) -> jax.export.Exported:
     """The program of that name from the directory; else `flat`, lowered now and written there.
 
     Raises:
       UnknownPart: It can't be written.
     """
-    path = directory / name
+    directory = keeping.directory
+    path, keeping.found = directory / name, False
     try:
         stored = path.read_bytes()
         digest, program = stored[:32], stored[32:]
         if hashlib.sha256(program).digest() == digest:
+            keeping.found = True
             return read_program(program)
         log.warning("%s is damaged, and is written again", path)
     except OSError:
@@ -156,7 +158,7 @@ def _find(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(jax.typeof, arrays)]
     checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in KERNEL_CALLS]
     try:
-        exported = jax.export.export(jax.jit(flat), platforms=(platform,), disabled_checks=checks)(*shapes)
+        exported = jax.export.export(jax.jit(flat), platforms=(keeping.platform,), disabled_checks=checks)(*shapes)
         program = bytes(exported.serialize())
     except (ValueError, NotImplementedError) as error:
         raise UnknownPart(str(error)) from error

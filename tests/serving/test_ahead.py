@@ -53,6 +53,7 @@ def test_an_error_of_the_first_program_is_raised(lm, monkeypatch, target):
     carry = carry_shape(batch)
     first = types.SimpleNamespace(lower=lambda: types.SimpleNamespace(compile=fail), out_info=carry)
     second = types.SimpleNamespace(compile=lambda: None)
+    monkeypatch.setattr(ahead, "compile_kernels", lambda *given: None)
     monkeypatch.setattr(ahead, "start", types.SimpleNamespace(trace=lambda *given: first))
     monkeypatch.setattr(ahead, "generate_tokens", types.SimpleNamespace(lower=lambda *given: second))
     for _ in range(2):
