@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.pallas.extend import gpu_schedule
+from jaxbuf.pallas.extend import gpu_schedule, gpu_step
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from tests.gpu import checks
 from tests.gpu.checks import new_inputs
@@ -205,6 +205,22 @@ def test_the_gpu_kernel_is_the_xla_path_over_ragged_steps_and_folds(rng, monkeyp
 )
 def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, bound):
     extending.check_recurrent("gpu", rng, spec, state, entry, limit, bound)
+
+
+@pytest.mark.parametrize(
+    ("spec", "state"),
+    [
+        (WINDOWS, "float32"),
+        pytest.param(DELTA_NET, "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param(LARGE_DELTA, "split8", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_recurrent_step_of_many_items_is_the_xla_path(rng, monkeypatch, spec, state):
+    """Whose blocks have more of a state each."""
+    monkeypatch.setattr(gpu_step, "HELD", {})
+    jax.clear_caches()
+    extending.check_recurrent("gpu", rng, spec, state, "float32", 1, 1e-5 if state == "float32" else 2e-3)
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize(

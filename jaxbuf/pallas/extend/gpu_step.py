@@ -23,10 +23,13 @@ from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Call, Integers
 from jaxbuf.pallas.extend.gpu_products import ZERO, by_row, split, to_int8, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND
-from jaxbuf.pallas.threads import COMPILER, THREADS, load, store
+from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, load, store
 
 MAX_RING = 8  # entries of a ring; they are added to the state one after the other
-HELD = BAND * THREADS  # numbers of a state, at most, that a block has in registers
+# Numbers of a state that a block has in registers, at most, by the most items of such a launch. Few items are cut into
+# more blocks, so that all multiprocessors have some; with many the time hardly depends on it.
+HELD = {64: 16 * THREADS, 128: 32 * THREADS}
+MOST_HELD = BAND * THREADS
 
 
 def serves(call: Call) -> bool:
@@ -64,17 +67,25 @@ def extend_step(
     return _kernel(call, interpret)(*integers[:3], q, k, v, log_decay, beta, *refs)
 
 
+def _held(call: Call) -> int:
+    """How many numbers of a state a block of this call has, at most."""
+    return next((held for items, held in HELD.items() if call.items <= items), MOST_HELD)
+
+
 @functools.cache
-def _layout(dtype):
-    """The layout of a block's rows [n, key_dim]: a thread has sixteen bytes of a row, a warp those of four rows."""
+def _layout(dtype, key_dim: int, lanes: int):
+    """The layout of a block's rows [n, key_dim]: a thread has sixteen bytes of a row, `lanes` threads of a warp, or as
+    many as a row is long, those next to each other, the others the next rows'."""
     vector = 16 // np.dtype(dtype).itemsize
-    return plgpu.Layout.TILED(plgpu.Tiling(((16, 8 * vector), (4, vector))), (-4,), (-2, -3), -1)
+    lanes = min(lanes, key_dim // vector)
+    tiling = plgpu.Tiling(((THREADS // lanes, lanes * vector), (WARP // lanes, vector)))
+    return plgpu.Layout.TILED(tiling, (-4,), (-2, -3), -1)
 
 
 def _kernel(call: Call, interpret: bool):
-    heads, key_dim, n = call.heads, call.key_dim, min(BAND, HELD // call.key_dim)
+    heads, key_dim, n = call.heads, call.key_dim, min(BAND, _held(call) // call.key_dim)
     parts, channel = call.value_dim // n, call.decay == "channel"
-    layout = _layout(call.state)
+    layout = _layout(call.state, key_dim, 8 if _held(call) == MOST_HELD else 16)
     along_keys, along_values = layout.reduce(0), layout.reduce(1)
 
     def spread(x, axis):
