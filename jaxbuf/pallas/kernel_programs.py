@@ -4,6 +4,7 @@ XLA compiles a program's Mosaic GPU kernels one after the other, as it comes to 
 ones. Mosaic GPU looks up each by its hash first, in what the process has compiled.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from jax.extend.mlir import ir
 
 from jaxbuf.exported import MOSAIC_CALL
 
+log = logging.getLogger("jaxbuf")
 DTYPES = {"i1": "bool", "f32": "float32", "f16": "float16", "bf16": "bfloat16"} | {
     name + str(bits): f"{dtype}{bits}" for name, dtype in (("i", "int"), ("ui", "uint")) for bits in (8, 16, 32, 64)
 }
@@ -54,10 +56,22 @@ def find_kernels(lowered: jax.stages.Lowered) -> list[Kernel]:
 def compile_kernels(lowered: jax.stages.Lowered, pool: Executor) -> None:
     """Begins to compile a program's kernels, on the threads of `pool`, and does not wait for them.
 
-    What goes wrong is not told: it will go wrong once more when the program is compiled.
+    What goes wrong is noted in the log and nothing else: the program compiles without, and tells what it can't compile.
     """
-    for kernel in find_kernels(lowered):
-        pool.submit(lambda kernel=kernel: kernel.lower().compile())
+    try:
+        kernels = find_kernels(lowered)
+    except Exception as error:  # Another version of JAX may write a call in another way.
+        log.debug("kernels are compiled one after the other: %r", error)
+        return
+    for kernel in kernels:
+        pool.submit(_compile, kernel)
+
+
+def _compile(kernel: Kernel) -> None:
+    try:
+        kernel.lower().compile()
+    except Exception as error:
+        log.debug("a kernel is compiled with its program: %r", error)
 
 
 def compiler_threads() -> ThreadPoolExecutor:

@@ -1,9 +1,11 @@
 """What a program's kernels are compiled from beside it is what it holds of them."""
 
-from concurrent.futures import Future
+import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxbuf.models.projections import project
 from jaxbuf.pallas import kernel_programs
@@ -27,24 +29,16 @@ def test_each_kernel_is_a_program_that_calls_it_alone():
         assert found == kernel and {"module", "kernel_hash"} < found.attributes.keys()
 
 
-def test_a_kernel_that_does_not_compile_is_left_to_its_program(monkeypatch):
-    begun = []
-
-    class Pool:
-        def submit(self, function):
-            future = Future()
-            try:
-                future.set_result(function())
-            except RuntimeError as error:
-                future.set_exception(error)
-            begun.append(future)
-
-    def lower(kernel):
+@pytest.mark.parametrize("fails", ["lower", "find_kernels"])
+def test_a_kernel_that_does_not_compile_is_left_to_its_program(monkeypatch, caplog, fails):
+    def fail(*given):
         raise RuntimeError("no such GPU")
 
-    monkeypatch.setattr(kernel_programs.Kernel, "lower", lower)
-    compile_kernels(lowered_projections(), Pool())
-    assert len(begun) == 2 and all(future.exception() for future in begun)
+    monkeypatch.setattr(kernel_programs.Kernel if fails == "lower" else kernel_programs, fails, fail)
+    with caplog.at_level(logging.DEBUG, "jaxbuf"), ThreadPoolExecutor(2) as pool:
+        compile_kernels(lowered_projections(), pool)
+    told = [record.message for record in caplog.records]
+    assert len(told) == (2 if fails == "lower" else 1) and all("no such GPU" in message for message in told)
 
 
 def test_a_program_without_kernels_has_none():
