@@ -50,7 +50,7 @@ class Launch:
       parents: The token before each new one, -1 for the committed tail; None: each follows the one before.
       ancestors: At (i, j) whether new token j is on i's path, i itself included; None likewise.
       target: What the launch is compiled for (static); None: what is resolved for each operation.
-      empty: Whether no slot holds anything before (static): a program then has nothing that would read it.
+      empty: Whether no slot of a row holds anything before (static): the memories then need not read what they hold.
     """
 
     slots: Int32[Array, "rows"]
@@ -122,8 +122,8 @@ def make_launch(
 
     Raises:
       ValueError: time is 0 or above max_pending for tokens that stay pending; or slots, lengths or parents do not fit,
-        or are out of range or repeated, where that is known. Under jit lengths are clamped, and the first row of a slot
-        counts.
+        or are out of range or repeated, or a slot that should be empty is not, where that is known. Under jit lengths
+        are clamped, and the first row of a slot counts.
     """
     if keep is None and time is not None:
         if time < 1:
@@ -139,7 +139,10 @@ def make_launch(
         parents = check_parents(parents, slots.shape[0], most)
         parents = None if time == 1 else parents  # one token makes no tree
     reach = None if parents is None else ancestors(parents)
-    start = jnp.zeros_like(slots) if empty else positions[slots]
+    start = positions[slots]
+    if empty:
+        check_range("the tokens that an empty slot committed", start, 0, 0)
+        start = jnp.zeros_like(slots)
     return Launch(slots, start, lengths, most, keep, parents, reach, target, empty)
 
 

@@ -297,7 +297,8 @@ def prefill(
       lengths: Real tokens of each row, in [0, time]; None: all.
       slots: Physical slots (0 is null and holds nothing), no other slot twice; None: all slots in order.
       keep: How many last tokens stay as entries of the recurrence, unfolded.
-      empty: Whether no slot of a row holds anything yet (static): the program is then smaller.
+      empty: Whether no slot of a row holds anything yet (static): the program is then smaller. Under jit a slot that
+        does hold something is not noticed, and its memory is wrong afterwards.
 
     Returns:
       Hidden states after the final norm (finite and unspecified past the lengths), and the cache.

@@ -53,10 +53,15 @@ def find_kernels(lowered: jax.stages.Lowered) -> list[Kernel]:
     return sorted(found.values(), key=lambda kernel: -len(kernel.attributes["module"]))
 
 
-def compile_kernels(lowered: jax.stages.Lowered, pool: Executor) -> None:
+def compile_kernels(lowered: jax.stages.Lowered, pool: Executor, begun: set[bytes]) -> None:
     """Begins to compile a program's kernels, on the threads of `pool`, and does not wait for them.
 
     What goes wrong is noted in the log and nothing else: the program compiles without, and tells what it can't compile.
+
+    Args:
+      lowered: The program.
+      pool: The threads.
+      begun: The hashes of kernels that were begun before, which are left out; these are added.
     """
     try:
         kernels = find_kernels(lowered)
@@ -64,7 +69,9 @@ def compile_kernels(lowered: jax.stages.Lowered, pool: Executor) -> None:
         log.debug("kernels are compiled one after the other: %r", error)
         return
     for kernel in kernels:
-        pool.submit(_compile, kernel)
+        if kernel.hash not in begun:
+            pool.submit(_compile, kernel)
+        begun.add(kernel.hash)
 
 
 def _compile(kernel: Kernel) -> None:

@@ -315,10 +315,10 @@ def read_pool(spec: RecurrenceSpec, pool: Pool, held: Held) -> Float32[Array, "r
 def read_pool_by_entries(
     spec: RecurrenceSpec, pool: Pool, held: Held
 ) -> Float32[Array, "rows heads value_dim key_dim"]:
-    """As `read_pool`, but a few entries after the others, as many as the fullest row has live.
+    """As `read_pool`, but adds the entries to the state sixteen at a time, until those of the fullest row are added.
 
-    For prompts: their rows mostly have none, and rings are long where rows may be KV-only. XLA takes ten seconds to try
-    out float32 products over such a ring on a GPU.
+    For prompts: their rows mostly have none, and rings are long where rows may be KV-only. On a GPU XLA took ten
+    seconds to compile and time the ways in which it could compute such a float32 product.
     """
 
     def add(i: Array, state: Array) -> Array:

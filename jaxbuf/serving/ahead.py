@@ -1,17 +1,18 @@
 """Compiles the two programs of a generation before either runs, side by side where XLA takes long."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Lowered
 
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.pallas.kernel_programs import compile_kernels, compiler_threads
 from jaxbuf.serving.admit import Arrivals, start
 from jaxbuf.serving.carry import CarrySizes
-from jaxbuf.serving.kept_programs import keeping_programs, results_are_committed
+from jaxbuf.serving.kept_programs import Keeping, keeping_programs
 from jaxbuf.serving.loop import generate_tokens
 from jaxbuf.serving.speculation import Drafter
 
@@ -23,10 +24,11 @@ def compile_ahead(
 ) -> None:
     """Compiles `start` for the first chunk of prompts and `generate_tokens` for what comes of it, unless it did before.
 
-    jit finds both when they are called with these arguments. They are traced and lowered on the caller's thread, under
-    its JAX settings, or found lowered (`jaxbuf.serving.kept_programs`); only XLA runs on other threads, and on a CPU
-    not even that. The kernels of programs that were not found are compiled beside them. With a mesh nothing is done:
-    where the carry lies is not known until the first program is compiled.
+    jit finds both when they are called with these arguments, and the second with a carry that was put on its device, as
+    `read_prompts` does. They are traced and lowered on the caller's thread, under its JAX settings, or found lowered
+    (`jaxbuf.serving.kept_programs`). XLA runs on other threads, but on a CPU; so do small programs that compile the
+    kernels of those that were not found. With a mesh nothing is done: where the carry lies is not known until the first
+    program is compiled.
 
     Args:
       lm, sizes, arrivals, drafter: As `jaxbuf.serving.generation.read_prompts` has them.
@@ -39,24 +41,33 @@ def compile_ahead(
     key = lm.config, lm.target, lm.dtype, sharding, sizes, tree, tuple(jax.typeof(leaf) for leaf in leaves)
     if lm.config.mesh is not None or key in _known:
         return
+    if sharding is None:
+        sharding = jnp.zeros(()).sharding  # the default device
     with keeping_programs(lm.target) as keeping:
         traced = start.trace(lm.model, sizes, arrivals[0], *given)
         first = traced.lower()
-        if sharding is None and keeping is not None and keeping.used and results_are_committed():
-            sharding = jnp.zeros(()).sharding  # the default device
         carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), traced.out_info)
         if lm.target.platform == "cpu":
             # XLA's CPU compiler has crashed while another thread wrote what it had compiled to JAX's compilation cache.
             first.compile()
             generate_tokens.lower(lm.model, carry, np.int32(0), *given).compile()
         else:
-            with ThreadPoolExecutor(1) as pool, compiler_threads() as threads:
-                if keeping is None or not keeping.found:
-                    compile_kernels(first, threads)
-                compiled = pool.submit(first.compile)
-                second = generate_tokens.lower(lm.model, carry, np.int32(0), *given)
-                if keeping is None or not keeping.found:
-                    compile_kernels(second, threads)
-                second.compile()
-                compiled.result()
+            _compile_side_by_side(first, lambda: generate_tokens.lower(lm.model, carry, np.int32(0), *given), keeping)
     _known.add(key)
+
+
+def _compile_side_by_side(first: Lowered, second: Callable[[], Lowered], keeping: Keeping | None) -> None:
+    """Compiles a program while another one is lowered and compiled, and their kernels beside them."""
+    kernels, begun = compiler_threads(), set[bytes]()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            if keeping is None or not keeping.found:
+                compile_kernels(first, kernels, begun)
+            compiled = pool.submit(first.compile)
+            lowered = second()
+            if keeping is None or not keeping.found:
+                compile_kernels(lowered, kernels, begun)
+            lowered.compile()
+            compiled.result()
+    finally:
+        kernels.shutdown(wait=False, cancel_futures=True)  # What has not begun by now is of no use.

@@ -225,6 +225,10 @@ def read_prompts(
     """A new carry that has read chunks of prompts, one after another."""
     with_drafter = () if drafter is None else (drafter,)
     carry = start(lm.model, sizes, arrivals[0], *with_drafter)
+    if lm.config.mesh is None:
+        # Whether what jit returns counts as put there depends on its arguments, on JAX's version, and on whether the
+        # program was kept; the next program's key depends on it.
+        carry = jax.device_put(carry, carry.last.sharding)
     for chunk in arrivals[1:]:
         carry = admit(lm.model, carry, chunk, *with_drafter)
     return carry

@@ -52,13 +52,11 @@ class Keeping:
     Attributes:
       directory: Of their files.
       platform: What they are lowered for, as JAX names it.
-      used: Whether a program that was traced was taken from there, or written.
-      found: Whether the last one was there. If not, XLA's compilation of it is not, either.
+      found: Whether the last program that was traced was there. If not, XLA's compilation of it is hardly, either.
     """
 
     directory: Path
     platform: str
-    used: bool = False
     found: bool = False
 
 
@@ -88,14 +86,6 @@ def keeping_programs(target: Target) -> Iterator[Keeping | None]:
         _keeping.reset(token)
 
 
-@functools.cache
-def results_are_committed() -> bool:
-    """Whether jit keeps the results of a kept program on their device, as if they had been put there explicitly, which
-    is in the key of the next program that takes them. It does so in jax 0.11, because there is an exported call."""
-    exported = jax.export.export(jax.jit(lambda x: x), platforms=list(PLATFORMS.values()))(np.float32(0))
-    return jax.jit(exported.call)(np.float32(0)).committed
-
-
 def keep[R](like: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """A decorator for a function that jit traces: see `keeping_programs`, outside which the function is as it was.
 
@@ -109,6 +99,7 @@ def keep[R](like: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[...
             keeping = _keeping.get()
             if keeping is None:
                 return function(*args, **kwargs)
+            keeping.found = False
             leaves, tree = jax.tree.flatten((args, kwargs))
             places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
             arrays = [leaves.pop(i) for i in reversed(places)][::-1]
@@ -130,7 +121,6 @@ def keep[R](like: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[...
             except UnknownPart as error:
                 log.debug("%s is not kept: %s", function.__qualname__, error)
                 return function(*args, **kwargs)
-            keeping.used = True
             return jax.tree.unflatten(kept, exported.call(*arrays))
 
         return run
@@ -145,7 +135,7 @@ def _find(flat: Callable[..., list[Any]], arrays: list[Any], name: str, keeping:
       UnknownPart: It can't be written.
     """
     directory = keeping.directory
-    path, keeping.found = directory / name, False
+    path = directory / name
     try:
         stored = path.read_bytes()
         digest, program = stored[:32], stored[32:]

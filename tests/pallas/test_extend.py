@@ -216,7 +216,7 @@ def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, boun
     ],
 )
 def test_the_recurrent_step_of_many_items_is_the_xla_path(rng, monkeypatch, spec, state):
-    """Whose blocks have more of a state each."""
+    """Blocks of such launches have more of a state each."""
     monkeypatch.setattr(gpu_step, "HELD", {})
     jax.clear_caches()
     extending.check_recurrent("gpu", rng, spec, state, "float32", 1, 1e-5 if state == "float32" else 2e-3)

@@ -36,9 +36,19 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_program(monkeypatch, capl
 
     monkeypatch.setattr(kernel_programs.Kernel if fails == "lower" else kernel_programs, fails, fail)
     with caplog.at_level(logging.DEBUG, "jaxbuf"), ThreadPoolExecutor(2) as pool:
-        compile_kernels(lowered_projections(), pool)
+        compile_kernels(lowered_projections(), pool, set())
     told = [record.message for record in caplog.records]
     assert len(told) == (2 if fails == "lower" else 1) and all("no such GPU" in message for message in told)
+
+
+def test_a_kernel_is_compiled_once_for_several_programs(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(kernel_programs, "_compile", lambda kernel: compiled.append(kernel.hash))
+    with ThreadPoolExecutor(1) as pool:
+        begun, lowered = set(), lowered_projections()
+        for _ in range(2):
+            compile_kernels(lowered, pool, begun)
+    assert len(compiled) == 2 and set(compiled) == begun
 
 
 def test_a_program_without_kernels_has_none():

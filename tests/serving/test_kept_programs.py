@@ -85,6 +85,16 @@ def test_a_second_process_generates_the_same_without_tracing_a_step(lm, folder, 
     assert tokens() == expected and files(folder) == kept
 
 
+@pytest.mark.slow
+def test_programs_are_compiled_once_after_a_start_that_was_not_kept(lm, folder, compiled):
+    """As after a warm-up of one token, which needs no program that decodes."""
+    prompts = [[1, 2, 3]] * 3
+    jaxbuf.generate(lm, prompts, 1)
+    for _ in jaxbuf.generate(lm, prompts, 5, stream=True, segment=1):
+        pass
+    assert compiled == PROGRAMS
+
+
 def scaled(x, factor, power=2):
     """The function that is kept here. It counts how often it is traced."""
     traced.append(x.shape)

@@ -26,8 +26,9 @@ from jaxbuf.pallas.extend.gpu_schedule import BAND
 from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, load, store
 
 MAX_RING = 8  # entries of a ring; they are added to the state one after the other
-# Numbers of a state that a block has in registers, at most, by the most items of such a launch. Few items are cut into
-# more blocks, so that all multiprocessors have some; with many the time hardly depends on it.
+# A launch of up to so many items (the key, in rising order) has at most so many numbers of a state (the value) in a
+# block's registers. Few items are cut into more blocks, so that all multiprocessors have some; with many items the time
+# hardly depends on it.
 HELD = {64: 16 * THREADS, 128: 32 * THREADS}
 MOST_HELD = BAND * THREADS
 
@@ -74,8 +75,11 @@ def _held(call: Call) -> int:
 
 @functools.cache
 def _layout(dtype, key_dim: int, lanes: int):
-    """The layout of a block's rows [n, key_dim]: a thread has sixteen bytes of a row, `lanes` threads of a warp, or as
-    many as a row is long, those next to each other, the others the next rows'."""
+    """The layout of a block's rows [n, key_dim].
+
+    A thread loads sixteen bytes at once. `lanes` threads of a warp, or fewer if a row is shorter, load from the same
+    row, next to each other; the warp's other threads load from the rows below.
+    """
     vector = 16 // np.dtype(dtype).itemsize
     lanes = min(lanes, key_dim // vector)
     tiling = plgpu.Tiling(((THREADS // lanes, lanes * vector), (WARP // lanes, vector)))
