@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
 
@@ -42,7 +41,7 @@ def compile_ahead(
     if lm.config.mesh is not None or key in _known:
         return
     if sharding is None:
-        sharding = jnp.zeros(()).sharding  # the default device
+        sharding = jax.device_put(np.int32(0)).sharding  # the default device
     with keeping_programs(lm.target) as keeping:
         traced = start.trace(lm.model, sizes, arrivals[0], *given)
         first = traced.lower()
