@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
 
-from jaxbuf.exported import MOSAIC_CALL
+from jaxbuf.exported import MOSAIC_CALL, PLATFORMS
 
 log = logging.getLogger("jaxbuf")
 DTYPES = {"i1": "bool", "f32": "float32", "f16": "float16", "bf16": "bfloat16"} | {
@@ -39,11 +39,11 @@ class Kernel(NamedTuple):
         """By which Mosaic GPU knows the kernel."""
         return self.attributes["kernel_hash"]
 
-    def lower(self, platform: str = "cuda") -> jax.stages.Lowered:
+    def lower(self) -> jax.stages.Lowered:
         """A program that calls it and does nothing else."""
         call = jax.ffi.ffi_call(MOSAIC_CALL, self.results)
         program = jax.jit(lambda *operands: call(*operands, **self.attributes))
-        return program.trace(*self.operands).lower(lowering_platforms=(platform,))
+        return program.trace(*self.operands).lower(lowering_platforms=(PLATFORMS["gpu"],))
 
 
 def find_kernels(lowered: jax.stages.Lowered) -> list[Kernel]:
@@ -91,16 +91,12 @@ def _calls(operation: Any) -> Iterator[Kernel]:
         for block in region:
             for inner in block:
                 op = inner.operation
-                if op.name == "stablehlo.custom_call" and _text(op.attributes["call_target_name"]) == MOSAIC_CALL:
+                if op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == MOSAIC_CALL:
                     config = ir.DictAttr(op.attributes["mhlo.backend_config"])
                     attributes = {item.name: _value(item.attr) for item in config}
                     types = ([x.type for x in values] for values in (op.operands, op.results))
                     yield Kernel(attributes, *(tuple(map(_shape, kinds)) for kinds in types))
                 yield from _calls(op)
-
-
-def _text(attribute: Any) -> str:
-    return ir.StringAttr(attribute).value
 
 
 def _value(attribute: Any) -> Any:

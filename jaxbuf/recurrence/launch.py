@@ -180,9 +180,8 @@ def _prefill_pool(
         call = kernel_call(spec, q, keys, v, beta, cut=kept > 0, updates=updates)
         if asked.takes(supports(call, platform=asked.platform, generation=asked.generation)):
             # The state that is stored is the one before the tokens that are kept; of updates only theirs are needed.
-            if step.empty:
-                start = xla.empty_state(spec, v)
-            else:
+            start = None
+            if not step.empty:
                 # States are read where the layer's turn comes. XLA would read them for all layers before the first, and
                 # hold them until then: it sees nothing that they wait for.
                 q, before = jax.lax.optimization_barrier((q, step.before))

@@ -211,7 +211,7 @@ def prefill_with_xla(
 ) -> tuple[Float[Array, "rows time heads value_dim"], Pool]:
     """`launch.prefill_pool`, which has checked the arguments, as XLA compiles it; asked is as in `store_states`."""
     k = rounded(k, pool.keys.dtype)  # computes with the keys as the ring will store them
-    start = empty_state(spec, v) if step.empty else read_pool(spec, pool, step.before)
+    start = None if step.empty else read_pool(spec, pool, step.before)
     out, state, updates = solve_chunks(
         spec, start, q, k, v, log_decay, beta, chunk_size=chunk_size, lengths=step.lengths
     )
@@ -346,13 +346,6 @@ def _weigh(
     after = jnp.concatenate([to_now[:, 1:], jnp.zeros_like(to_now[:, :1])], axis=1)
     updates = updates if spec.delta else beta[..., None] * updates
     return updates, jnp.exp(after) * keys, jnp.exp(to_now[:, 0])
-
-
-def empty_state(
-    spec: RecurrenceSpec, v: Float[Array, "rows time heads value_dim"]
-) -> Float32[Array, "rows heads value_dim key_dim"]:
-    """What rows that hold nothing begin with."""
-    return jnp.zeros((v.shape[0], *spec.state_shape), jnp.float32)
 
 
 def _checkpoint(pool: Pool, held: Held) -> Float32[Array, "rows heads value_dim key_dim"]:

@@ -58,14 +58,17 @@ def compile_ahead(
 def _compile_side_by_side(first: Lowered, second: Callable[[], Lowered], keeping: Keeping | None) -> None:
     """Compiles a program while another one is lowered and compiled, and their kernels beside them."""
     kernels, begun = compiler_threads(), set[bytes]()
+
+    def begin_kernels(program: Lowered) -> None:
+        if keeping is None or not keeping.found:  # Else XLA's compilation of the program, too, is found.
+            compile_kernels(program, kernels, begun)
+
     try:
         with ThreadPoolExecutor(1) as pool:
-            if keeping is None or not keeping.found:
-                compile_kernels(first, kernels, begun)
+            begin_kernels(first)
             compiled = pool.submit(first.compile)
             lowered = second()
-            if keeping is None or not keeping.found:
-                compile_kernels(lowered, kernels, begun)
+            begin_kernels(lowered)
             lowered.compile()
             compiled.result()
     finally:

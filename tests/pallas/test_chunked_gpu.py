@@ -123,6 +123,25 @@ def test_prefill_by_the_kernel_leaves_the_memory_that_the_xla_path_leaves(rng, s
 
 
 @slow
+@pytest.mark.parametrize("implementation", ["xla", "gpu"])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(GDN, id="Gated DeltaNet"), pytest.param(GLA, id="GLA", marks=exhaustive)]
+)
+def test_a_prompt_of_rows_that_are_said_to_be_empty_is_the_same(rng, spec, implementation):
+    rows, time = 2, 70
+    arrays = inputs(rng, spec, rows, time, jnp.bfloat16)[1:]
+    cache = buffered.init(spec, slots=rows, limit=16, max_pending=4, entry_dtype=jnp.bfloat16)
+    slots, lengths, keep = (np.array(x, np.int32) for x in ([1, 2], [70, 33], [5, 0]))
+    step, _ = buffered.begin_prefill(cache.cursor, slots, lengths, keep, time=time)
+    how = {"implementation": implementation, "interpret": implementation == "gpu"}
+    found, expected = (
+        buffered.prefill_pool(spec, cache.pool, dataclasses.replace(step, empty=empty), *arrays, **how)
+        for empty in (True, False)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@slow
 def test_windows_of_a_head_share_a_block_where_there_are_many_heads():
     assert len(lines_of("tests/pallas/walking.py")) == len(CASES)
 

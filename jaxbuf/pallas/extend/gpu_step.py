@@ -87,9 +87,10 @@ def _layout(dtype, key_dim: int, lanes: int):
 
 
 def _kernel(call: Call, interpret: bool):
-    heads, key_dim, n = call.heads, call.key_dim, min(BAND, _held(call) // call.key_dim)
+    heads, key_dim, held = call.heads, call.key_dim, _held(call)
+    n = min(BAND, held // key_dim)
     parts, channel = call.value_dim // n, call.decay == "channel"
-    layout = _layout(call.state, key_dim, 8 if _held(call) == MOST_HELD else 16)
+    layout = _layout(call.state, key_dim, 8 if held == MOST_HELD else 16)
     along_keys, along_values = layout.reduce(0), layout.reduce(1)
 
     def spread(x, axis):
