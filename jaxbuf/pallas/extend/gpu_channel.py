@@ -35,6 +35,7 @@ a token: so T tokens at once and one by one store the same bits.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ from jaxbuf.pallas.extend.gpu_lane import Item, name_arrays
 from jaxbuf.pallas.extend.gpu_products import where
 from jaxbuf.pallas.extend.gpu_schedule import CHUNK, MAX_DEALT_ROUNDS
 from jaxbuf.pallas.extend.gpu_sums import on_path
-from jaxbuf.pallas.instructions import count_up, synchronize, wait_for_copies
+from jaxbuf.pallas.instructions import count_up, synchronize
 from jaxbuf.pallas.threads import COMPILER, PER_THREAD, load, store
 
 
@@ -100,26 +101,26 @@ def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):
         warpgroup = lax.axis_index("warpgroup")
         lane = Lane(call, interpret, arrays, out, memory, warpgroup)
 
-        def serve(carry):
-            """Serves an item; the lane draws the one after the next, or is dealt it."""
-            number, following, buffer = carry
-            drawn = count_up(*counter) if draws else None
-            serve_item(lane, number, following, buffer, drawn)
-            after = 2 * lanes + lane.drawn() if draws else following + lanes
-            return following, after, 1 - buffer
+        def draw():
+            """Draws a number, in one thread."""
+            return count_up(*counter) if draws else None
+
+        def find_after(following):
+            """The number of the item after the next: the one that was drawn, or the one that is dealt."""
+            return 2 * lanes + lane.drawn() if draws else following + lanes
 
         first = warpgroup * blocks + lax.axis_index("block")
 
         @pl.when(first < call.items)
         def _():
-            lane.keep_words(lane.ask_for_words(first), None)
+            lane.keep_words(lane.ask_for_words(first))
             lane.fetch(first)
             lane.copy_short(first)
-            start = first, first + lanes, jnp.int32(0)
-            lax.while_loop(lambda carry: carry[0] < call.items, serve, start)
-            if lane.short:  # the copies for an item that is not there
-                plgpu.barrier_wait(lane.inputs)
-            wait_for_copies(0, interpret)
+            asked = (lane.ask_for_words(first + lanes), draw()) if lane.early else None
+            serve = functools.partial(serve_item, lane, draw, find_after)
+            start = first, first + lanes, jnp.int32(0), asked
+            lax.while_loop(lambda carry: carry[0] < call.items, lambda carry: serve(*carry), start)
+            lane.await_copies()  # for an item that is not there
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
@@ -136,18 +137,43 @@ def _kernel(call: Call, warpgroups: int, draws: bool, interpret: bool):
     )
 
 
-def serve_item(lane: Lane, number: Array, following: Array, buffer: Array, drawn: Array | None) -> None:
-    """Serves an item; starts to copy the state of the one that follows, and what else it needs."""
+def serve_item(lane: Lane, draw: Callable, find_after: Callable, number: Array, following: Array, buffer: Array, asked):
+    """Serves an item; starts to copy the state of the one that follows, and what else it needs.
+
+    Args:
+      lane: The lane.
+      draw, find_after: Draw the number of the item after the next, and find it when all threads have been told.
+      number, following: Numbers of the item and of the one that follows.
+      buffer: Which of the lane's words are the item's.
+      asked: If copies are early, what `ask_for_words` returned for the item that follows, and `draw`; else None.
+
+    Returns:
+      The last four for the item that follows.
+    """
     call, arrays, time = lane.call, lane.arrays, range(lane.call.time)
-    lane.buffer = buffer
-    item, next_words = lane.read_item(number), lane.ask_for_words(following)
+    lane.look_at(buffer)
+    words, drawn = asked if lane.early else (lane.ask_for_words(following), draw())
+    item = lane.read_item(number)
     append = [lane.append_to(t) for t in time]
     paths = [lane.path(t) for t in time] if call.tree else None
+
+    def copy_next():
+        if drawn is not None:
+            lane.tell_drawn(drawn)
+        lane.look_at(1 - buffer)
+        lane.keep_words(words)
+        lane.copy_short(following)
+        lane.look_at(buffer)
+        return find_after(following)
+
     if lane.short:
         lane.await_short()
         for t, entry in enumerate([new_entry(lane, item, t) for t in time]):  # All loads come before the first store.
             append_entry(lane, item, t, *entry)
         values = [load(lane.values.at[t], PER_THREAD) for t in time]
+        if lane.early:
+            after = copy_next()
+            words = lane.ask_for_words(after)
         added = add_short(lane, item)
     else:
         first = lane.load_chunk(item, 0) if lane.one_token or call.max_live <= CHUNK else None
@@ -159,14 +185,17 @@ def serve_item(lane: Lane, number: Array, following: Array, buffer: Array, drawn
         decay_probes(lane, item, where(~item.folds, narrow(total)))
         lane.each_token(lambda t: append_entry(lane, item, t, *new_entry(lane, item, t)))
     betas = [lane.new_beta(item, t) for t in time]
-    lane.buffer = 1 - buffer
-    lane.keep_words(next_words, drawn)
-    # They arrive while the state is multiplied. A load would not: the assembler has few counters for loads, so that
-    # a later load from shared memory would wait for it.
-    lane.copy_short(following)
+    if lane.early:
+        asked = words, draw()
+    else:
+        # They arrive while the state is multiplied. A load would not: the assembler has few counters for loads, so that
+        # a later load from shared memory would wait for it.
+        after = copy_next()
+    lane.look_at(1 - buffer)
     read_state(lane, item, following)
     synchronize(lane.interpret)  # All threads see what the probes read.
     substitute(lane, item, added, values, betas, append, paths)
+    return following, after, 1 - buffer, asked
 
 
 def new_entry(lane: Lane, item: Item, t: Array | int) -> tuple[Array, Array]:

@@ -30,11 +30,9 @@ def add_short(lane: Lane, item: Item) -> list[Array]:
     alive = [~item.folds & (item.live > start) for start in starts]
 
     def fold_parts():
-        total, arrays, key_head = nothing((DIM,), PER_THREAD), lane.arrays, item.head // lane.call.heads_per_key
-        for row, (at, alive) in reversed([*enumerate(lane.locate_more(item), lane.decay_row + 1)]):
-            key = where(alive, load(arrays.keys.at[at, key_head], PER_THREAD)).astype(jnp.float32)
-            store(lane.numbers.at[row, lane.channels], key * factor(total))
-            total = plus(total, cut(where(alive, load(arrays.gates.at[at, item.head, lane.channels], PER_THREAD))))
+        total = nothing((DIM,), PER_THREAD)
+        if lane.more:
+            total = lax.cond(lane.has_more(item), functools.partial(_decay_more, lane, item), lambda: total)
         for start in reversed(starts):
             total = _decay_part(lane, start, total, folds=True)
         synchronize(lane.interpret)
@@ -65,6 +63,16 @@ def add_short(lane: Lane, item: Item) -> list[Array]:
         added = lax.cond(some, functools.partial(add_part, start=start), lambda added: added, added)
     synchronize(lane.interpret)
     return added
+
+
+def _decay_more(lane: Lane, item: Item) -> Sum:
+    """Writes the keys of entries that a short ring has no places for, decayed; returns the sum of their gates."""
+    total, arrays, key_head = nothing((DIM,), PER_THREAD), lane.arrays, item.head // lane.call.heads_per_key
+    for row, (at, alive) in reversed([*enumerate(lane.locate_more(item), lane.decay_row + 1)]):
+        key = where(alive, load(arrays.keys.at[at, key_head], PER_THREAD)).astype(jnp.float32)
+        store(lane.numbers.at[row, lane.channels], key * factor(total))
+        total = plus(total, cut(where(alive, load(arrays.gates.at[at, item.head, lane.channels], PER_THREAD))))
+    return total
 
 
 def _decay_part(lane: Lane, start: int, behind: Sum, *, folds: bool) -> Sum:

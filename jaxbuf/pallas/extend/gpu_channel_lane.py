@@ -1,6 +1,6 @@
 """A lane of `extend` on a GPU with a decay a channel: a warpgroup, its shared memory, and how that is filled."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxbuf.pallas.threads import (
     PER_THREAD,
     THREADS,
     copy_numbers,
+    copy_vector,
     copy_vectors,
     gather_numbers,
     load,
@@ -43,7 +44,8 @@ class SharedMemory(NamedTuple):
     """The arrays of a block in shared memory: before the launch their types, in the kernel references to them.
 
     Every array but `barriers` has a leading axis of the block's warpgroups, which is left out below. Some are of items
-    alone that are short, as `is_short` says; else they are None.
+    alone that are short, as `is_short` says; else they are None. Of these, from `gates` to `scalars`, there are as many
+    as `count_copies` says, which is left out below, too.
 
     Attributes:
       barriers: One for each band of each warpgroup. It opens when that band of a checkpoint has arrived.
@@ -63,7 +65,7 @@ class SharedMemory(NamedTuple):
         has its position.
       state: [BANDS, BAND, DIM]: the item's checkpoint, or the high half of a split one.
       input_barriers: One for each warpgroup, which opens when the new tokens of a short item have arrived, but for
-        their betas.
+        their betas; unused where threads copy them.
     """
 
     barriers: Any
@@ -108,6 +110,12 @@ def is_short(call: Call) -> bool:
     return few and count_bytes(_shared_memory(call, 2, short=True)) <= MEMORY
 
 
+def count_copies(call: Call) -> int:
+    """How often there is shared memory for a short item's new tokens and entries: twice, so that those of the next item
+    are copied while this one is served, if two lanes have room for that; else once."""
+    return 2 if count_bytes(_shared_memory(call, 2, short=True, copies=2)) <= MEMORY else 1
+
+
 def count_places(call: Call) -> int:
     """Places of a short ring's entries: whole parts. A row that folds may have more entries."""
     places = pl.cdiv(max(1, call.max_read), PART) * PART
@@ -130,10 +138,10 @@ def weights_row(call: Call, *, short: bool) -> int:
 
 
 def shared_memory(call: Call, warpgroups: int) -> SharedMemory:
-    return _shared_memory(call, warpgroups, short=is_short(call))
+    return _shared_memory(call, warpgroups, short=is_short(call), copies=count_copies(call))
 
 
-def _shared_memory(call: Call, warpgroups: int, *, short: bool) -> SharedMemory:
+def _shared_memory(call: Call, warpgroups: int, *, short: bool, copies: int = 1) -> SharedMemory:
     columns = SWIZZLE // call.state.itemsize
     tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(SWIZZLE)  # pyright: ignore[reportAbstractUsage]
@@ -149,7 +157,7 @@ def _shared_memory(call: Call, warpgroups: int, *, short: bool) -> SharedMemory:
         return plgpu.SMEM((warpgroups, *dims), dtype, transforms=transforms)
 
     def if_short(*dims, **how):
-        return memory(*dims, **how) if short else None
+        return memory(copies, *dims, **how) if short else None
 
     return SharedMemory(
         barriers=plgpu.Barrier(num_barriers=warpgroups * BANDS),
@@ -180,11 +188,17 @@ def count_blocks(call: Call, warpgroups: int) -> int:
 class Lane:
     """A warpgroup, its part of shared memory, and what it does to bring there what its items need."""
 
+    gates: Any
+    keys: Any
+    updates: Any
+    probes: Any
+    values: Any
+    scalars: Any
+
     def __init__(self, call: Call, interpret: bool, arrays: Arrays, out, memory: SharedMemory, warpgroup: Array):
         self.call, self.interpret, self.arrays, self.out = call, interpret, arrays, out
         own: list[Any] = [ref if ref is None else ref.at[warpgroup] for ref in memory[1:]]
-        self.numbers, self.words, self.gates, self.keys, self.updates, *own = own
-        self.probes, self.values, self.scalars, self.state, self.inputs = own
+        self.numbers, self.words, *self._copies, self.state, self.inputs = own
         self._barriers, self._first_barrier = memory.barriers, warpgroup * BANDS
         self.kept = min(KEPT_POSITIONS, padded_entries(call))
         self.channels = pl.ds(0, DIM)
@@ -195,7 +209,15 @@ class Lane:
         self.first_new = self.places if self.short else 0  # the place of the first new token, as `weigh` counts them
         self.pitch, self._weights = count_pitch(call), DIM * weights_row(call, short=self.short)
         self.decay_row = 0 if self.short else self.numbers.shape[0] - 1
-        self.buffer: Array | int = 0  # which of `words` are those of the item that is looked at
+        self.early = self.short and count_copies(call) > 1  # whether the next item's are copied before they are needed
+        self.look_at(0)
+
+    def look_at(self, buffer: Array | int) -> None:
+        """Chooses the item that `word` and the arrays of a short item are those of: this one or the next, in turn."""
+        self.buffer = buffer
+        copy = buffer if self.early else 0
+        held: list[Any] = [ref if ref is None else ref.at[copy] for ref in self._copies]
+        self.gates, self.keys, self.updates, self.probes, self.values, self.scalars = held
 
     def each_token(self, function: Callable[[Array | int], None]) -> None:
         """Calls a function with the number of each new token."""
@@ -228,24 +250,27 @@ class Lane:
             start += length
         return found
 
-    def keep_words(self, words: list[Array], drawn: Array | None) -> None:
-        """Writes them to shared memory, when no thread needs those of the item before; and the number drawn."""
+    def keep_words(self, words: list[Array]) -> None:
+        """Writes them to shared memory, when no thread needs those of the item before. With copies that are early,
+        threads have waited for each other since then."""
         starts = ROW_FIELDS, ROW_FIELDS + self.kept, ROW_FIELDS + self.kept + self.call.time
         thread, found = count((THREADS,), 0, PER_THREAD), words[0]
         for start, x in zip(starts, words[1:], strict=False):
             found = jnp.where(thread >= start, x, found)
-        synchronize(self.interpret)
-        store(self.words.at[self.buffer], lax.bitcast_convert_type(found, jnp.float32))
-        if drawn is not None:
+        if not self.early:
             synchronize(self.interpret)
-            publish(drawn, self.words.at[self.buffer, THREADS - 1])
+        store(self.words.at[self.buffer], lax.bitcast_convert_type(found, jnp.float32))
         synchronize(self.interpret)
 
     def word(self, i: Array | int) -> Array:
         return lax.bitcast_convert_type(self.words[self.buffer, i], jnp.int32)
 
+    def tell_drawn(self, drawn: Array) -> None:
+        """Tells all threads the number that one of them drew, when they have waited for each other."""
+        publish(drawn, self.words.at[self.buffer, THREADS - 1])
+
     def drawn(self) -> Array:
-        """The number that the lane drew last."""
+        """The number that was told last."""
         return self.word(THREADS - 1)
 
     def append_to(self, t: Array | int) -> Array:
@@ -255,8 +280,9 @@ class Lane:
     def path(self, t: Array | int) -> Array:
         return self.word(ROW_FIELDS + self.kept + self.call.time + t)
 
-    def fetch(self, number: Array, bands: Sequence[int] = range(BANDS)) -> None:
-        """Starts to copy bands of the checkpoint of an item, whose words are kept, to shared memory, if it has one.
+    def fetch(self, number: Array, band: Array | None = None) -> None:
+        """Starts to copy a band of the checkpoint of an item, whose words are kept, to shared memory, if it has one; or
+        all bands.
 
         Of a split one, that is the high half. The low half is brought to the L2 cache if the item folds.
         """
@@ -264,12 +290,14 @@ class Lane:
 
         @pl.when(self.word(HAS_CHECKPOINT) > 0)
         def _():
-            for i in bands:
+            for i in range(BANDS) if band is None else [band]:
                 source = self.arrays.checkpoints.at[checkpoint, head, pl.ds(i * BAND, BAND)]
                 plgpu.copy_gmem_to_smem(source, self.state.at[i], self.barrier(i))
-            if self.arrays.low is not None and 0 in bands:
-                low = self.arrays.low.at[checkpoint, head]
-                pl.when(self.word(FOLD_TO) >= 0)(lambda: prefetch(low, self.interpret))
+            if self.arrays.low is not None:
+                low, wanted = self.arrays.low.at[checkpoint, head], self.word(FOLD_TO) >= 0
+                if band is not None:
+                    wanted &= jnp.equal(band, 0)
+                pl.when(wanted)(lambda: prefetch(low, self.interpret))
 
     def read_item(self, number: Array) -> Item:
         """The item with a number, whose words are kept."""
@@ -284,13 +312,20 @@ class Lane:
         arrays, item, places = self.arrays, self.read_item(number), pl.ds(ROW_FIELDS, self.places)
         row, head, key_head = item.row, item.head, item.head // self.call.heads_per_key
         time, thread = self.call.time, count((THREADS,), 0, PER_THREAD)
-        for source, target in (
+        new = (
             (arrays.k.at[row, :, key_head], self.probes.at[pl.ds(0, time)]),
             (arrays.q.at[row, :, key_head], self.probes.at[pl.ds(time, time)]),
             (arrays.v.at[row, :, head], self.values),
             (arrays.log_decay.at[row, :, head], self.gates.at[pl.ds(self.places, time)]),
-        ):
-            plgpu.copy_gmem_to_smem(source, target, self.inputs)
+        )
+        if self.early:  # The copy engine would bring them after the states that it was asked for before.
+            behind = 0
+            for source, target in new:
+                for t in range(time):
+                    behind = copy_vector(source.at[t], target.at[t], behind % THREADS, self.interpret)
+        else:
+            for source, target in new:
+                plgpu.copy_gmem_to_smem(source, target, self.inputs)
         token = jnp.minimum(thread, time - 1)
         copy_numbers(arrays.beta.at[row], token, head, self.scalars.at[0], self.interpret)
         if not self.call.delta:
@@ -312,9 +347,14 @@ class Lane:
 
     def await_short(self) -> None:
         """Waits until what `copy_short` copies has arrived, and all threads are done with the item before."""
-        plgpu.barrier_wait(self.inputs)
-        wait_for_copies(0, self.interpret)
+        self.await_copies()
         synchronize(self.interpret)
+
+    def await_copies(self) -> None:
+        """Waits until what `copy_short` copies for this thread has arrived."""
+        if self.short and not self.early:
+            plgpu.barrier_wait(self.inputs)
+        wait_for_copies(0, self.interpret)
 
     def load_probes(self, item: Item, t: Array | int) -> list[Array]:
         """The key and the query of a new token, f32 [DIM], as a warp multiplies them with keys."""
@@ -356,6 +396,10 @@ class Lane:
         time, n = self.call.time, self.pitch
         found = load_numbers(self.numbers, self._weights + place * n, n, self.interpret)[: 2 * time]
         return [x if self.call.delta or i >= time else None for i, x in enumerate(found)]
+
+    def has_more(self, item: Item) -> Array:
+        """Whether there are more entries than places, in a row that folds."""
+        return item.live > self.places
 
     def locate_more(self, item: Item) -> list[tuple[Array, Array]]:
         """The entries, of a short ring, that there are no places for, those of a row that folds: the position of each,

@@ -111,7 +111,8 @@ def _fold_whole(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | 
         add_short(0, lane.places)
     else:
         lax.fori_loop(0, lane.places // CHUNK, lambda c, _: add_short(c * CHUNK, CHUNK), None)
-    if lane.more:
+
+    def add_more():
         found = _more_updates(lane, item)
         keys = lane.numbers.at[pl.ds(lane.decay_row + 1, len(lane.more))]
         betas = [] if lane.call.delta else [strength for strength, _ in found]
@@ -120,6 +121,9 @@ def _fold_whole(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | 
             return [load_update(rows, TALL.reduce(1)) for _, load_update in found]
 
         add_some(load_more, betas, keys, jnp.bool_(False))
+
+    if lane.more:
+        pl.when(lane.has_more(item))(add_more)
 
 
 def _more_updates(lane: Lane, item: Item) -> list[tuple[Array | None, Callable]]:
@@ -188,8 +192,14 @@ def _fold_split(lane: Lane, item: Item, first: list[Entry] | None, left: Wide | 
             state = add_part(c, state)
     else:
         state = lax.fori_loop(0, lane.places // PART, add_part, state)
-    for row, (strength, load_update) in enumerate(_more_updates(lane, item), lane.decay_row + 1):
-        state = add(state, lane.numbers, row, load_update(rows, SPLIT.reduce(1)), strength)
+
+    def add_more(state):
+        for row, (strength, load_update) in enumerate(_more_updates(lane, item), lane.decay_row + 1):
+            state = add(state, lane.numbers, row, load_update(rows, SPLIT.reduce(1)), strength)
+        return state
+
+    if lane.more:
+        state = lax.cond(lane.has_more(item), add_more, lambda state: state, state)
     kept = jnp.float32 if low_scales is not None else low.dtype
     halves = [split(x, [call.state, kept], lane.interpret) for x in state]
     if low_scales is not None:  # A row's largest number is 127.
@@ -208,9 +218,10 @@ def read_state(lane: Lane, item: Item, following: Array) -> None:
     whose words are kept, band by band."""
     probes = 2 * lane.call.time
     starts = range(0, probes, GROUP)
-    found = []
-    for band in range(BANDS):
-        pl.when(item.has_checkpoint & ~item.folds)(functools.partial(plgpu.barrier_wait, lane.barrier(band)))
+
+    def read_band(band, found):
+        """Returns the products of the band before, and its own."""
+        pl.when(item.has_checkpoint & ~item.folds)(lambda: plgpu.barrier_wait(lane.barrier(band)))
         # Several sums each, because products into one sum wait for each other.
         sums = [[zeros((BAND, GROUP), STATE)] * 4 for _ in starts]
         for strip in lane.strips():
@@ -219,11 +230,13 @@ def read_state(lane: Lane, item: Item, following: Array) -> None:
                 right = cut(load(lane.numbers.at[pl.ds(start, GROUP), strip], STATE_RIGHT))
                 for part in left:
                     sums[i] = [*sums[i][1:], multiply_state(sums[i][0], part, right, lane.interpret)]
-        found.append([functools.reduce(jnp.add, x) for x in sums])
-        if not band:
-            pl.when(item.folds)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
+        pl.when(item.folds & jnp.equal(band, 0))(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
         synchronize(lane.interpret)  # All threads have read the band, and after the last one the probes.
-        pl.when(following < lane.call.items)(functools.partial(lane.fetch, following, [band]))
+        pl.when(following < lane.call.items)(lambda: lane.fetch(following, band))
+        return [*found[1:], [functools.reduce(jnp.add, x) for x in sums]]
+
+    # A loop, as the code of several bands in a row would be fetched more slowly than it runs.
+    found = lax.fori_loop(0, BANDS, read_band, [[zeros((BAND, GROUP), STATE)] * len(starts)] * BANDS)
     for band, products in enumerate(found):
         for start, product in zip(starts, products, strict=True):
             n = min(GROUP, probes - start)
