@@ -412,10 +412,10 @@ class Lane:
         """Asks for all that an item needs of global memory, except its checkpoint and chunks that `copy` brings."""
         call, schedule, arrays = self.call, self.schedule, self.arrays
         head, row = upcoming.head, fields[ROW]
-        if schedule.adds_on_tensor_cores:  # With fewer entries it gains nothing.
-            first = zip(upcoming.first_positions, self._layouts, strict=True)
-            first = [(at, layout.reduce(1)) for at, layout in first]
-            settle(first + [(at, PER_THREAD) for at in upcoming.all_positions], self.interpret)
+        if schedule.adds_on_tensor_cores or call.stacked > 1:  # Fewer loads share no counter; there it costs time.
+            first = [] if schedule.copies_first_chunk else zip(upcoming.first_positions, self._layouts, strict=True)
+            known = [(at, layout.reduce(1)) for at, layout in first]
+            settle(known + [(at, PER_THREAD) for at in upcoming.all_positions], self.interpret)
         key_vector, value_vector = VECTORS[call.key_dim], VECTORS[call.value_dim]
         time, per_key = range(call.time), call.heads_per_key
         probes = [load(ref.at[row, t, head // per_key], key_vector) for ref in (arrays.k, arrays.q) for t in time]
