@@ -19,10 +19,10 @@ from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import SamplingParams, generate_tokens
 from jaxbuf.serving.acceptance import passes
 from jaxbuf.serving.adaptive import Adaptive
-from jaxbuf.serving.admit import start
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.beams import Settings, search_beams, start_beams
 from jaxbuf.serving.drafters import MTP, DraftModel, NGram
+from jaxbuf.serving.prompts import start
 from tests.array_checks import wrong_fields
 from tests.serving.five_tokens import five_token_model
 

@@ -25,7 +25,7 @@ from jaxbuf.terminal import print_table
 
 type Row = dict[str, Any]
 
-PROGRAMS = ("start", "generate_tokens")
+PROGRAMS = ("begin_prompts", "read_layer", "end_prompts", "generate_tokens")
 # What JAX tells of each program that it makes, by the name that it has here.
 PARTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace_s",
@@ -45,9 +45,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="Two processes run one after the other, with one compilation cache, which is empty at first and removed "
         "at the end. Each makes the model, calls jaxbuf.generate on random prompts, greedily, and calls it again with "
         "--drafter. A time is the wall clock's from the call to the last token; making the model is not part of it. "
-        "The programs are start, which reads prompts, and generate_tokens, which decodes: JAX traces each and lowers "
-        "it, and XLA compiles it, or it comes out of the cache. For a GPU, what was lowered is kept there, too: the "
-        "time of lowering is then part of tracing, or tracing is reading what was kept. XLA compiles both at once, so "
+        "The programs are begin_prompts, read_layer and end_prompts, which read prompts, and generate_tokens, which "
+        "decodes; read_layer are those of all kinds of layers together. JAX traces each and lowers it, and XLA "
+        "compiles it, or it comes out of the cache. For a GPU, what was lowered is kept there, too: the time of "
+        "lowering is then part of tracing, or tracing is reading what was kept. XLA compiles them side by side, so "
         "that a generation takes less than the sum. The second call of the same generation is what is left without "
         "all that.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -6,7 +6,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Lowered
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -27,19 +28,21 @@ from jaxbuf.bench.model_options import add_model_options, asked_model, check_ful
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, output, whole
 from jaxbuf.bench.step_run import IN_TRACES
 from jaxbuf.compilation import without_cache
-from jaxbuf.models.config import ATTENTION
+from jaxbuf.models.config import ATTENTION, LayerConfig
 from jaxbuf.models.families import config_json
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.serving import SamplingParams, admit
-from jaxbuf.serving.admit import start
 from jaxbuf.serving.batch import Batch, Decoding, make_batch
-from jaxbuf.serving.carry import Carry
+from jaxbuf.serving.carry import Carry, CarrySizes
 from jaxbuf.serving.profiling import LIBRARY_PRODUCTS, OTHER, Operation, operations, trace
+from jaxbuf.serving.prompts import program_key, read_first_chunk
 from jaxbuf.target import Target
 from jaxbuf.terminal import print_table
 
 USUAL = "8x2048,4x8192,1x32768"
 REPEATS = 3
+READERS = "begin_prompts", "read_layer", "end_prompts", "admit"  # the programs
+STATIC = CarrySizes, LayerConfig  # arguments that compiled programs don't take
 BETWEEN, PRODUCTS = "between kernels", "matrix products"
 # In the names of libraries' kernels that no scope is known of.
 FLASH = re.compile("sdpa|fmha|flash", re.I)
@@ -51,15 +54,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="jaxbuf bench prefill",
         description=__doc__,
-        epilog="The programs are those by which jaxbuf.generate reads prompts, start for the first chunk and admit for "
-        "the others, on random token ids; the last chunk draws a token of each prompt. The time is the wall clock's, "
-        f"the median of {REPEATS} runs from an empty memory to the first tokens. The parts are operations of a "
-        "jax.profiler trace of one more run; what they leave of the wall clock is time between kernels. XLA leaves "
-        "libraries' kernels without a name of their layer in CUDA graphs: they are known by their own names, flash "
-        "attention's as attention and others as matrix products. The FLOP of attention are those of the scores and "
-        "sums that a causal softmax needs, 4 for each number of a query and a key that it sees. jaxbuf's "
-        "causal_attention and torch's scaled_dot_product_attention are timed on the same sizes, a layer of whole "
-        "prompts without a memory.",
+        epilog="The programs are those by which jaxbuf.generate reads prompts, a few small ones for the first chunk "
+        "and admit for the others, on random token ids; the last chunk draws a token of each prompt. The time is "
+        f"the wall clock's, the median of {REPEATS} runs from an empty memory to the first tokens. The parts are "
+        "operations of a jax.profiler trace of one more run; what they leave of the wall clock is time between "
+        "kernels. XLA leaves libraries' kernels without a name of their layer in CUDA graphs: they are known by "
+        "their own names, flash attention's as attention and others as matrix products. The FLOP of attention are "
+        "those of the scores and sums that a causal softmax needs, 4 for each number of a query and a key that it "
+        "sees. jaxbuf's causal_attention and torch's scaled_dot_product_attention are timed on the same sizes, a "
+        "layer of whole prompts without a memory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_model_options(parser)
@@ -97,28 +100,46 @@ class Reading:
 
     def __init__(self, asked: Batch):
         self.asked, self.chunks = asked, asked.arrivals
-        model = asked.lm.model
-        self.lowered = [start.lower(model, asked.sizes, self.chunks[0])]
-        if len(self.chunks) > 1:
-            carry = jax.eval_shape(lambda: start(model, asked.sizes, self.chunks[0]))
-            self.lowered.append(admit.lower(model, carry, self.chunks[1]))
+        self.lowered: dict[Hashable, Lowered] = {}
+        self.results: dict[Hashable, Any] = {}
+        self.order: list[Hashable] = []  # the program of each call
+        self.carry = self._read(self._lower)
+
+    def _read(self, run: Callable[..., Any]) -> Any:
+        """Runs the programs as `jaxbuf.generate` does; `run` is as in `read_first_chunk`."""
+        model, (first, *others) = self.asked.lm.model, self.chunks
+        carry = read_first_chunk(model, self.asked.sizes, first, run=run)
+        for chunk in others:
+            carry = run(admit, model, carry, chunk)
+        return carry
+
+    def _lower(self, program: Any, *args: Any) -> Any:
+        key = program_key(program, args)
+        if key not in self.lowered:
+            traced = program.trace(*args)
+            self.lowered[key], self.results[key] = traced.lower(), traced.out_info
+        self.order.append(key)
+        return self.results[key]
 
     def compile(self) -> None:
-        self.programs = [lowered.compile(compiler_options=IN_TRACES) for lowered in self.lowered]
+        self.programs = {key: lowered.compile(compiler_options=IN_TRACES) for key, lowered in self.lowered.items()}
 
     def __call__(self) -> Carry:
         """Reads the prompts."""
-        model, (first, *others) = self.asked.lm.model, self.chunks
-        carry = self.programs[0](model, first)
-        for chunk in others:
-            carry = self.programs[1](model, carry, chunk)
-        return jax.block_until_ready(carry)
+        order = iter(self.order)
+
+        def run(_: Any, *args: Any) -> Any:
+            return self.programs[next(order)](*(arg for arg in args if not isinstance(arg, STATIC)))
+
+        return jax.block_until_ready(self._read(run))
 
     def describe(self) -> Row:
-        """How the prompts are cut, and the bytes that a program needs at once at most."""
-        most = max(program_bytes(program)["program_bytes"] for program in self.programs)
+        """How the prompts are cut, and the bytes that are needed at once at most: parameters, memory of all layers, and
+        what a program makes on the way."""
+        most = max(program_bytes(program)["temporary_bytes"] for program in self.programs.values())
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.asked.lm.model, self.carry)))
         chunk = int(self.chunks[0].tokens.shape[1])
-        return {"chunks": len(self.chunks), "chunk_tokens": chunk, "program_bytes": most}
+        return {"chunks": len(self.chunks), "chunk_tokens": chunk, "program_bytes": held + most}
 
 
 def compile_all(readings: Sequence[Reading]) -> float:
@@ -157,7 +178,7 @@ def measure(read: Reading, number: int, tokens: int, options: argparse.Namespace
         directory = options.profile / f"{number}x{tokens}" if options.profile else Path(temporary)
         with trace(directory):
             read()
-        traced = [ran for ran in operations(directory) if ran.program in ("start", "admit")]
+        traced = [ran for ran in operations(directory) if ran.program in READERS]
     seconds = statistics.median(walls)
     found |= {"prompts": number, "tokens": tokens, "ms": 1e3 * seconds, "tokens_per_s": number * tokens / seconds}
     found |= split(traced)
@@ -219,7 +240,7 @@ def show(console: Console, figures: Sequence[Row], record: Row) -> None:
         *("prompts", "chunks", "ms", "tokens/s", "attention TFLOP/s", "torch", "memory"),
         title=f"{model['name']} in {model['dtype']}, {record['device']}",
         caption="attention: of a layer alone; torch: of its scaled_dot_product_attention, the fastest of its kernels; "
-        "memory: what a program needs, in GB",
+        "memory: what is needed at once, in GB",
     )
     for row in figures:
         rates = [row.get("layer_flop_per_s"), fastest(record["torch"], row)]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,6 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxbuf.axes import Array, Float, Float32, Int
-from jaxbuf.memory.sequences import Launch
 from jaxbuf.models.cache import Cache as Cache
 from jaxbuf.models.cache import Plans, all_slots, begin, make_launch, memory_partitions, whole_plans
 from jaxbuf.models.cache import commit as commit
@@ -135,6 +134,57 @@ def apply_layers(
     return on_devices(mesh, run, (list(layers), held, (x, plans)), partitions, out)
 
 
+def share_plans(layers: Iterable[LayerConfig], plans: Plans) -> Plans:
+    """Plans with what the layers share (angles of positions, for one), which is computed here, before the first."""
+    mixers = [mixer for layer in layers for mixer in layer.mixers]
+    return {kind: plan.shared_by([each for each in mixers if each.kind == kind]) for kind, plan in plans.items()}
+
+
+def apply_layer(
+    config: LayerConfig, layer: DecoderLayer, x: Float[Array, "rows time hidden"], memories: tuple, plans: Plans
+) -> tuple[Float[Array, "rows time hidden"], tuple]:
+    """One layer, its sum included, so that nothing but its kind and its shapes tells its program from another layer's.
+
+    Args:
+      config: The layer's (static under jit).
+      layer: Its parameters.
+      x: What it reads.
+      memories: One for each of its mixers.
+      plans: From `share_plans`, at least those of its mixers' kinds; any for a layer without mixers.
+
+    Returns:
+      What the next layer reads, in x's dtype, and the memories.
+    """
+    x, added, after = _apply_layer(config, layer, x, None, memories, plans)
+    return x if added is None else x + summed(added), tuple(after)
+
+
+def apply_one_by_one[X](
+    apply: Callable[[LayerConfig, DecoderLayer, X, tuple, Plans], tuple[X, tuple]],
+    layers: Sequence[DecoderLayer],
+    x: X,
+    memories: Iterable[Any],
+    plans: Plans,
+) -> tuple[X, tuple]:
+    """`apply_layers` without a mesh, by a call for each layer: of a jitted `apply_layer`, outside jit.
+
+    All layers of a kind are then one small program, which XLA compiles once; in the program of `apply_layers` it
+    compiles each layer again.
+
+    Args:
+      apply: Called as `apply_layer` is, for each layer in order.
+      layers, x, memories: As in `apply_layers`; only `apply` looks at the arrays.
+      plans: From `share_plans`.
+    """
+    left, after = iter(memories), []
+    for layer in layers:
+        # What other kinds of layers plan is not passed: the program would be another one wherever that is.
+        own = {mixer.kind: plans[mixer.kind] for mixer in layer.config.mixers} or plans
+        x, found = apply(layer.config, layer, x, tuple(next(left) for _ in layer.config.mixers), own)
+        after += found
+    return x, tuple(after)
+
+
 def _apply_layers(
     layers: Sequence[DecoderLayer],
     x: Array,
@@ -148,8 +198,7 @@ def _apply_layers(
     apply = jax.checkpoint(_apply_layer, static_argnums=0) if remat else _apply_layer
     devices = [devices_of(mesh, axis) for axis in AXES]
     configs = [layer.config.spread(*devices) for layer in layers]
-    mixers = [mixer for config in configs for mixer in config.mixers]
-    plans = {kind: plan.shared_by([each for each in mixers if each.kind == kind]) for kind, plan in plans.items()}
+    plans = share_plans(configs, plans)
     for number, (config, layer) in enumerate(zip(configs, layers, strict=True)):
         with jax.named_scope(f"layer_{number}"):
             x, added, found = apply(config, layer, x, added, [next(left) for _ in config.mixers], plans)
@@ -207,7 +256,12 @@ def _run(
 ) -> tuple[Array, tuple]:
     """All layers: hidden states after the final norm, and the memories, one a mixer."""
     x, after = apply_layers(model.config.mesh, model.layers, embed(model, tokens), memories, plans, remat=remat)
-    return rms_norm(x, model.norm, model.config.norm), after
+    return final_norm(model, x), after
+
+
+def final_norm(model: Decoder, x: Float[Array, "rows time hidden"]) -> Float[Array, "rows time hidden"]:
+    """Hidden states: the norm of what the last layer leaves."""
+    return rms_norm(x, model.norm, model.config.norm)
 
 
 def forward(
@@ -309,8 +363,24 @@ def prefill(
         clamped, the first row of a slot counts, and rows of a slot out of range are as rows of slot 0.
       PoolExhausted: As in `extend`; under jit `cache.sequences.committed` says which rows were read.
     """
+    plans, cache = begin_prefill(cache, tokens, lengths=lengths, slots=slots, keep=keep, empty=empty)
+    hidden, memories = _run(model, tokens, cache.layers, plans)
+    return hidden, dataclasses.replace(cache, layers=memories)
+
+
+def begin_prefill(
+    cache: Cache,
+    tokens: Int[Array, "rows time"],
+    *,
+    lengths: Int[Array, "rows"] | None = None,
+    slots: Int[Array, "rows"] | None = None,
+    keep: int | Array = 0,
+    empty: bool = False,
+) -> tuple[Plans, Cache]:
+    """What `prefill` does before the first layer: the plans of the layers, and the cache with all integers as they are
+    after it. Arguments and errors as there."""
     _check_tokens(cache, tokens, slots)
-    return _serve(model, cache, tokens, make_launch(cache, slots, lengths, tokens.shape[1], keep=keep, empty=empty))
+    return begin(cache, make_launch(cache, slots, lengths, tokens.shape[1], keep=keep, empty=empty))
 
 
 def extend(
@@ -349,7 +419,9 @@ def extend(
     """
     _check_tokens(cache, tokens, slots)
     launch = make_launch(cache, slots, lengths, tokens.shape[1], parents=parents)
-    return _serve(model, cache, tokens, launch, drafts=drafts)
+    plans, cache = begin(cache, launch, drafts=drafts)
+    hidden, memories = _run(model, tokens, cache.layers, plans)
+    return hidden, dataclasses.replace(cache, layers=memories)
 
 
 def _check_tokens(cache: Cache, tokens: Array, slots: Array | None) -> None:
@@ -359,10 +431,3 @@ def _check_tokens(cache: Cache, tokens: Array, slots: Array | None) -> None:
     if jnp.shape(rows) != tokens.shape[:1]:
         number = len(rows) if jnp.ndim(rows) else 1
         raise ValueError(f"tokens must have one row a slot ({number}), got shape {tokens.shape}")
-
-
-def _serve(model: Decoder, cache: Cache, tokens: Array, launch: Launch, *, drafts: bool = False) -> tuple[Array, Cache]:
-    """The layers over a cache."""
-    plans, cache = begin(cache, launch, drafts=drafts)
-    hidden, memories = _run(model, tokens, cache.layers, plans)
-    return hidden, dataclasses.replace(cache, layers=memories)

@@ -1,6 +1,7 @@
 """Generation: sampling, the jitted loop, and the functions over it that take and give text."""
 
-from jaxbuf.serving.admit import Arrivals, Beginning, admit, init_carry, release
+from jaxbuf.serving.admit import admit, init_carry, release
+from jaxbuf.serving.arrivals import Arrivals, Beginning
 from jaxbuf.serving.beams import Beam, beam_search
 from jaxbuf.serving.carry import Carry, CarrySizes
 from jaxbuf.serving.generation import generate

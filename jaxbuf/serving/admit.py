@@ -6,6 +6,7 @@ stop tokens, lengths, fold limits), so one program serves every batch of the sam
 """
 
 import dataclasses
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxbuf.arguments import distinct_slots
-from jaxbuf.axes import Array, Bool, Int, Int32
+from jaxbuf.axes import Array, Float, Int, Int32
 from jaxbuf.memory.ownership import NOWHERE
 from jaxbuf.models import decoder
-from jaxbuf.models.cache import fold_limits, with_kv_limits, with_limits
-from jaxbuf.models.config import ModelConfig
+from jaxbuf.models.cache import Plans, fold_limits, with_kv_limits, with_limits
+from jaxbuf.models.config import LayerConfig, ModelConfig
 from jaxbuf.models.scoring import Logprobs, fitting_block, hidden_logprobs
+from jaxbuf.serving.arrivals import Arrivals, Beginning
 from jaxbuf.serving.carry import (
     EMPTY,
     RUNNING,
@@ -34,7 +36,6 @@ from jaxbuf.serving.carry import (
     reports,
     slots_of,
 )
-from jaxbuf.serving.kept_programs import keep
 from jaxbuf.serving.sampling import (
     MOST_LOGPROBS,
     History,
@@ -46,62 +47,6 @@ from jaxbuf.serving.sampling import (
 )
 from jaxbuf.serving.speculation import Drafter, Reading, drafts_trees
 from jaxbuf.serving.token_masks import mask_words, only
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Beginning:
-    """Rows that begin to run as soon as the prompts are read that they continue.
-
-    Attributes:
-      rows: The rows, none twice; a negative number: nothing.
-      prompt: The place in `Arrivals` of the prompt that each continues.
-      limit: The entries from which each folds, at most the carry's: 1 is the recurrent form.
-      max_new_tokens: A row gets no more than the carry's capacity has room for behind its prompt.
-      sampling: Of these rows.
-      stop_ids: Padded with -1; n is the carry's.
-      allowed: As in `Carry`.
-      forks: Whether some row continues a prompt that is read into another row (static).
-    """
-
-    rows: Int32[Array, "begins"]
-    prompt: Int32[Array, "begins"]
-    limit: Int32[Array, "begins"]
-    max_new_tokens: Int32[Array, "begins"]
-    sampling: Sampling
-    stop_ids: Int32[Array, "begins n"]
-    allowed: Int32[Array, "begins words"]
-    forks: bool = dataclasses.field(default=False, metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Arrivals:
-    """A chunk of each of some prompts.
-
-    Attributes:
-      rows: The empty row that each prompt is read into, none twice; a negative number: nothing.
-      tokens: Right-padded.
-      lengths: The real ones.
-      start: How many tokens of the prompt earlier chunks had. A row that has not read exactly so many rests.
-      last: Whether the prompt ends with this chunk.
-      begins: The rows that begin to run where a prompt ends; None: no token is drawn, and the rows stay empty. Who
-        reads prompts for another loop finds in `Carry.hidden` what scores the next token.
-      prompt_top: How many of the most probable tokens are reported beside each prompt token at most.
-      kv_limit: Up to this many entries, at most the carry's, rows that continue a prompt read no checkpoint. Rows with
-        a longer prompt fold all of it. None: every row has a checkpoint.
-      report_prompt: Whether the log-probabilities of the prompts' tokens are reported (static).
-    """
-
-    rows: Int32[Array, "prompts"]
-    tokens: Int32[Array, "prompts time"]
-    lengths: Int32[Array, "prompts"]
-    start: Int32[Array, "prompts"]
-    last: Bool[Array, "prompts"]
-    begins: Beginning | None = None
-    prompt_top: Int32[Array, ""] | int = 0
-    kv_limit: Int32[Array, "prompts"] | None = None
-    report_prompt: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @partial(jax.jit, static_argnames=("config", "sizes"))
@@ -168,18 +113,7 @@ def admit(model: decoder.Decoder, carry: Carry, arrivals: Arrivals, drafter: Dra
       arrivals: The chunk. No activation is longer than it.
       drafter: The one that `init_carry` had.
     """
-    return _admit(model, carry, arrivals, drafter)
-
-
-def _new_carry(model: decoder.Decoder, sizes: CarrySizes, arrivals: Arrivals, drafter: Drafter | None = None) -> Carry:
-    return init_carry(model.config, sizes, drafter)
-
-
-@partial(jax.jit, static_argnames="sizes")
-@keep(like=_new_carry)
-def start(model: decoder.Decoder, sizes: CarrySizes, arrivals: Arrivals, drafter: Drafter | None = None) -> Carry:
-    """`init_carry` and `admit` of the first chunk, compiled as one program."""
-    return _admit(model, _new_carry(model, sizes, arrivals, drafter), arrivals, drafter, empty=True)
+    return admit_chunk(model, carry, arrivals, drafter)
 
 
 @partial(jax.jit, donate_argnames="carry")
@@ -218,10 +152,85 @@ def _checked(rows: Array, carry: Carry) -> Array:
     return jnp.where(slots > 0, slots - 1, NOWHERE)
 
 
-def _admit(
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """Where a chunk of prompts is read into, as it was decided before the first layer.
+
+    Attributes:
+      rows: Of the carry; NOWHERE where nothing is read.
+      before: The model's hidden states of the tokens before the chunk.
+      plans: Of the layers.
+    """
+
+    rows: Int32[Array, "prompts"]
+    before: Float[Array, "prompts hidden"]
+    plans: Plans
+
+    def shared_by(self, layers: Iterable[LayerConfig]) -> "Placed":
+        """The same with plans from `decoder.share_plans`, for layers that are programs of their own."""
+        return dataclasses.replace(self, plans=decoder.share_plans(layers, self.plans))
+
+
+def admit_chunk(
     model: decoder.Decoder, carry: Carry, arrivals: Arrivals, drafter: Drafter | None, *, empty: bool = False
 ) -> Carry:
-    carry, reading = _read(model, carry, arrivals, empty=empty)
+    """`admit` for a program that does more than that; empty: whether no row of the carry holds anything."""
+    carry, placed, x = begin_chunk(model, carry, arrivals, empty=empty)
+    x, memories = decoder.apply_layers(model.config.mesh, model.layers, x, carry.cache.layers, placed.plans)
+    return end_chunk(model, with_memories(carry, memories), placed, x, arrivals, drafter)
+
+
+def with_memories(carry: Carry, memories: tuple[Any, ...]) -> Carry:
+    """The carry with other memories of the layers."""
+    return dataclasses.replace(carry, cache=dataclasses.replace(carry.cache, layers=memories))
+
+
+def begin_chunk(
+    model: decoder.Decoder, carry: Carry, arrivals: Arrivals, *, empty: bool
+) -> tuple[Carry, Placed, Float[Array, "prompts time hidden"]]:
+    """What `admit` does before the layers.
+
+    Args:
+      model, carry, arrivals: As in `admit`.
+      empty: Whether no row of the carry holds anything (static).
+
+    Returns:
+      The carry, whose memory has the integers that it will have behind the layers; where the chunk goes; and what the
+      first layer reads.
+    """
+    row = _checked(arrivals.rows, carry)
+    position, state, before = get_rows((carry.position, carry.state, carry.hidden), row)
+    expected = (row < NOWHERE) & (position == arrivals.start) & (state == EMPTY)
+    row = jnp.where(expected, row, NOWHERE)
+    fits = arrivals.start + arrivals.lengths <= carry.history.tokens.shape[1]
+    slots, wanted = slots_of(row), jnp.where(expected & fits, arrivals.lengths, 0)
+    keep, cache = with_kv_limits(carry.cache, slots, arrivals.kv_limit)
+    if not isinstance(keep, int):
+        keep = jnp.where(arrivals.start + wanted <= keep, keep, 0)
+    given = {"lengths": wanted, "slots": slots, "keep": keep, "empty": empty}
+    plans, cache = decoder.begin_prefill(cache, arrivals.tokens, **given)
+    placed = Placed(row, before, plans)
+    return dataclasses.replace(carry, cache=cache), placed, decoder.embed(model, arrivals.tokens)
+
+
+def end_chunk(
+    model: decoder.Decoder,
+    carry: Carry,
+    placed: Placed,
+    x: Float[Array, "prompts time hidden"],
+    arrivals: Arrivals,
+    drafter: Drafter | None,
+) -> Carry:
+    """What `admit` does behind the layers.
+
+    Args:
+      model, arrivals, drafter: As in `admit`.
+      carry: From `begin_chunk`, with the memories that the layers returned.
+      placed: From `begin_chunk`.
+      x: What the last layer returned.
+    """
+    carry, reading = _read(model, carry, placed, x, arrivals)
     if arrivals.begins is not None:
         carry, reading = _fork(carry, arrivals, arrivals.begins, reading)
         carry = _begin(model, carry, arrivals.begins, reading)
@@ -235,19 +244,11 @@ def _admit(
     return dataclasses.replace(carry, speculation=Speculation(state, *counted))
 
 
-def _read(model: decoder.Decoder, carry: Carry, arrivals: Arrivals, *, empty: bool) -> tuple[Carry, Reading]:
-    """Reads the chunk into the rows' memory and text; empty: whether no row of the carry holds anything."""
-    row = _checked(arrivals.rows, carry)
-    position, state, before = get_rows((carry.position, carry.state, carry.hidden), row)
-    expected = (row < NOWHERE) & (position == arrivals.start) & (state == EMPTY)
-    row = jnp.where(expected, row, NOWHERE)
-    fits = arrivals.start + arrivals.lengths <= carry.history.tokens.shape[1]
-    slots, wanted = slots_of(row), jnp.where(expected & fits, arrivals.lengths, 0)
-    keep, cache = with_kv_limits(carry.cache, slots, arrivals.kv_limit)
-    if not isinstance(keep, int):
-        keep = jnp.where(arrivals.start + wanted <= keep, keep, 0)
-    hidden, cache = decoder.prefill(model, cache, arrivals.tokens, lengths=wanted, slots=slots, keep=keep, empty=empty)
-    read = jnp.where(expected, cache.sequences.committed[slots] - arrivals.start, 0)
+def _read(model: decoder.Decoder, carry: Carry, placed: Placed, x: Array, arrivals: Arrivals) -> tuple[Carry, Reading]:
+    """Writes down what the layers read of a chunk: its text, hidden states and log-probabilities."""
+    row, before, hidden = placed.rows, placed.before, decoder.final_norm(model, x)
+    held = carry.cache.sequences.committed[slots_of(row)]
+    read = jnp.where(row < NOWHERE, held - arrivals.start, 0)
     history = carry.history
     text = put_places(history.tokens, arrivals.tokens, arrivals.start, read, row)
     logprobs = carry.logprobs
@@ -262,7 +263,6 @@ def _read(model: decoder.Decoder, carry: Carry, arrivals: Arrivals, *, empty: bo
     newest = put_rows(carry.hidden, jnp.where(read > 0, row, NOWHERE), newest)
     carry = dataclasses.replace(
         carry,
-        cache=cache,
         history=dataclasses.replace(history, tokens=text),
         hidden=newest,
         logprobs=logprobs,

@@ -1,33 +1,41 @@
-"""Compiles the two programs of a generation before either runs, side by side where XLA takes long."""
+"""Compiles the programs of a generation before any of them runs, side by side where XLA takes long."""
 
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 from jax.stages import Lowered
 
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.pallas.kernel_programs import compile_kernels, compiler_threads
-from jaxbuf.serving.admit import Arrivals, start
+from jaxbuf.serving.admit import init_carry
+from jaxbuf.serving.arrivals import Arrivals
 from jaxbuf.serving.carry import CarrySizes
 from jaxbuf.serving.kept_programs import Keeping, keeping_programs
 from jaxbuf.serving.loop import generate_tokens
+from jaxbuf.serving.prompts import program_key, read_first_chunk
 from jaxbuf.serving.speculation import Drafter
 
 _known: set[Hashable] = set()  # what was compiled here, so that later generations spend no time on it
+_kernels: set[bytes] = (
+    set()
+)  # those that were compiled beside their programs, by hash: Mosaic GPU has them from then on
 
 
 def compile_ahead(
     lm: LanguageModel, sizes: CarrySizes, arrivals: Sequence[Arrivals], drafter: Drafter | None = None
 ) -> None:
-    """Compiles `start` for the first chunk of prompts and `generate_tokens` for what comes of it, unless it did before.
+    """Compiles the programs of `read_first_chunk` for the first chunk of prompts, and `generate_tokens` for what comes
+    of it, unless it did before.
 
-    jit finds both when they are called with these arguments, and the second with a carry that was put on its device, as
-    `read_prompts` does. They are traced and lowered on the caller's thread, under its JAX settings, or found lowered
-    (`jaxbuf.serving.kept_programs`). XLA runs on other threads, but on a CPU; so do small programs that compile the
-    kernels of those that were not found. With a mesh nothing is done: where the carry lies is not known until the first
-    program is compiled.
+    jit finds all of them when they are called with these arguments, and with results of each other that were put on
+    their device, as `read_first_chunk` does. They are traced and lowered on the caller's thread, under its JAX
+    settings, or found lowered (`jaxbuf.serving.kept_programs`), first `generate_tokens`, which XLA has the most work
+    with. XLA runs on other threads, but on a CPU; so do small programs that compile the kernels of those that were not
+    found. With a mesh nothing is done: where the carry lies is not known until the first program is compiled.
 
     Args:
       lm, sizes, arrivals, drafter: As `jaxbuf.serving.generation.read_prompts` has them.
@@ -42,34 +50,68 @@ def compile_ahead(
         return
     if sharding is None:
         sharding = jax.device_put(np.int32(0)).sharding  # the default device
-    with keeping_programs(lm.target) as keeping:
-        traced = start.trace(lm.model, sizes, arrivals[0], *given)
-        first = traced.lower()
-        carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), traced.out_info)
-        if lm.target.platform == "cpu":
-            # XLA's CPU compiler has crashed while another thread wrote what it had compiled to JAX's compilation cache.
-            first.compile()
-            generate_tokens.lower(lm.model, carry, np.int32(0), *given).compile()
-        else:
-            _compile_side_by_side(first, lambda: generate_tokens.lower(lm.model, carry, np.int32(0), *given), keeping)
+    # XLA's CPU compiler has crashed while another thread wrote what it had compiled to JAX's compilation cache.
+    threads = lm.target.platform != "cpu"
+    with keeping_programs(lm.target) as keeping, _Compiling(sharding, keeping, threads=threads) as compiling:
+        # The carry that is decoded from is like an empty one, which is known before prompts are read.
+        carry = jax.eval_shape(lambda: init_carry(lm.config, sizes, drafter))
+        compiling.run(generate_tokens, lm.model, compiling.placed(carry), np.int32(0), *given)
+        read_first_chunk(lm.model, sizes, arrivals[0], *given, run=compiling.run)
     _known.add(key)
 
 
-def _compile_side_by_side(first: Lowered, second: Callable[[], Lowered], keeping: Keeping | None) -> None:
-    """Compiles a program while another one is lowered and compiled, and their kernels beside them."""
-    kernels, begun = compiler_threads(), set[bytes]()
+class _Compiling:
+    """Lowers programs, and has each compiled while the next is lowered; leaving the context waits for all of them."""
 
-    def begin_kernels(program: Lowered) -> None:
-        if keeping is None or not keeping.found:  # Else XLA's compilation of the program, too, is found.
-            compile_kernels(program, kernels, begun)
+    def __init__(self, sharding: Sharding, keeping: Keeping | None, *, threads: bool):
+        """Args:
+        sharding: Of what is passed from a program to another.
+        keeping: Where programs are kept.
+        threads: Whether XLA runs on other threads; else a program is compiled before the next is lowered.
+        """
+        self.sharding, self.keeping, self.begun = sharding, keeping, set(_kernels)
+        self.programs = ThreadPoolExecutor() if threads else None
+        self.kernels = compiler_threads()
+        self.results: dict[Hashable, Any] = {}
+        self.compiled: list[Future[Any]] = []
 
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            begin_kernels(first)
-            compiled = pool.submit(first.compile)
-            lowered = second()
-            begin_kernels(lowered)
+    def placed(self, shapes: Any) -> Any:
+        """The same shapes, of arrays that were put on their device."""
+
+        def place(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding, weak_type=x.weak_type)
+
+        return jax.tree.map(place, shapes)
+
+    def run(self, program: Any, *args: Any) -> Any:
+        """Has a program compiled, once for all calls that it serves, and returns the shapes of its results."""
+        key = program_key(program, args)
+        if key not in self.results:
+            if self.keeping is not None:
+                self.keeping.found = False  # JAX may have traced it before, and asks nobody then
+            traced = program.trace(*args)
+            self._compile(traced.lower())
+            self.results[key] = self.placed(traced.out_info)
+        return self.results[key]
+
+    def _compile(self, lowered: Lowered) -> None:
+        if self.programs is None:
             lowered.compile()
-            compiled.result()
-    finally:
-        kernels.shutdown(wait=False, cancel_futures=True)  # What has not begun by now is of no use.
+            return
+        if self.keeping is None or not self.keeping.found:  # Else XLA's compilation of the program, too, is found.
+            compile_kernels(lowered, self.kernels, self.begun)
+        self.compiled.append(self.programs.submit(lowered.compile))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *rest: Any) -> None:
+        try:
+            if error is None:
+                for compiled in self.compiled:
+                    compiled.result()
+                _kernels.update(self.begun)
+        finally:
+            self.kernels.shutdown(wait=False, cancel_futures=True)  # What has not begun by now is of no use.
+            if self.programs is not None:
+                self.programs.shutdown(cancel_futures=True)

@@ -15,7 +15,7 @@ from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.recurrence.launch import kernel_serves
 from jaxbuf.recurrence.traffic import BLOCK_SIZE, ring_entries
 from jaxbuf.serving import forms
-from jaxbuf.serving.admit import Arrivals, Beginning
+from jaxbuf.serving.arrivals import Arrivals, Beginning
 from jaxbuf.serving.carry import CarrySizes
 from jaxbuf.serving.drafters import DRAFT_TOKENS, check_draft_tokens, make_drafter
 from jaxbuf.serving.sampling import SamplingParams, most_biases, pack, whole

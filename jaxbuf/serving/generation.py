@@ -1,4 +1,4 @@
-"""Text in, text out: what people call, over the two compiled programs of `loop.py`."""
+"""Text in, text out: what people call, over the compiled programs of `prompts.py`, `admit.py` and `loop.py`."""
 
 import dataclasses
 import logging
@@ -14,11 +14,13 @@ from jaxbuf.directory import make_directory
 from jaxbuf.models.language_model import LanguageModel
 from jaxbuf.progress import Report, check_progress, progress_bar, say_nothing
 from jaxbuf.serving import loop
-from jaxbuf.serving.admit import Arrivals, admit, start
+from jaxbuf.serving.admit import admit
 from jaxbuf.serving.ahead import compile_ahead
+from jaxbuf.serving.arrivals import Arrivals
 from jaxbuf.serving.batch import DRAFT_TOKENS, GREEDY, Batch, Decoding, Form, Prompt, list_prompts, make_batch
 from jaxbuf.serving.carry import RUNNING, Carry, CarrySizes
 from jaxbuf.serving.profiling import trace
+from jaxbuf.serving.prompts import read_first_chunk, start
 from jaxbuf.serving.result import Event, GenerationResult, Reader
 from jaxbuf.serving.room import make_room
 from jaxbuf.serving.sampling import SamplingParams, whole
@@ -224,11 +226,8 @@ def read_prompts(
 ) -> Carry:
     """A new carry that has read chunks of prompts, one after another."""
     with_drafter = () if drafter is None else (drafter,)
-    carry = start(lm.model, sizes, arrivals[0], *with_drafter)
-    if lm.config.mesh is None:
-        # Whether what jit returns counts as put there depends on its arguments, on JAX's version, and on whether the
-        # program was kept; the next program's key depends on it.
-        carry = jax.device_put(carry, carry.last.sharding)
+    read = read_first_chunk if lm.config.mesh is None else start
+    carry = read(lm.model, sizes, arrivals[0], *with_drafter)
     for chunk in arrivals[1:]:
         carry = admit(lm.model, carry, chunk, *with_drafter)
     return carry

@@ -65,7 +65,8 @@ class ScopeTime:
     """What one scope of one program took.
 
     Attributes:
-      program: The jitted function's name: "start" reads prompts, "generate_tokens" decodes.
+      program: The jitted function's name: "begin_prompts", "read_layer", "end_prompts" and "admit" read prompts (on a
+        mesh "start" and "admit"), "generate_tokens" decodes.
       scope: One of SCOPES, summed over the layers, or "other" (residual additions, norms, cursors, copies).
       seconds: Its operations' durations together. Where several run at once, as on a CPU's threads or a GPU's streams,
         that is more than the time that passed.
@@ -158,7 +159,7 @@ def _sum(program: str, scope: str, events: list[tuple[str, float]]) -> ScopeTime
 
 
 def scope_of(path: str) -> str:
-    """The scope of an operation from its name in the program, as "jit(start)/layer_0/mlp/add"."""
+    """The scope of an operation from its name in the program, as "jit(read_layer)/mlp/add"."""
     return next((part for part in path.split("/") if part in SCOPES), OTHER)
 
 

@@ -23,20 +23,28 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path, capsys):
     assert cold["found_in_cache"] == 0 and cached["found_in_cache"] >= 2
     for row in (cold, cached):
         assert row["first_s"] > row["again_s"] > 0
-        assert set(row["programs"]) == {"start", "generate_tokens"}
+        assert set(row["programs"]) == set(bench.PROGRAMS)
         assert all(seconds > 0 for parts in row["programs"].values() for seconds in parts.values())
     assert "2 prompts of 5 tokens" in capsys.readouterr().out
 
 
-def test_seconds_are_those_of_the_two_programs_and_of_no_others():
+def test_seconds_are_those_of_the_programs_and_of_no_others():
     trace, lower, compiled = bench.PARTS
     told = [
-        *((trace, 1.0, "start"), (trace, 2.0, "generate_tokens"), (trace, 4.0, "random_model")),
-        *((lower, 8.0, "jit(start)"), (compiled, 16.0, "jit(generate_tokens)"), (compiled, 32.0, "jit(add)")),
-        *((bench.FOUND, 0.0, ""), ("/jax/other", 64.0, "start")),
+        *(
+            (trace, 0.5, "read_layer"),
+            (trace, 0.5, "read_layer"),
+            (trace, 2.0, "generate_tokens"),
+            (trace, 4.0, "random_model"),
+        ),
+        *((lower, 8.0, "jit(read_layer)"), (compiled, 16.0, "jit(generate_tokens)"), (compiled, 32.0, "jit(add)")),
+        *((bench.FOUND, 0.0, ""), ("/jax/other", 64.0, "read_layer")),
     ]
+    nothing = dict.fromkeys(bench.PARTS.values(), 0.0)
     assert bench.split(told) == {
-        "start": {"trace_s": 1.0, "lower_s": 8.0, "compile_s": 0.0},
+        "begin_prompts": nothing,
+        "read_layer": {"trace_s": 1.0, "lower_s": 8.0, "compile_s": 0.0},
+        "end_prompts": nothing,
         "generate_tokens": {"trace_s": 2.0, "lower_s": 0.0, "compile_s": 16.0},
     }
 

@@ -48,7 +48,7 @@ def test_the_flop_of_attention_are_those_of_the_pairs_that_are_seen():
 
 def test_the_parts_are_sums_of_operations_and_attentions_longest_are_named():
     traced = [
-        Operation("start", scope, name, 1e-3 * ms)
+        Operation("read_layer", scope, name, 1e-3 * ms)
         for scope, name, ms in (
             *(("attention", "a", 3), ("attention", "b", 1), ("attention", "a", 2), ("mlp", "nvjet_tst_128", 4)),
             *(("other", "cudnn_generated_fort_native_sdpa_sm90", 7), ("other", "nvjet_tst_64", 8), ("other", "add", 9)),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxbuf.models.layers import replace_parameters
-from jaxbuf.serving import SamplingParams, generate, generate_tokens
-from jaxbuf.serving.admit import start
+from jaxbuf.serving import SamplingParams, generate
+from tests.serving.program import programs_compiled
 from tests.serving.speculating import random_llama, random_qwen3_5
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -18,10 +18,10 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 def test_what_was_compiled_serves_other_parameters():
     lm, other = random_qwen3_5(3), random_qwen3_5(4)
     expected = generate(other, [[1, 2, 3]], 8, GREEDY)[0].tokens
-    before = start._cache_size(), generate_tokens._cache_size()
+    before = programs_compiled()
     changed = lm.replace(model=other.model)
     assert generate(changed, [[1, 2, 3]], 8, GREEDY)[0].tokens == expected
-    assert (start._cache_size(), generate_tokens._cache_size()) == before
+    assert programs_compiled() == before
     assert changed == dataclasses.replace(lm, model=other.model) and lm.model is not changed.model
 
 

@@ -14,7 +14,8 @@ from jaxbuf.models.families import config_from_dict
 from jaxbuf.models.language_model import LanguageModel
 
 EOS = 256
-PROGRAMS = {"jit(start)": 1, "jit(generate_tokens)": 1}  # how often a generation compiles each
+# How often a generation compiles each: the layers are of two kinds.
+PROGRAMS = {"jit(begin_prompts)": 1, "jit(read_layer)": 2, "jit(end_prompts)": 1, "jit(generate_tokens)": 1}
 
 CONFIG = {
     "model_type": "qwen3_5_text",

@@ -9,6 +9,7 @@ import numpy as np
 from jaxbuf.serving import Carry, generate_tokens, init_carry
 from jaxbuf.serving.batch import Batch
 from jaxbuf.serving.generation import read_prompts
+from jaxbuf.serving.prompts import begin_prompts, end_prompts, read_layer
 
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call"}
 
@@ -124,3 +125,9 @@ def generate_batch(batch: Batch) -> Carry:
 def carry_shape(batch: Batch) -> Carry:
     """The shapes of a batch's carry; nothing is computed."""
     return jax.eval_shape(lambda: init_carry(batch.lm.config, batch.sizes, batch.drafter))
+
+
+def programs_compiled() -> tuple[int, ...]:
+    """How many programs each function that a generation runs was compiled to, the layers' last."""
+    functions = begin_prompts, end_prompts, generate_tokens, read_layer
+    return tuple(function._cache_size() for function in functions)

@@ -11,7 +11,7 @@ import pytest
 from jaxbuf.serving import Arrivals, SamplingParams, admit, generate, generate_tokens, init_carry, release
 from jaxbuf.serving import batch as batches
 from jaxbuf.serving.adaptive import Adaptive
-from jaxbuf.serving.admit import Beginning
+from jaxbuf.serving.arrivals import Beginning
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.carry import EMPTY, RUNNING
 from jaxbuf.serving.drafters import MTP, DraftModel, NGram

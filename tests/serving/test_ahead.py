@@ -2,19 +2,21 @@
 
 import dataclasses
 import types
+from typing import Any
 
 import jax
 import pytest
 
 import jaxbuf
 from jaxbuf.serving import ahead
+from jaxbuf.serving import prompts as prompts_module
 from jaxbuf.serving.ahead import compile_ahead
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.target import Target
 from tests.serving.conftest import PROGRAMS
-from tests.serving.program import carry_shape
 
 NEW = 5
+PARTS = "begin_prompts", "read_layer", "end_prompts"  # what reads prompts
 
 
 @pytest.fixture(autouse=True)
@@ -39,23 +41,40 @@ def test_a_generation_compiles_each_program_once_and_ahead(lm, compiled, drafter
     assert first[0].tokens == jaxbuf.generate(lm, prompts, NEW, drafter=drafter)[0].tokens and compiled == PROGRAMS
 
 
+@pytest.mark.slow
+def test_a_drafter_compiles_only_what_has_other_shapes(lm, compiled):
+    """Drafts need longer rings, but pages of the same number here: the softmax layers' program serves both."""
+    for drafter in (None, "ngram"):
+        jaxbuf.generate(lm, [[1, 2, 3]] * 3, NEW, drafter=drafter)
+    assert compiled == {name: 2 * number for name, number in PROGRAMS.items()} | {"jit(read_layer)": 3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing:
+    """A program that can be traced; compiling it fails, or is no work."""
+
+    program: Any
+    fails: bool
+
+    def trace(self, *args):
+        return types.SimpleNamespace(out_info=self.program.trace(*args).out_info, lower=lambda: self)
+
+    def compile(self):
+        if self.fails:
+            raise RuntimeError("no room for it")
+
+
 @pytest.mark.parametrize("target", [None, Target("gpu", "Hopper")])
-def test_an_error_of_the_first_program_is_raised(lm, monkeypatch, target):
-    """Which is compiled on a thread of its own, but on a CPU; a later generation tries again."""
+@pytest.mark.parametrize("name", ["generate_tokens", "begin_prompts", "read_layer", "end_prompts"])
+def test_an_error_of_any_program_is_raised_and_a_later_generation_tries_again(lm, monkeypatch, target, name):
+    """On a CPU nothing is compiled on other threads."""
     if target is None:
         monkeypatch.setattr(ahead, "ThreadPoolExecutor", None)
-    lm = dataclasses.replace(lm, compiled_for=target)
     batch = make_batch(lm, [[1, 2, 3]] * 3, decoding=Decoding(NEW))
-
-    def fail():
-        raise RuntimeError("no room for it")
-
-    carry = carry_shape(batch)
-    first = types.SimpleNamespace(lower=lambda: types.SimpleNamespace(compile=fail), out_info=carry)
-    second = types.SimpleNamespace(compile=lambda: None)
+    lm = dataclasses.replace(lm, compiled_for=target)
     monkeypatch.setattr(ahead, "compile_kernels", lambda *given: None)
-    monkeypatch.setattr(ahead, "start", types.SimpleNamespace(trace=lambda *given: first))
-    monkeypatch.setattr(ahead, "generate_tokens", types.SimpleNamespace(lower=lambda *given: second))
+    for module, program in ((ahead, "generate_tokens"), *((prompts_module, each) for each in PARTS)):
+        monkeypatch.setattr(module, program, Failing(getattr(module, program), fails=program == name))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no room for it"):
-            compile_ahead(batch.lm, batch.sizes, batch.arrivals)
+            compile_ahead(batch.lm if target is None else lm, batch.sizes, batch.arrivals)

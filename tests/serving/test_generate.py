@@ -12,10 +12,11 @@ from jaxbuf.models.decoder import Decoder
 from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.serving import SamplingParams, generate, generate_tokens
 from jaxbuf.serving import batch as batches
-from jaxbuf.serving.admit import start
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.generation import read_prompts
+from jaxbuf.serving.prompts import begin_prompts, end_prompts, read_layer, start
 from jaxbuf.serving.stats import checkpoint_bytes, entry_bytes
+from tests.serving.program import programs_compiled
 from tests.serving.ties import are_clear
 from tests.tiny import changed
 
@@ -141,20 +142,20 @@ def test_a_generation_in_slices_is_the_whole_one(lm, prompts, greedy):
 
 @pytest.mark.slow
 def test_settings_do_not_compile_again_and_a_second_bucket_does_once(lm):
-    start.clear_cache()
-    generate_tokens.clear_cache()
+    for program in (begin_prompts, end_prompts, read_layer, generate_tokens):
+        program.clear_cache()
     rng = np.random.default_rng()
     some = [rng.integers(0, 256, n).tolist() for n in (3, 20, 63, 64)]
     for sampling in (GREEDY, SamplingParams(temperature=0.7, top_k=5, seed=9), SamplingParams(top_p=0.5, seed=3)):
         generate(lm, some[:2], 12, sampling)
         generate(lm, some[2:], 9, dataclasses.replace(sampling, stop="e"))
         list(generate(lm, some[2:], 9, dataclasses.replace(sampling, stop=["a", "o"]), stream=True, segment=3))
-    assert (start._cache_size(), generate_tokens._cache_size()) == (1, 1)
+    assert programs_compiled() == (1, 1, 1, 2)
     generate(lm, [rng.integers(0, 256, 65).tolist(), some[0]], 12, GREEDY)
-    assert (start._cache_size(), generate_tokens._cache_size()) == (2, 2)
+    assert programs_compiled() == (2, 2, 2, 4)
     for limit in (16, 8):  # rings of one entry, whatever the limit is
         generate(lm, some[:2], 12, GREEDY, form="recurrent", limit=limit)
-    assert (start._cache_size(), generate_tokens._cache_size()) == (3, 3)
+    assert programs_compiled() == (3, 3, 3, 6)
 
 
 def test_the_carry_is_reused_in_place(lm):

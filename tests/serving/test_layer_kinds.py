@@ -15,8 +15,8 @@ from jaxbuf.models.layers import cast
 from jaxbuf.models.mixers.attention import Attention
 from jaxbuf.models.mixers.gated_delta_net import GatedDeltaNet
 from jaxbuf.serving import generate_tokens
-from jaxbuf.serving.admit import start
 from jaxbuf.serving.batch import Decoding, make_batch
+from jaxbuf.serving.prompts import program_key, read_first_chunk, start
 from jaxbuf.target import as_target
 from tests.serving.program import carry_shape
 from tests.tiny import random_model
@@ -73,8 +73,18 @@ def test_a_step_traces_a_layer_of_each_kind_and_lowers_each_kernel_once(made, ba
 
 
 def test_reading_prompts_traces_a_layer_of_each_kind(made, batch, calls):
+    """In the one program, and in those of the layers."""
     start.trace(made.model, batch.sizes, batch.arrivals[0])
     assert calls == ONCE
+    calls.clear()
+    keys = set()
+
+    def trace(program, *args):
+        keys.add(program_key(program, args))
+        return program.trace(*args).out_info
+
+    read_first_chunk(made.model, batch.sizes, batch.arrivals[0], run=trace)
+    assert len(keys) == 2 + len(ONCE) and all(number <= ONCE[kind] for kind, number in calls.items())
 
 
 def test_a_gradient_traces_a_layer_of_each_kind(made, calls):

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxbuf.serving import SamplingParams, generate, generate_tokens
-from jaxbuf.serving.admit import start
+from jaxbuf.serving import SamplingParams, generate
 from jaxbuf.serving.drafters import NGram
 from tests.serving.five_tokens import NEW, PROMPTS, distribution, five_token_model, greedy
+from tests.serving.program import programs_compiled
 
 PROCESSED = "processed"
 SETTINGS = [
@@ -50,7 +50,7 @@ def test_processed_log_probabilities_are_of_what_a_token_was_drawn_from(drafter)
 def test_how_many_and_which_log_probabilities_are_reported_is_data():
     lm = five_token_model()
     generate(lm, PROMPTS, NEW, greedy(logprobs=0))
-    before = start._cache_size(), generate_tokens._cache_size()
+    before = programs_compiled()
     for changes in ({"logprobs": 5}, {"logprobs": 20, "prompt_logprobs": 4}, {"logprobs_mode": "processed"}):
         setting = dataclasses.replace(greedy(logprobs=0), **changes)
         for result in generate(lm, PROMPTS, NEW, setting):
@@ -60,7 +60,7 @@ def test_how_many_and_which_log_probabilities_are_reported_is_data():
             assert [*map(len, result.prompt_top_logprobs[1:])] == [setting.prompt_logprobs] * (
                 result.stats.prompt_tokens - 1
             )
-    assert (start._cache_size(), generate_tokens._cache_size()) == before
+    assert programs_compiled() == before
 
 
 @pytest.mark.parametrize("mode", ["sampled", None, 1, True])

@@ -13,13 +13,19 @@ from jaxbuf.cli import app
 from jaxbuf.models import cache as caches
 from jaxbuf.models.config import ATTENTION, RECURRENCE
 from jaxbuf.serving import SamplingParams, generate, generate_tokens
-from jaxbuf.serving.admit import start
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.drafters import MTP
 from jaxbuf.serving.drafting import propose_ngram
 from jaxbuf.serving.generation import read_prompts
 from jaxbuf.serving.speculation import Proposal
-from tests.serving.program import carry_shape, check_on_device, check_reused, made_in_loops, written_in_loops
+from tests.serving.program import (
+    carry_shape,
+    check_on_device,
+    check_reused,
+    made_in_loops,
+    programs_compiled,
+    written_in_loops,
+)
 from tests.serving.speculating import random_qwen3_5
 from tests.serving.ties import are_clear
 
@@ -191,7 +197,7 @@ def test_one_sample_each_costs_nothing(lm, prompts):
 
 
 def test_a_generation_is_one_compilation_for_any_numbers_with_that_sum(lm, prompts, results):
-    before = start._cache_size(), generate_tokens._cache_size()
+    before = programs_compiled()
     for numbers in ((3, 3, 3, 3), (1, 13, 1, 1), (2, 5, 2, 1)):
         settings = [dataclasses.replace(setting, n=n) for setting, n in zip(SETTINGS, numbers, strict=True)]
         found = generate(lm, prompts, NEW, settings)
@@ -199,7 +205,7 @@ def test_a_generation_is_one_compilation_for_any_numbers_with_that_sum(lm, promp
         for ours, theirs in zip(found, results, strict=True):
             for a, b in zip(ours.samples, theirs.samples, strict=False):
                 assert a.tokens == b.tokens
-    assert (start._cache_size(), generate_tokens._cache_size()) == before
+    assert programs_compiled() == before
 
 
 @pytest.fixture(scope="module")

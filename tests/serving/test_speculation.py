@@ -16,7 +16,6 @@ from jaxbuf.models.language_model import LanguageModel, load
 from jaxbuf.recurrence.traffic import entry_bytes
 from jaxbuf.serving import SamplingParams, acceptance, generate, generate_tokens, speculation
 from jaxbuf.serving.adaptive import Adaptive
-from jaxbuf.serving.admit import start
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.serving.beams import beam_search
 from jaxbuf.serving.drafters import MTP, DraftModel, NGram
@@ -25,7 +24,7 @@ from jaxbuf.serving.sampling import noise, pack
 from jaxbuf.serving.stats import checkpoint_bytes
 from jaxbuf.serving.token_masks import pack_mask
 from tests.serving.goodness import RARE
-from tests.serving.program import carry_shape, check_on_device, check_reused, written_in_loops
+from tests.serving.program import carry_shape, check_on_device, check_reused, programs_compiled, written_in_loops
 from tests.serving.speculating import (
     DRAFTS,
     GREEDY,
@@ -224,7 +223,7 @@ def test_a_generation_is_one_compilation(lm, prompts, greedy):
     """The same one whatever the settings, the form, the number of tokens and the calls that it is cut into."""
 
     def compiled():
-        return np.array([start._cache_size(), generate_tokens._cache_size()])
+        return np.array(programs_compiled())
 
     before = None
     for sampling in (GREEDY, dataclasses.replace(GREEDY, temperature=1.0, presence_penalty=0.5, stop="e")):
