@@ -7,7 +7,7 @@ ones. Mosaic GPU looks up each by its hash first, in what the process has compil
 import logging
 import os
 from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -53,7 +53,7 @@ def find_kernels(lowered: jax.stages.Lowered) -> list[Kernel]:
     return sorted(found.values(), key=lambda kernel: -len(kernel.attributes["module"]))
 
 
-def compile_kernels(lowered: jax.stages.Lowered, pool: Executor, begun: set[bytes]) -> None:
+def compile_kernels(lowered: jax.stages.Lowered, pool: Executor, begun: set[bytes]) -> list[Future[None]]:
     """Begins to compile a program's kernels, on the threads of `pool`, and does not wait for them.
 
     What goes wrong is noted in the log and nothing else: the program compiles without, and tells what it can't compile.
@@ -62,16 +62,21 @@ def compile_kernels(lowered: jax.stages.Lowered, pool: Executor, begun: set[byte
       lowered: The program.
       pool: The threads.
       begun: The hashes of kernels that were begun before, which are left out; these are added.
+
+    Returns:
+      What can be waited for. No exception comes of it.
     """
+    running: list[Future[None]] = []
     try:
         kernels = find_kernels(lowered)
     except Exception as error:  # Another version of JAX may write a call in another way.
         log.debug("kernels are compiled one after the other: %r", error)
-        return
+        return running
     for kernel in kernels:
         if kernel.hash not in begun:
-            pool.submit(_compile, kernel)
+            running.append(pool.submit(_compile, kernel))
         begun.add(kernel.hash)
+    return running
 
 
 def _compile(kernel: Kernel) -> None:

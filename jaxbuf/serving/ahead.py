@@ -1,7 +1,7 @@
 """Compiles the programs of a generation before any of them runs, side by side where XLA takes long."""
 
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 import jax
@@ -20,9 +20,7 @@ from jaxbuf.serving.prompts import program_key, read_first_chunk
 from jaxbuf.serving.speculation import Drafter
 
 _known: set[Hashable] = set()  # what was compiled here, so that later generations spend no time on it
-_kernels: set[bytes] = (
-    set()
-)  # those that were compiled beside their programs, by hash: Mosaic GPU has them from then on
+_kernels: set[bytes] = set()  # Hashes of those that were compiled before their programs: Mosaic GPU has them now.
 
 
 def compile_ahead(
@@ -34,8 +32,9 @@ def compile_ahead(
     jit finds all of them when they are called with these arguments, and with results of each other that were put on
     their device, as `read_first_chunk` does. They are traced and lowered on the caller's thread, under its JAX
     settings, or found lowered (`jaxbuf.serving.kept_programs`), first `generate_tokens`, which XLA has the most work
-    with. XLA runs on other threads, but on a CPU; so do small programs that compile the kernels of those that were not
-    found. With a mesh nothing is done: where the carry lies is not known until the first program is compiled.
+    with. XLA runs on other threads, but on a CPU. So do small programs that compile the kernels of those that were not
+    found, before their programs: the compilers of kernels and of all else exclude each other, and a program waits for
+    its kernels. With a mesh nothing is done: where the carry lies is not known until the first program is compiled.
 
     Args:
       lm, sizes, arrivals, drafter: As `jaxbuf.serving.generation.read_prompts` has them.
@@ -61,7 +60,8 @@ def compile_ahead(
 
 
 class _Compiling:
-    """Lowers programs, and has each compiled while the next is lowered; leaving the context waits for all of them."""
+    """Lowers programs, and has the kernels of each compiled while the next is lowered; leaving the context has all of
+    them compiled, side by side, and waits for them."""
 
     def __init__(self, sharding: Sharding, keeping: Keeping | None, *, threads: bool):
         """Args:
@@ -73,7 +73,8 @@ class _Compiling:
         self.programs = ThreadPoolExecutor() if threads else None
         self.kernels = compiler_threads()
         self.results: dict[Hashable, Any] = {}
-        self.compiled: list[Future[Any]] = []
+        self.lowered: list[Lowered] = []
+        self.running: list[Future[Any]] = []  # kernels, and programs that were found
 
     def placed(self, shapes: Any) -> Any:
         """The same shapes, of arrays that were put on their device."""
@@ -98,9 +99,11 @@ class _Compiling:
         if self.programs is None:
             lowered.compile()
             return
-        if self.keeping is None or not self.keeping.found:  # Else XLA's compilation of the program, too, is found.
-            compile_kernels(lowered, self.kernels, self.begun)
-        self.compiled.append(self.programs.submit(lowered.compile))
+        if self.keeping is not None and self.keeping.found:  # Then XLA's compilation of the program, too, is found.
+            self.running.append(self.programs.submit(lowered.compile))
+            return
+        self.lowered.append(lowered)
+        self.running += compile_kernels(lowered, self.kernels, self.begun)
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +111,10 @@ class _Compiling:
     def __exit__(self, error: type[BaseException] | None, *rest: Any) -> None:
         try:
             if error is None:
-                for compiled in self.compiled:
+                wait(self.running)
+                if self.programs is not None:
+                    self.running += [self.programs.submit(program.compile) for program in self.lowered]
+                for compiled in self.running:
                     compiled.result()
                 _kernels.update(self.begun)
         finally:

@@ -1,6 +1,7 @@
 """What `compile_ahead` compiles is what a generation runs: it compiles nothing else, and nothing twice."""
 
 import dataclasses
+import time
 import types
 from typing import Any
 
@@ -72,9 +73,36 @@ def test_an_error_of_any_program_is_raised_and_a_later_generation_tries_again(lm
         monkeypatch.setattr(ahead, "ThreadPoolExecutor", None)
     batch = make_batch(lm, [[1, 2, 3]] * 3, decoding=Decoding(NEW))
     lm = dataclasses.replace(lm, compiled_for=target)
-    monkeypatch.setattr(ahead, "compile_kernels", lambda *given: None)
+    monkeypatch.setattr(ahead, "compile_kernels", lambda *given: [])
     for module, program in ((ahead, "generate_tokens"), *((prompts_module, each) for each in PARTS)):
         monkeypatch.setattr(module, program, Failing(getattr(module, program), fails=program == name))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no room for it"):
             compile_ahead(batch.lm if target is None else lm, batch.sizes, batch.arrivals)
+
+
+def test_programs_are_compiled_when_all_kernels_are(lm, monkeypatch):
+    """A kernel's compiler waits for that of other programs, which waits for the kernels of its program."""
+    order, compiled = [], []
+
+    def begin(lowered, pool, begun):
+        return [pool.submit(lambda: (time.sleep(0.2), order.append("kernel")))]
+
+    @dataclasses.dataclass(frozen=True)
+    class Noted:
+        program: Any
+
+        def trace(self, *args):
+            return types.SimpleNamespace(out_info=self.program.trace(*args).out_info, lower=lambda: self)
+
+        def compile(self):
+            compiled.append(list(order))
+
+    batch = make_batch(lm, [[1, 2, 3]] * 3, decoding=Decoding(NEW))
+    monkeypatch.setattr(ahead, "compile_kernels", begin)
+    for module, program in ((ahead, "generate_tokens"), *((prompts_module, each) for each in PARTS)):
+        monkeypatch.setattr(module, program, Noted(getattr(module, program)))
+    on_gpu = dataclasses.replace(lm, compiled_for=Target("gpu", "Hopper"))
+    monkeypatch.setattr(ahead, "_known", set())
+    compile_ahead(on_gpu, batch.sizes, batch.arrivals)
+    assert len(compiled) == sum(PROGRAMS.values()) and all(len(before) == len(compiled) for before in compiled)

@@ -23,7 +23,8 @@ from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Call, Integers
 from jaxbuf.pallas.extend.gpu_products import ZERO, by_row, split, to_int8, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND
-from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, load, store
+from jaxbuf.pallas.instructions import end_copies, synchronize, wait_for_copies
+from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, copy_vector, load, store
 
 MAX_RING = 8  # entries of a ring; they are added to the state one after the other
 # A launch of up to so many items (the key, in rising order) has at most so many numbers of a state (the value) in a
@@ -100,7 +101,7 @@ def _kernel(call: Call, interpret: bool):
     def extend_part(  # A profile shows this name.
         fields, entries, append, q_ref, k_ref, v_ref, decay_ref, beta_ref, checkpoints, keys, updates, gates, *rest
     ):  # fmt: skip
-        *low, out_ref = rest
+        *low, out_ref, new_vectors, new_values = rest
         block = lax.axis_index("part")
         part, head, line = lax.rem(block, parts), lax.rem(block // parts, heads), block // (parts * heads)
         values, key_head = pl.ds(part * n, n), head // call.heads_per_key
@@ -108,6 +109,13 @@ def _kernel(call: Call, interpret: bool):
         checkpoint, has_checkpoint, fold_to = (fields[line, i] for i in (CHECKPOINT, HAS_CHECKPOINT, FOLD_TO))
         first, appended = entries[line, 0], append[line, 0]
         stack = range(call.stacked)
+        # The new token goes to shared memory: the compiler would move loads to where they are used, behind the state's.
+        vectors = [ref.at[row, 0, key_head] for ref in (k_ref, q_ref)]
+        vectors += [decay_ref.at[row, 0, head]] if channel else []
+        new, thread = [*zip(vectors, new_vectors, strict=True), (v_ref.at[row, 0, head, values], new_values)], 0
+        for source, target in new:
+            thread = copy_vector(source, target, thread, interpret) % THREADS
+        end_copies(interpret)
 
         def select(numbers):
             """A number of each head of a stack: itself if there is one, else [n], of each of the block's rows."""
@@ -135,14 +143,8 @@ def _kernel(call: Call, interpret: bool):
 
             state = lax.cond(fold_to >= 0, add_low, lambda: state)
         gate, key, update = load_entry(first)
-        new_key, query = (load(ref.at[row, 0, key_head], along_keys) for ref in (k_ref, q_ref))
-        value = load(v_ref.at[row, 0, head, values], along_values).astype(jnp.float32)
-        if channel:
-            new_gates = [load(decay_ref.at[row, 0, head], along_keys)]
-        else:
-            new_gates = [decay_ref[row, 0, call.head(head, i)] for i in stack]
+        new_gates = [] if channel else [decay_ref[row, 0, call.head(head, i)] for i in stack]
         new_betas = [beta_ref[row, 0, call.head(head, i)] for i in stack]
-        new_gate, new_beta = select(new_gates), select(new_betas)
 
         def add(state, gate, key, update):
             decay = jnp.exp(gate)
@@ -169,6 +171,13 @@ def _kernel(call: Call, interpret: bool):
 
         if call.state != jnp.float32:
             state = jnp.where(jnp.broadcast_to(fold_to >= 0, state.shape), stored.astype(jnp.float32), state)
+
+        wait_for_copies(0, interpret)
+        synchronize(interpret)
+        new_key, query, *gates_of_channels = (load(ref, along_keys) for ref in new_vectors)
+        value = load(new_values, along_values).astype(jnp.float32)
+        new_gates = gates_of_channels or new_gates
+        new_gate, new_beta = select(new_gates), select(new_betas)
 
         @pl.when((appended >= 0) & (part == 0))
         def _():
@@ -210,6 +219,10 @@ def _kernel(call: Call, interpret: bool):
         out_type=jax.ShapeDtypeStruct((call.rows, 1, heads, call.value_dim), call.out),
         grid=(call.items * parts,),
         grid_names=("part",),
-        compiler_params=COMPILER,  # There are no barriers: no thread reads what another one wrote.
+        scratch_types=[
+            [plgpu.SMEM((key_dim,), dtype) for dtype in (call.probe, call.probe, *[jnp.float32] * channel)],
+            plgpu.SMEM((n,), call.out),
+        ],
+        compiler_params=COMPILER,
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )
