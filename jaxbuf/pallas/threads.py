@@ -176,28 +176,30 @@ def copy_vector(ref, target, first: int, interpret: bool) -> int:
     """Starts to copy a vector from global memory to shared memory, as `copy_vectors`, sixteen bytes by a thread.
 
     Args:
-      ref: [length] in global memory; it begins at a multiple of sixteen bytes.
+      ref: [length] in global memory, of at most sixteen bytes a thread; it begins at a multiple of sixteen bytes.
       target: [length] in shared memory.
-      first: The number of the first of the threads that copy.
+      first: The number of the first of the threads that copy. Behind the last thread comes the first one.
       interpret: Whether this runs in Pallas' interpreter.
 
     Returns:
       The number behind that of the last one.
     """
     size, numbers = 16, 16 // ref.dtype.itemsize
-    end = first + ref.shape[0] // numbers
+    pieces = ref.shape[0] // numbers
+    assert pieces * numbers == ref.shape[0] and pieces <= THREADS, ref.shape
+    end = (first + pieces) % THREADS
     if interpret:
         target[...] = ref[...]
         return end
 
     def copy(_, ref, target):
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, THREADS))
-        piece = arith.subi(thread, arith.constant(i32, first))
-        start = arith.extsi(i64, arith.muli(piece, arith.constant(i32, numbers)))
+        thread = arith.addi(mgpu.utils.thread_idx(), arith.constant(i32, THREADS - first))
+        piece = arith.remui(thread, arith.constant(i32, THREADS))
+        start = arith.extui(i64, arith.muli(piece, arith.constant(i32, numbers)))
         kind, pointers = ir.MemRefType(ref.type).element_type, [mgpu.utils.memref_ptr(x) for x in (target, ref)]
         places = [llvm.getelementptr(x.type, x, [start], [-(2**31)], kind, []) for x in pointers]
-        text = f"{{.reg .pred p; setp.lt.u32 p, $2, {end - first}; @p cp.async.cg.shared.global [$0], [$1], {size};}}"
+        text = f"{{.reg .pred p; setp.lt.u32 p, $2, {pieces}; @p cp.async.cg.shared.global [$0], [$1], {size};}}"
         operands = [*places, piece]
         llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r,~{memory}", has_side_effects=True)
 

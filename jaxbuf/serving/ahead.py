@@ -32,9 +32,8 @@ def compile_ahead(
     jit finds all of them when they are called with these arguments, and with results of each other that were put on
     their device, as `read_first_chunk` does. They are traced and lowered on the caller's thread, under its JAX
     settings, or found lowered (`jaxbuf.serving.kept_programs`), first `generate_tokens`, which XLA has the most work
-    with. XLA runs on other threads, but on a CPU. So do small programs that compile the kernels of those that were not
-    found, before their programs: the compilers of kernels and of all else exclude each other, and a program waits for
-    its kernels. With a mesh nothing is done: where the carry lies is not known until the first program is compiled.
+    with. XLA runs on other threads, but on a CPU; so do small programs that compile the kernels of those that were not
+    found. With a mesh nothing is done: where the carry lies is not known until the first program is compiled.
 
     Args:
       lm, sizes, arrivals, drafter: As `jaxbuf.serving.generation.read_prompts` has them.
@@ -60,8 +59,12 @@ def compile_ahead(
 
 
 class _Compiling:
-    """Lowers programs, and has the kernels of each compiled while the next is lowered; leaving the context has all of
-    them compiled, side by side, and waits for them."""
+    """Lowers programs, and has them and their kernels compiled on other threads; leaving the context waits for them.
+
+    The compilers of kernels and of all else exclude each other while they make machine code. The first program is
+    compiled while the others are lowered: its kernels are ready before XLA has optimized it. The others are compiled
+    when all kernels are ready, or they would keep the first one waiting for its own.
+    """
 
     def __init__(self, sharding: Sharding, keeping: Keeping | None, *, threads: bool):
         """Args:
@@ -73,8 +76,9 @@ class _Compiling:
         self.programs = ThreadPoolExecutor() if threads else None
         self.kernels = compiler_threads()
         self.results: dict[Hashable, Any] = {}
-        self.lowered: list[Lowered] = []
-        self.running: list[Future[Any]] = []  # kernels, and programs that were found
+        self.lowered: list[Lowered] = []  # programs that wait for kernels
+        self.running: list[Future[Any]] = []  # the others
+        self.ready: list[Future[None]] = []  # kernels
 
     def placed(self, shapes: Any) -> Any:
         """The same shapes, of arrays that were put on their device."""
@@ -102,8 +106,12 @@ class _Compiling:
         if self.keeping is not None and self.keeping.found:  # Then XLA's compilation of the program, too, is found.
             self.running.append(self.programs.submit(lowered.compile))
             return
-        self.lowered.append(lowered)
-        self.running += compile_kernels(lowered, self.kernels, self.begun)
+        kernels = compile_kernels(lowered, self.kernels, self.begun)
+        if self.running or self.lowered:
+            self.lowered.append(lowered)
+        else:
+            self.running.append(self.programs.submit(lowered.compile))
+        self.ready += kernels
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +119,7 @@ class _Compiling:
     def __exit__(self, error: type[BaseException] | None, *rest: Any) -> None:
         try:
             if error is None:
-                wait(self.running)
+                wait(self.ready)
                 if self.programs is not None:
                     self.running += [self.programs.submit(program.compile) for program in self.lowered]
                 for compiled in self.running:

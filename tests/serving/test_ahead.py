@@ -81,12 +81,11 @@ def test_an_error_of_any_program_is_raised_and_a_later_generation_tries_again(lm
             compile_ahead(batch.lm if target is None else lm, batch.sizes, batch.arrivals)
 
 
-def test_programs_are_compiled_when_all_kernels_are(lm, monkeypatch):
-    """A kernel's compiler waits for that of other programs, which waits for the kernels of its program."""
-    order, compiled = [], []
+def test_all_programs_but_the_first_are_compiled_when_all_kernels_are(lm, monkeypatch):
+    kernels, compiled = [], []
 
     def begin(lowered, pool, begun):
-        return [pool.submit(lambda: (time.sleep(0.2), order.append("kernel")))]
+        return [pool.submit(lambda: (time.sleep(0.2), kernels.append(lowered)))]
 
     @dataclasses.dataclass(frozen=True)
     class Noted:
@@ -96,7 +95,7 @@ def test_programs_are_compiled_when_all_kernels_are(lm, monkeypatch):
             return types.SimpleNamespace(out_info=self.program.trace(*args).out_info, lower=lambda: self)
 
         def compile(self):
-            compiled.append(list(order))
+            compiled.append((self, len(kernels)))
 
     batch = make_batch(lm, [[1, 2, 3]] * 3, decoding=Decoding(NEW))
     monkeypatch.setattr(ahead, "compile_kernels", begin)
@@ -105,4 +104,6 @@ def test_programs_are_compiled_when_all_kernels_are(lm, monkeypatch):
     on_gpu = dataclasses.replace(lm, compiled_for=Target("gpu", "Hopper"))
     monkeypatch.setattr(ahead, "_known", set())
     compile_ahead(on_gpu, batch.sizes, batch.arrivals)
-    assert len(compiled) == sum(PROGRAMS.values()) and all(len(before) == len(compiled) for before in compiled)
+    (first, ready), *others = compiled
+    assert first is ahead.generate_tokens and ready == 0
+    assert len(others) + 1 == sum(PROGRAMS.values()) and all(ready == len(compiled) for _, ready in others)

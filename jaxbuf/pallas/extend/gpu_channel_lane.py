@@ -111,9 +111,9 @@ def is_short(call: Call) -> bool:
 
 
 def count_copies(call: Call) -> int:
-    """How often there is shared memory for a short item's new tokens and entries: twice, so that those of the next item
-    are copied while this one is served, if two lanes have room for that; else once."""
-    return 2 if count_bytes(_shared_memory(call, 2, short=True, copies=2)) <= MEMORY else 1
+    """How often there is shared memory for a short item's new tokens and entries: with one token twice, so that those
+    of the next item are copied while this one is served, if two lanes have room for that; else once."""
+    return 2 if call.time == 1 and count_bytes(_shared_memory(call, 2, short=True, copies=2)) <= MEMORY else 1
 
 
 def count_places(call: Call) -> int:
@@ -322,7 +322,7 @@ class Lane:
             behind = 0
             for source, target in new:
                 for t in range(time):
-                    behind = copy_vector(source.at[t], target.at[t], behind % THREADS, self.interpret)
+                    behind = copy_vector(source.at[t], target.at[t], behind, self.interpret)
         else:
             for source, target in new:
                 plgpu.copy_gmem_to_smem(source, target, self.inputs)

@@ -114,7 +114,7 @@ def _kernel(call: Call, interpret: bool):
         vectors += [decay_ref.at[row, 0, head]] if channel else []
         new, thread = [*zip(vectors, new_vectors, strict=True), (v_ref.at[row, 0, head, values], new_values)], 0
         for source, target in new:
-            thread = copy_vector(source, target, thread, interpret) % THREADS
+            thread = copy_vector(source, target, thread, interpret)
         end_copies(interpret)
 
         def select(numbers):
