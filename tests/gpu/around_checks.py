@@ -9,7 +9,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxbuf.pallas.extend.gpu_products import VECTORS
+from jaxbuf.pallas.instructions import end_copies, synchronize, wait_for_copies
+from jaxbuf.pallas.threads import COMPILER, copy_vector, load, store
 from jaxbuf.recurrence import RecurrenceSpec, prepare
 from jaxbuf.recurrence.convolution import extend_ring, init_ring
 from jaxbuf.recurrence.gated_norm import gated_norm, grouped_norm
@@ -224,7 +228,38 @@ def check_gated_norms(rng) -> Figures:
     return found
 
 
+def check_copied_vectors(rng, interpret: bool = False) -> Figures:
+    """Vectors that threads copy to shared memory arrive whole, whichever thread begins."""
+    firsts, differ = (0, 16, 80, 112, 127), 0
+    for length, dtype in ((128, "bfloat16"), (128, "float32"), (256, "bfloat16"), (256, "float32"), (64, "bfloat16")):
+        layout = VECTORS[length]
+
+        def copy(given, out, memory, layout=layout):
+            for i, first in enumerate(firsts):
+                copy_vector(given.at[i], memory.at[i], first, interpret)
+            end_copies(interpret)
+            wait_for_copies(0, interpret)
+            synchronize(interpret)
+            for i in range(len(firsts)):
+                store(out.at[i], load(memory.at[i], layout))
+
+        given = jnp.asarray(rng.standard_normal((len(firsts), length)), dtype)
+        found = plgpu.kernel(
+            copy,
+            out_type=jax.ShapeDtypeStruct(given.shape, given.dtype),
+            grid=(1,),
+            grid_names=("block",),
+            scratch_types=[plgpu.SMEM(given.shape, given.dtype)],
+            compiler_params=COMPILER,
+            interpret=plgpu.InterpretGPUParams() if interpret else False,
+        )(given)
+        differ += int(jnp.sum(found != given))
+    assert not differ, f"{differ} numbers were not copied"
+    return {"different numbers": 0.0}
+
+
 CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
+    "vectors_that_threads_copy_arrive_whole": check_copied_vectors,
     "convolutions_are_xlas": check_convolutions,
     "no_ring_sized_write_in_a_loop_of_convolutions": check_convolution_loop,
     "prepared_trees_are_xlas": check_prepared_trees,

@@ -93,6 +93,10 @@ def test_a_draft_that_leaves_a_trace_is_seen(rng, monkeypatch):
         checks.check_rejected(rng, spec=TINY, implementation="xla")
 
 
+def test_vectors_that_threads_copy_arrive_whole_in_the_interpreter(rng):
+    around_checks.check_copied_vectors(rng, interpret=True)
+
+
 def test_an_error_and_a_nan_are_seen():
     expected = np.array([[3.0, 4.0], [0.0, np.nan]])
     np.testing.assert_allclose(checks.worst(expected + np.array([[0.0, 0.05], [0.0, 0.0]]), expected), 0.01, rtol=1e-4)
