@@ -29,6 +29,7 @@ PROGRAMS = (
     Program(
         "kernels", "how near the decoding kernels come to the memory's bandwidth, and what others take", "kernels.json"
     ),
+    Program("counters", "where a decoding kernel's warps wait, and for what, by the counters of Nsight Compute"),
     Program(
         "attention",
         "how near a softmax layer's step comes to the memory's bandwidth, and what others take",
