@@ -134,10 +134,11 @@ class Reading:
         return jax.block_until_ready(self._read(run))
 
     def describe(self) -> Row:
-        """How the prompts are cut, and the bytes that are needed at once at most: parameters, memory of all layers, and
-        what a program makes on the way."""
+        """How the prompts are cut, and the bytes that are needed at once at most: parameters, memory of all layers,
+        what the programs pass on, and what one of them makes on the way."""
         most = max(program_bytes(program)["temporary_bytes"] for program in self.programs.values())
-        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.asked.lm.model, self.carry)))
+        passed = self.asked.lm.model, self.results[self.order[0]]  # the second has the memory, plans and hidden states
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(passed))
         chunk = int(self.chunks[0].tokens.shape[1])
         return {"chunks": len(self.chunks), "chunk_tokens": chunk, "program_bytes": held + most}
 

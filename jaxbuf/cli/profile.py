@@ -18,7 +18,8 @@ def profile(
     The newest profile of the directory is read. A program's parts are embedding, projections, convolution, recurrence,
     attention, output (of a mixer), mlp, head, sample, and other (norms, residual additions, cursors, copies), whose
     longest operations stand below the table.
-    The program start reads prompts, and generate_tokens decodes.
+    The programs begin_prompts, read_layer and end_prompts read prompts, or start on a mesh, and admit their later
+    chunks; generate_tokens decodes.
     Times are those of operations, added up: where several run at once, that is more than the time that passed.
     Compilation is not in them. XProf and Perfetto open the same files.
 

@@ -1,7 +1,7 @@
 """Compiles the programs of a generation before any of them runs, side by side where XLA takes long."""
 
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 import jax
@@ -20,7 +20,7 @@ from jaxbuf.serving.prompts import program_key, read_first_chunk
 from jaxbuf.serving.speculation import Drafter
 
 _known: set[Hashable] = set()  # what was compiled here, so that later generations spend no time on it
-_kernels: set[bytes] = set()  # Hashes of those that were compiled before their programs: Mosaic GPU has them now.
+_kernels: set[bytes] = set()  # Hashes of those that were compiled beside their programs, if they could be.
 
 
 def compile_ahead(
@@ -93,7 +93,7 @@ class _Compiling:
         key = program_key(program, args)
         if key not in self.results:
             if self.keeping is not None:
-                self.keeping.found = False  # JAX may have traced it before, and asks nobody then
+                self.keeping.found = None  # JAX asks nobody for what it traced before
             traced = program.trace(*args)
             self._compile(traced.lower())
             self.results[key] = self.placed(traced.out_info)
@@ -103,7 +103,8 @@ class _Compiling:
         if self.programs is None:
             lowered.compile()
             return
-        if self.keeping is not None and self.keeping.found:  # Then XLA's compilation of the program, too, is found.
+        if self.keeping is not None and self.keeping.found is not False:
+            # What was found, or traced by this process before, has been compiled before, too.
             self.running.append(self.programs.submit(lowered.compile))
             return
         kernels = compile_kernels(lowered, self.kernels, self.begun)
@@ -119,6 +120,10 @@ class _Compiling:
     def __exit__(self, error: type[BaseException] | None, *rest: Any) -> None:
         try:
             if error is None:
+                wait([*self.ready, *self.running], return_when=FIRST_EXCEPTION)
+                for compiled in self.running:
+                    if compiled.done():
+                        compiled.result()
                 wait(self.ready)
                 if self.programs is not None:
                     self.running += [self.programs.submit(program.compile) for program in self.lowered]

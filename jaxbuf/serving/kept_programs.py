@@ -52,12 +52,13 @@ class Keeping:
     Attributes:
       directory: Of their files.
       platform: What they are lowered for, as JAX names it.
-      found: Whether the last program that was traced was there. If not, XLA's compilation of it is hardly, either.
+      found: Whether the last program that `keep` was asked for was there. If not, XLA's compilation of it is hardly,
+        either. None: it was not asked, as whoever set this to None wants to know.
     """
 
     directory: Path
     platform: str
-    found: bool = False
+    found: bool | None = False
 
 
 _keeping: ContextVar[Keeping | None] = ContextVar("keeping", default=None)

@@ -1,6 +1,8 @@
 """What `compile_ahead` compiles is what a generation runs: it compiles nothing else, and nothing twice."""
 
+import contextlib
 import dataclasses
+import threading
 import time
 import types
 from typing import Any
@@ -13,6 +15,7 @@ from jaxbuf.serving import ahead
 from jaxbuf.serving import prompts as prompts_module
 from jaxbuf.serving.ahead import compile_ahead
 from jaxbuf.serving.batch import Decoding, make_batch
+from jaxbuf.serving.kept_programs import Keeping
 from jaxbuf.target import Target
 from tests.serving.conftest import PROGRAMS
 
@@ -81,11 +84,10 @@ def test_an_error_of_any_program_is_raised_and_a_later_generation_tries_again(lm
             compile_ahead(batch.lm if target is None else lm, batch.sizes, batch.arrivals)
 
 
-def test_all_programs_but_the_first_are_compiled_when_all_kernels_are(lm, monkeypatch):
-    kernels, compiled = [], []
-
-    def begin(lowered, pool, begun):
-        return [pool.submit(lambda: (time.sleep(0.2), kernels.append(lowered)))]
+@pytest.fixture
+def noted(lm, monkeypatch):
+    """Compiles ahead for a GPU with programs that are traced alone; what was compiled, and how to begin."""
+    compiled = []
 
     @dataclasses.dataclass(frozen=True)
     class Noted:
@@ -95,15 +97,48 @@ def test_all_programs_but_the_first_are_compiled_when_all_kernels_are(lm, monkey
             return types.SimpleNamespace(out_info=self.program.trace(*args).out_info, lower=lambda: self)
 
         def compile(self):
-            compiled.append((self, len(kernels)))
+            compiled.append(self)
 
     batch = make_batch(lm, [[1, 2, 3]] * 3, decoding=Decoding(NEW))
-    monkeypatch.setattr(ahead, "compile_kernels", begin)
     for module, program in ((ahead, "generate_tokens"), *((prompts_module, each) for each in PARTS)):
         monkeypatch.setattr(module, program, Noted(getattr(module, program)))
     on_gpu = dataclasses.replace(lm, compiled_for=Target("gpu", "Hopper"))
     monkeypatch.setattr(ahead, "_known", set())
-    compile_ahead(on_gpu, batch.sizes, batch.arrivals)
-    (first, ready), *others = compiled
-    assert first is ahead.generate_tokens and ready == 0
-    assert len(others) + 1 == sum(PROGRAMS.values()) and all(ready == len(compiled) for _, ready in others)
+    return compiled, lambda: compile_ahead(on_gpu, batch.sizes, batch.arrivals)
+
+
+def test_all_programs_but_the_first_are_compiled_when_all_kernels_are(noted, monkeypatch):
+    (compiled, begin), kernels = noted, []
+
+    def compile_kernels(lowered, pool, begun):
+        return [pool.submit(lambda: (time.sleep(0.2), kernels.append(len(compiled))))]
+
+    monkeypatch.setattr(ahead, "compile_kernels", compile_kernels)
+    begin()
+    assert compiled[0] is ahead.generate_tokens
+    assert len(compiled) == sum(PROGRAMS.values()) and kernels == [1] * len(compiled)
+
+
+def test_an_error_of_the_first_program_waits_for_no_kernel(noted, monkeypatch):
+    (compiled, begin), ends = noted, threading.Event()
+
+    def fail():
+        raise RuntimeError("no room for it")
+
+    monkeypatch.setattr(ahead, "compile_kernels", lambda lowered, pool, begun: [pool.submit(ends.wait, 60)])
+    object.__setattr__(ahead.generate_tokens, "compile", fail)
+    try:
+        with pytest.raises(RuntimeError, match="no room for it"):
+            begin()
+        assert not compiled and not ends.is_set()
+    finally:
+        ends.set()
+
+
+def test_kernels_of_a_program_that_was_traced_before_are_not_compiled_again(noted, monkeypatch, tmp_path):
+    """Then nobody asks whether it was kept; it was compiled when it was traced, or taken from the cache."""
+    (compiled, begin), asked = noted, []
+    monkeypatch.setattr(ahead, "compile_kernels", lambda *given: asked.append(given) or [])
+    monkeypatch.setattr(ahead, "keeping_programs", lambda target: contextlib.nullcontext(Keeping(tmp_path, "cuda")))
+    begin()
+    assert len(compiled) == sum(PROGRAMS.values()) and not asked

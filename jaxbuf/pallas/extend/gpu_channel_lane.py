@@ -55,7 +55,7 @@ class SharedMemory(NamedTuple):
         first, with the decayed keys behind it that `gates` has no rows for; else the last.
       words: f32 [2, THREADS]: what all threads have to know of this item and of the next one, int32 each: the row's
         fields, the positions of the first entries, those of the new entries, and in a tree the new tokens' paths. The
-        last is the number of the item after the next.
+        last one of this item's is the number that was drawn, that of the item after the next.
       gates: f32 [places + T, DIM] of a short item: the entries' gates, and behind them the new tokens'. The entries'
         are overwritten by the sums of the gates behind them, as int32, or in a fold by their decayed keys.
       keys, updates: [places, DIM] in Call.entry, of its entries.
@@ -112,8 +112,13 @@ def is_short(call: Call) -> bool:
 
 def count_copies(call: Call) -> int:
     """How often there is shared memory for a short item's new tokens and entries: with one token twice, so that those
-    of the next item are copied while this one is served, if two lanes have room for that; else once."""
-    return 2 if call.time == 1 and count_bytes(_shared_memory(call, 2, short=True, copies=2)) <= MEMORY else 1
+    of the next item are copied while this one is served, if as many lanes have room for that; else once."""
+
+    def fits(warpgroups, copies):
+        return count_bytes(_shared_memory(call, warpgroups, short=True, copies=copies)) <= MEMORY
+
+    lanes = next((n for n in range(MAX_WARPGROUPS, 1, -1) if fits(n, 1)), 1)
+    return 2 if call.time == 1 and fits(lanes, 2) else 1
 
 
 def count_places(call: Call) -> int:

@@ -2,8 +2,9 @@
 
 A block loads some rows of a head's state [value_dim, key_dim] into registers, adds the entries to them one after the
 other, writes them back if the row folds, and multiplies them with the new key and query. A thread needs numbers of
-other threads only for the sums over a row of the state. Several blocks run on a multiprocessor, in the order in which
-the states lie in memory, so that one block's loads overlap with the others' stores.
+other threads only for the sums over a row of the state, and the new token, which it finds in shared memory. Several
+blocks run on a multiprocessor, in the order in which the states lie in memory, so that one block's loads overlap with
+the others' stores.
 
 Floor: (checkpoint · 2 + live entries + appends + inputs and outputs) / read bandwidth, where every row folds.
 
