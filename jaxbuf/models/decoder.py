@@ -364,8 +364,7 @@ def prefill(
       PoolExhausted: As in `extend`; under jit `cache.sequences.committed` says which rows were read.
     """
     plans, cache = begin_prefill(cache, tokens, lengths=lengths, slots=slots, keep=keep, empty=empty)
-    hidden, memories = _run(model, tokens, cache.layers, plans)
-    return hidden, dataclasses.replace(cache, layers=memories)
+    return _serve(model, tokens, plans, cache)
 
 
 def begin_prefill(
@@ -420,8 +419,7 @@ def extend(
     _check_tokens(cache, tokens, slots)
     launch = make_launch(cache, slots, lengths, tokens.shape[1], parents=parents)
     plans, cache = begin(cache, launch, drafts=drafts)
-    hidden, memories = _run(model, tokens, cache.layers, plans)
-    return hidden, dataclasses.replace(cache, layers=memories)
+    return _serve(model, tokens, plans, cache)
 
 
 def _check_tokens(cache: Cache, tokens: Array, slots: Array | None) -> None:
@@ -431,3 +429,9 @@ def _check_tokens(cache: Cache, tokens: Array, slots: Array | None) -> None:
     if jnp.shape(rows) != tokens.shape[:1]:
         number = len(rows) if jnp.ndim(rows) else 1
         raise ValueError(f"tokens must have one row a slot ({number}), got shape {tokens.shape}")
+
+
+def _serve(model: Decoder, tokens: Array, plans: Plans, cache: Cache) -> tuple[Array, Cache]:
+    """The layers over a cache in which a launch has begun."""
+    hidden, memories = _run(model, tokens, cache.layers, plans)
+    return hidden, dataclasses.replace(cache, layers=memories)

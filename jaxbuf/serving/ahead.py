@@ -1,7 +1,7 @@
 """Compiles the programs of a generation before any of them runs, side by side where XLA takes long."""
 
 from collections.abc import Hashable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 import jax
@@ -114,17 +114,21 @@ class _Compiling:
             self.running.append(self.programs.submit(lowered.compile))
         self.ready += kernels
 
+    def _await_kernels(self) -> None:
+        """Waits for all kernels; raises what a program raises that is compiled meanwhile."""
+        unfinished = {*self.ready, *self.running}
+        while not unfinished.isdisjoint(self.ready):
+            done, unfinished = wait(unfinished, return_when=FIRST_COMPLETED)
+            for each in done:
+                each.result()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *rest: Any) -> None:
         try:
             if error is None:
-                wait([*self.ready, *self.running], return_when=FIRST_EXCEPTION)
-                for compiled in self.running:
-                    if compiled.done():
-                        compiled.result()
-                wait(self.ready)
+                self._await_kernels()
                 if self.programs is not None:
                     self.running += [self.programs.submit(program.compile) for program in self.lowered]
                 for compiled in self.running:

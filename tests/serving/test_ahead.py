@@ -119,6 +119,20 @@ def test_all_programs_but_the_first_are_compiled_when_all_kernels_are(noted, mon
     assert len(compiled) == sum(PROGRAMS.values()) and kernels == [1] * len(compiled)
 
 
+def test_the_other_programs_do_not_wait_for_the_first_one(noted, monkeypatch):
+    (compiled, begin), others = noted, threading.Event()
+
+    def compile_first():
+        assert others.wait(30)
+        compiled.append(ahead.generate_tokens)
+
+    monkeypatch.setattr(ahead, "compile_kernels", lambda *given: [])
+    object.__setattr__(ahead.generate_tokens, "compile", compile_first)
+    object.__setattr__(prompts_module.end_prompts, "compile", others.set)
+    begin()
+    assert compiled[-1] is ahead.generate_tokens
+
+
 def test_an_error_of_the_first_program_waits_for_no_kernel(noted, monkeypatch):
     (compiled, begin), ends = noted, threading.Event()
 

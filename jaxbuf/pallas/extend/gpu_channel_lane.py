@@ -193,13 +193,6 @@ def count_blocks(call: Call, warpgroups: int) -> int:
 class Lane:
     """A warpgroup, its part of shared memory, and what it does to bring there what its items need."""
 
-    gates: Any
-    keys: Any
-    updates: Any
-    probes: Any
-    values: Any
-    scalars: Any
-
     def __init__(self, call: Call, interpret: bool, arrays: Arrays, out, memory: SharedMemory, warpgroup: Array):
         self.call, self.interpret, self.arrays, self.out = call, interpret, arrays, out
         own: list[Any] = [ref if ref is None else ref.at[warpgroup] for ref in memory[1:]]
