@@ -4,7 +4,8 @@ A block loads some rows of a head's state [value_dim, key_dim] into registers, a
 other, writes them back if the row folds, and multiplies them with the new key and query. A thread needs numbers of
 other threads only for the sums over a row of the state, and the new token, which it finds in shared memory. Several
 blocks run on a multiprocessor, in the order in which the states lie in memory, so that one block's loads overlap with
-the others' stores.
+the others' stores. A block also starts to bring the rows of a block some way behind it to the L2 cache, in one piece:
+memory is then read evenly and in long runs, and the blocks that come last wait for little.
 
 Floor: (checkpoint · 2 + live entries + appends + inputs and outputs) / read bandwidth, where every row folds.
 
@@ -24,15 +25,18 @@ from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Call, Integers
 from jaxbuf.pallas.extend.gpu_products import ZERO, by_row, split, to_int8, where
 from jaxbuf.pallas.extend.gpu_schedule import BAND
-from jaxbuf.pallas.instructions import end_copies, synchronize, wait_for_copies
+from jaxbuf.pallas.instructions import end_copies, prefetch, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, copy_vector, load, store
 
 MAX_RING = 8  # entries of a ring; they are added to the state one after the other
-# A launch of up to so many items (the key, in rising order) has at most so many numbers of a state (the value) in a
-# block's registers. Few items are cut into more blocks, so that all multiprocessors have some; with many items the time
-# hardly depends on it.
-HELD = {64: 16 * THREADS, 128: 32 * THREADS}
-MOST_HELD = BAND * THREADS
+HELD = 32 * THREADS  # numbers of a state that a block has in its registers, at most
+# Few items are cut into more blocks, so that all multiprocessors have some.
+FEW_ITEMS = 64
+FEW_HELD = 16 * THREADS
+LANES = 16  # threads that share a row
+# How many blocks ahead of itself a block prefetches, in launches of more than twice as many: they have blocks that wait
+# for others to end. (On an H200 the step is slower with less than 330 and with more than 528.)
+AHEAD = 429
 
 
 def serves(call: Call) -> bool:
@@ -70,42 +74,43 @@ def extend_step(
     return _kernel(call, interpret)(*integers[:3], q, k, v, log_decay, beta, *refs)
 
 
-def _held(call: Call) -> int:
-    """How many numbers of a state a block of this call has, at most."""
-    return next((held for items, held in HELD.items() if call.items <= items), MOST_HELD)
-
-
 @functools.cache
-def _layout(dtype, key_dim: int, lanes: int):
+def _layout(dtype, key_dim: int):
     """The layout of a block's rows [n, key_dim].
 
-    A thread loads sixteen bytes at once. `lanes` threads of a warp, or fewer if a row is shorter, load from the same
-    row, next to each other; the warp's other threads load from the rows below.
+    A thread loads sixteen bytes at once. LANES threads of a warp, or fewer if a row is shorter, load from the same row,
+    next to each other; the warp's other threads load from the rows below.
     """
     vector = 16 // np.dtype(dtype).itemsize
-    lanes = min(lanes, key_dim // vector)
+    lanes = min(LANES, key_dim // vector)
     tiling = plgpu.Tiling(((THREADS // lanes, lanes * vector), (WARP // lanes, vector)))
     return plgpu.Layout.TILED(tiling, (-4,), (-2, -3), -1)
 
 
 def _kernel(call: Call, interpret: bool):
-    heads, key_dim, held = call.heads, call.key_dim, _held(call)
+    heads, key_dim, held = call.heads, call.key_dim, FEW_HELD if call.items <= FEW_ITEMS else HELD
     n = min(BAND, held // key_dim)
     parts, channel = call.value_dim // n, call.decay == "channel"
-    layout = _layout(call.state, key_dim, 8 if held == MOST_HELD else 16)
+    blocks = call.items * parts
+    layout = _layout(call.state, key_dim)
     along_keys, along_values = layout.reduce(0), layout.reduce(1)
 
     def spread(x, axis):
         """A row (axis 1) or column (axis 0), repeated over all of the block's part of the state."""
         return plgpu.layout_cast(lax.broadcast_in_dim(x, (n, key_dim), [axis]), layout)
 
+    def place(block):
+        """A block's part, head and line, and which values its rows are."""
+        part, head, line = lax.rem(block, parts), lax.rem(block // parts, heads), block // (parts * heads)
+        return part, head, line, pl.ds(part * n, n)
+
     def extend_part(  # A profile shows this name.
         fields, entries, append, q_ref, k_ref, v_ref, decay_ref, beta_ref, checkpoints, keys, updates, gates, *rest
     ):  # fmt: skip
         *low, out_ref, new_vectors, new_values = rest
         block = lax.axis_index("part")
-        part, head, line = lax.rem(block, parts), lax.rem(block // parts, heads), block // (parts * heads)
-        values, key_head = pl.ds(part * n, n), head // call.heads_per_key
+        part, head, line, values = place(block)
+        key_head = head // call.heads_per_key
         row, length, live = (fields[line, i] for i in (ROW, LENGTH, LIVE))
         checkpoint, has_checkpoint, fold_to = (fields[line, i] for i in (CHECKPOINT, HAS_CHECKPOINT, FOLD_TO))
         first, appended = entries[line, 0], append[line, 0]
@@ -143,6 +148,13 @@ def _kernel(call: Call, interpret: bool):
                 return state + functools.reduce(lambda rest, scale: rest * spread(scale, 0), scales, rest)
 
             state = lax.cond(fold_to >= 0, add_low, lambda: state)
+        if blocks > 2 * AHEAD:
+
+            @pl.when(block + AHEAD < blocks)
+            def _():
+                _, head, line, values = place(block + AHEAD)
+                prefetch(checkpoints.at[fields[line, CHECKPOINT], head, values], interpret)
+
         gate, key, update = load_entry(first)
         new_gates = [] if channel else [decay_ref[row, 0, call.head(head, i)] for i in stack]
         new_betas = [beta_ref[row, 0, call.head(head, i)] for i in stack]
@@ -218,7 +230,7 @@ def _kernel(call: Call, interpret: bool):
     return plgpu.kernel(
         extend_part,
         out_type=jax.ShapeDtypeStruct((call.rows, 1, heads, call.value_dim), call.out),
-        grid=(call.items * parts,),
+        grid=(blocks,),
         grid_names=("part",),
         scratch_types=[
             [plgpu.SMEM((key_dim,), dtype) for dtype in (call.probe, call.probe, *[jnp.float32] * channel)],
