@@ -120,6 +120,9 @@ def test_a_sanitizer_without_a_summary_is_not_taken_for_one_that_found_nothing(t
     assert sanitize(["memcheck", "racecheck"]) == 4
     assert capfd.readouterr().out.count("racecheck ended with status 0 and no summary") == 3
     assert sanitize(["initcheck"]) == 9  # a signal ended it
+    capfd.readouterr()
+    assert sanitize(["memcheck"], jobs=9, part="channels") == 0  # of all parts that one alone
+    assert capfd.readouterr().out.count("SUMMARY") == 1
 
 
 @pytest.mark.slow
