@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import contextlib
 import csv
 import dataclasses
 import io
@@ -9,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -158,18 +160,23 @@ def run(asked: dict[str, Any], directory: Path) -> tuple[str, str]:
 
 
 def _call(command: list[str]) -> str:
-    try:
-        # Without graphs of launches, which are measured as one.
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
-        environment = os.environ | {"XLA_FLAGS": flags.strip()}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"{TOOL} took longer than {PATIENCE} s") from None
-    if done.returncode:
-        lines = (done.stdout + done.stderr).strip().splitlines() or ["no message"]
+    # Without graphs of launches, which are measured as one.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
+    environment = os.environ | {"XLA_FLAGS": flags.strip()}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True) as ran:
+        try:
+            out, errors = ran.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"{TOOL} took longer than {PATIENCE} s") from None
+        finally:  # The program that the tool measures would go on without it, and keep the GPU's memory.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(ran.pid, signal.SIGKILL)
+    if ran.returncode:
+        lines = (out + errors).strip().splitlines() or ["no message"]
         told = [line for line in lines if "==ERROR==" in line] or lines
         raise ValueError(f"{TOOL} failed: {told[-1]}")
-    return done.stdout
+    return out
 
 
 def read_details(page: str) -> dict[str, tuple[float, str]]:

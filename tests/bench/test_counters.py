@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 
 import jax
 import pytest
@@ -107,6 +108,20 @@ def test_what_the_tool_cannot_do_is_one_line(tool, capsys):
     (tool / "nothing").touch()
     assert counters.main(["--batch", "8"]) == 2
     assert "measured no launch" in capsys.readouterr().err
+
+
+def test_what_a_tool_that_took_too_long_has_started_ends_with_it(tool, monkeypatch, capsys):
+    child = "import pathlib, sys, time; time.sleep(3); pathlib.Path(sys.argv[1]).touch()"
+    (tool / counters.TOOL).write_text(
+        f"#!{sys.executable}\n"
+        "import subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}, {str(tool / 'went_on')!r}])\n"
+    )
+    monkeypatch.setattr(counters, "PATIENCE", 1)
+    assert counters.main(["--batch", "8"]) == 2
+    assert "ncu took longer than 1 s" in capsys.readouterr().err
+    time.sleep(3)
+    assert not (tool / "went_on").exists()
 
 
 @pytest.mark.parametrize(
