@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -159,12 +160,29 @@ def run(asked: dict[str, Any], directory: Path) -> tuple[str, str]:
     return pages[0], pages[1]
 
 
+@contextlib.contextmanager
+def _orderly_end():
+    """Where a signal would end this process at once, it ends by SystemExit, so that what it started is ended, too."""
+
+    def end(number, _):
+        raise SystemExit(128 + number)
+
+    numbers = [signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _call(command: list[str]) -> str:
     # Without graphs of launches, which are measured as one.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     environment = os.environ | {"XLA_FLAGS": flags.strip()}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True) as ran:
+    how = {"stdout": pipe, "stderr": pipe, "text": True, "env": environment, "start_new_session": True}
+    with _orderly_end(), subprocess.Popen(command, **how) as ran:
         try:
             out, errors = ran.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:

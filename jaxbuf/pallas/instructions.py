@@ -50,7 +50,7 @@ def _command(text: str, interpret: bool) -> None:
 
 
 def prefetch(ref, interpret: bool) -> None:
-    """Starts to bring an array in global memory, whose numbers lie in a row, to the L2 cache."""
+    """Starts to bring a contiguous array in global memory, of a multiple of sixteen bytes, to the L2 cache."""
 
     def run(_, ref):
         kind = ir.MemRefType(ref.type)

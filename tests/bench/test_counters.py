@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
 
 import jax
@@ -110,16 +112,24 @@ def test_what_the_tool_cannot_do_is_one_line(tool, capsys):
     assert "measured no launch" in capsys.readouterr().err
 
 
-def test_what_a_tool_that_took_too_long_has_started_ends_with_it(tool, monkeypatch, capsys):
+@pytest.mark.parametrize("ended_by", ["time", "signal"])
+def test_what_a_tool_that_is_ended_has_started_ends_with_it(tool, monkeypatch, capsys, ended_by):
     child = "import pathlib, sys, time; time.sleep(3); pathlib.Path(sys.argv[1]).touch()"
     (tool / counters.TOOL).write_text(
         f"#!{sys.executable}\n"
         "import subprocess, sys\n"
         f"subprocess.run([sys.executable, '-c', {child!r}, {str(tool / 'went_on')!r}])\n"
     )
-    monkeypatch.setattr(counters, "PATIENCE", 1)
-    assert counters.main(["--batch", "8"]) == 2
-    assert "ncu took longer than 1 s" in capsys.readouterr().err
+    if ended_by == "time":
+        monkeypatch.setattr(counters, "PATIENCE", 1)
+        assert counters.main(["--batch", "8"]) == 2
+        assert "ncu took longer than 1 s" in capsys.readouterr().err
+    else:
+        handler = signal.getsignal(signal.SIGTERM)
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(SystemExit, match="143"):
+            counters.main(["--batch", "8"])
+        assert signal.getsignal(signal.SIGTERM) is handler
     time.sleep(3)
     assert not (tool / "went_on").exists()
 

@@ -216,8 +216,9 @@ def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, boun
     ],
 )
 def test_the_recurrent_step_of_many_items_is_the_xla_path(rng, monkeypatch, spec, state):
-    """Blocks of such launches have more of a state each."""
-    monkeypatch.setattr(gpu_step, "HELD", {})
+    """Blocks of such launches have more of a state each, and ask for that of later ones."""
+    monkeypatch.setattr(gpu_step, "FEW_ITEMS", 0)
+    monkeypatch.setattr(gpu_step, "AHEAD", 1)
     jax.clear_caches()
     extending.check_recurrent("gpu", rng, spec, state, "float32", 1, 1e-5 if state == "float32" else 2e-3)
     jax.clear_caches()

@@ -34,8 +34,8 @@ HELD = 32 * THREADS  # numbers of a state that a block has in its registers, at 
 FEW_ITEMS = 64
 FEW_HELD = 16 * THREADS
 LANES = 16  # threads that share a row
-# How many blocks ahead of itself a block prefetches, in launches of more than twice as many: they have blocks that wait
-# for others to end. (On an H200 the step is slower with less than 330 and with more than 528.)
+# How many blocks ahead of itself a block prefetches. On an H200 the step is slower with less than 330 and with more
+# than 528. Launches of up to twice as many blocks do not prefetch: nearly all of their blocks run at once.
 AHEAD = 429
 
 
