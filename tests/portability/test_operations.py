@@ -25,8 +25,10 @@ LOWERED = [
     for operation, family in each_case()
     for platform in KERNELS[operation]
 ]
-# CI compiles these for two generations: XLA's part of a prompt's program takes long, and `fold` has `extend`'s kernel.
-FEW = {"prefill": ("v5e", "tpu7x"), "fold": ("v4", "v5e")}
+# CI compiles these for two or three generations: XLA's part of a prompt's program takes long, `fold` has `extend`'s
+# kernel, and v5p and v6e have as much VMEM as v5e, so that kernels have the same blocks.
+MOST = "v4", "v5e", "tpu7x"
+FEW = {"prefill": ("v5e", "tpu7x"), "fold": ("v4", "v5e"), "chunked": MOST, "attend_gated": MOST}
 COMPILED = [
     pytest.param(
         operation,
