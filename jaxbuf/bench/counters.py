@@ -2,7 +2,6 @@
 
 import argparse
 import collections
-import contextlib
 import csv
 import dataclasses
 import io
@@ -10,11 +9,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from rich.table import Table
 
 from jaxbuf.bench import kernels, report
 from jaxbuf.bench.parser import Parser, errors_are_lines, folder, output, whole
+from jaxbuf.bench.processes import started
 from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.terminal import print_table
 
@@ -160,36 +158,16 @@ def run(asked: dict[str, Any], directory: Path) -> tuple[str, str]:
     return pages[0], pages[1]
 
 
-@contextlib.contextmanager
-def _orderly_end():
-    """Where a signal would end this process at once, it ends by SystemExit, so that what it started is ended, too."""
-
-    def end(number, _):
-        raise SystemExit(128 + number)
-
-    numbers = [signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _call(command: list[str]) -> str:
     # Without graphs of launches, which are measured as one.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     environment = os.environ | {"XLA_FLAGS": flags.strip()}
-    pipe = subprocess.PIPE
-    how = {"stdout": pipe, "stderr": pipe, "text": True, "env": environment, "start_new_session": True}
-    with _orderly_end(), subprocess.Popen(command, **how) as ran:
+    # The program that the tool measures would go on without it, and keep the GPU's memory.
+    with started(command, env=environment, stderr=subprocess.PIPE) as ran:
         try:
             out, errors = ran.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             raise ValueError(f"{TOOL} took longer than {PATIENCE} s") from None
-        finally:  # The program that the tool measures would go on without it, and keep the GPU's memory.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(ran.pid, signal.SIGKILL)
     if ran.returncode:
         lines = (out + errors).strip().splitlines() or ["no message"]
         told = [line for line in lines if "==ERROR==" in line] or lines

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 
 import jax
@@ -117,8 +116,10 @@ def test_what_a_tool_that_is_ended_has_started_ends_with_it(tool, monkeypatch, c
     child = "import pathlib, sys, time; time.sleep(3); pathlib.Path(sys.argv[1]).touch()"
     (tool / counters.TOOL).write_text(
         f"#!{sys.executable}\n"
-        "import subprocess, sys\n"
-        f"subprocess.run([sys.executable, '-c', {child!r}, {str(tool / 'went_on')!r}])\n"
+        "import os, signal, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}, {str(tool / 'went_on')!r}])\n"
+        f"os.kill(os.getppid(), {signal.SIGTERM if ended_by == 'signal' else 0})\n"
+        "child.wait()\n"
     )
     if ended_by == "time":
         monkeypatch.setattr(counters, "PATIENCE", 1)
@@ -126,7 +127,6 @@ def test_what_a_tool_that_is_ended_has_started_ends_with_it(tool, monkeypatch, c
         assert "ncu took longer than 1 s" in capsys.readouterr().err
     else:
         handler = signal.getsignal(signal.SIGTERM)
-        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with pytest.raises(SystemExit, match="143"):
             counters.main(["--batch", "8"])
         assert signal.getsignal(signal.SIGTERM) is handler

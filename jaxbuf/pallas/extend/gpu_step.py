@@ -24,7 +24,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxbuf.axes import Array
 from jaxbuf.pallas.extend.call import CHECKPOINT, FOLD_TO, HAS_CHECKPOINT, LENGTH, LIVE, ROW, Call, Integers
 from jaxbuf.pallas.extend.gpu_products import ZERO, by_row, split, to_int8, where
-from jaxbuf.pallas.extend.gpu_schedule import BAND
 from jaxbuf.pallas.instructions import end_copies, prefetch, synchronize, wait_for_copies
 from jaxbuf.pallas.threads import COMPILER, THREADS, WARP, copy_vector, load, store
 
@@ -89,7 +88,7 @@ def _layout(dtype, key_dim: int):
 
 def _kernel(call: Call, interpret: bool):
     heads, key_dim, held = call.heads, call.key_dim, FEW_HELD if call.items <= FEW_ITEMS else HELD
-    n = min(BAND, held // key_dim)
+    n = held // key_dim
     parts, channel = call.value_dim // n, call.decay == "channel"
     blocks = call.items * parts
     layout = _layout(call.state, key_dim)
