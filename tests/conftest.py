@@ -12,6 +12,8 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from jax._src import callback as jax_callback
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
 from tests import array_checks
 
@@ -19,6 +21,21 @@ from tests import array_checks
 jaxtyping.install_import_hook("jaxbuf", f"{array_checks.__name__}.check")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def call_with_numpy(*arguments, callback, **_):
+    """A callback gets numpy arrays, which JAX would put on a device first: most of the time that Pallas' interpreters
+    take, which call back for every load and store. They are copied, as XLA's memory is only lent for the call."""
+    return jax.tree.map(np.asarray, callback(*map(np.array, arguments)))
+
+
+def place_in_mesh(x):
+    """What a thread of the GPU interpreter is called: numbers, also where these come as numpy arrays."""
+    return x if isinstance(x, jax.core.Tracer) else int(x)
+
+
+jax_callback.io_callback_impl = call_with_numpy
+shared_memory._to_int = place_in_mesh
 
 # Imports jaxbuf.
 from tests import recording  # noqa: E402

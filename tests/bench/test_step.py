@@ -21,6 +21,7 @@ from jaxbuf.models.layers import named_parameters, replace_parameters
 from jaxbuf.recurrence import RecurrenceSpec
 from jaxbuf.serving.carry import EMPTY, RUNNING
 from jaxbuf.serving.profiling import Operation
+from tests.compiling import flags_for
 from tests.models.known import each_known_model
 
 SIZES = {"layers": 2, "hidden": 32, "ffn": 40, "vocabulary": 64, "heads": 2, "key_heads": 1, "dim": 8}
@@ -146,8 +147,7 @@ def test_a_model_without_recurrent_layers_has_one_form_and_its_head_may_be_a_tab
 @pytest.mark.exhaustive
 def test_two_devices_have_half_of_what_one_moves(tmp_path):
     path = tmp_path / "step.json"
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ".", "COLUMNS": "200"}
+    environment = os.environ | {"XLA_FLAGS": flags_for(2), "JAX_PLATFORMS": "cpu", "PYTHONPATH": ".", "COLUMNS": "200"}
     words = [str(path), *SMALL, "--forms", "buffered", "--heads", "4", "--key-heads", "2", "--kv-heads", "2"]
     command = [sys.executable, "tests/bench/two_devices.py", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -180,8 +180,7 @@ def test_two_devices_have_half_of_what_one_moves(tmp_path):
 @pytest.mark.exhaustive
 def test_two_devices_along_the_axis_of_experts_share_only_these(tmp_path):
     path = tmp_path / "step.json"
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ".", "COLUMNS": "200"}
+    environment = os.environ | {"XLA_FLAGS": flags_for(2), "JAX_PLATFORMS": "cpu", "PYTHONPATH": ".", "COLUMNS": "200"}
     sizes = "--model Qwen3-30B-A3B --layers 1 --hidden 32 --ffn 48 --vocabulary 64 --attention-heads 2 --kv-heads 1"
     sizes += " --attention-dim 8 --experts 4 --chosen 2 --expert-ffn 64 --dtype float32 --expert-devices 2"
     words = [*sizes.split(), "--batches", "2", "--context", "16", "--steps", "4", "--forms", "buffered"]

@@ -21,6 +21,7 @@ from jaxbuf.pallas.dispatch import unserved
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import GenerationResult
 from jaxbuf.target import resolve_target
+from tests.compiling import flags_for
 from tests.gpu import around_checks, checks, layer_checks, mesh_checks, model_checks, prompt_checks, tiny
 from tests.gpu.program import pool_sized_writes
 
@@ -176,8 +177,7 @@ def test_tokens_of_two_devices_may_differ_at_a_tie_alone():
 
 @pytest.mark.exhaustive
 def test_the_checks_of_two_devices_hold_of_simulated_ones():
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
+    environment = os.environ | {"XLA_FLAGS": flags_for(2), "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
     sizes = "hidden=64, ffn=96, vocabulary=64, heads=4, key_heads=2, dim=128, attention_heads=4, kv_heads=2"
     program = f"""
 import dataclasses

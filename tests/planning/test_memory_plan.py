@@ -109,12 +109,12 @@ def test_as_many_requests_fit_as_the_memory_has_room_for():
 @pytest.mark.parametrize("workspace", [None, 2 * 10**9])
 def test_the_memory_for_some_requests_is_the_least_in_which_they_fit(workspace):
     found = jaxbuf.plan("Qwen3.5-4B", 80 * 10**9, 2, 4096, workspace_bytes=workspace)
+    sizes = {"workspace_bytes": workspace, "parameter_bytes": found.parameter_bytes}
     for form in ("recurrent", "buffered", "kv-only", "snapshots"):
         for requests in (1, 7, 333):
             memory = found.memory_for(form, requests)
             enough, less = (
-                jaxbuf.plan("Qwen3.5-4B", bytes, 2, 4096, workspace_bytes=workspace)[form].requests
-                for bytes in (memory, memory - 1)
+                jaxbuf.plan("Qwen3.5-4B", bytes, 2, 4096, **sizes)[form].requests for bytes in (memory, memory - 1)
             )
             assert (enough, less) == (requests, requests - 1)
     with pytest.raises(ValueError, match="requests must be at least 1, got 0"):

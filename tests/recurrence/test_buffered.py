@@ -1,6 +1,7 @@
 """The buffered memory: any schedule of calls gives what the float64 recurrence gives."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.recurrence import RecurrenceSpec, buffered, chunked, recurrent
+from tests.compiling import MANY_STEPS
 from tests.recurrence import definition
 from tests.recurrence.families import FAMILIES
 from tests.serving.program import made_in_loops, written_in_loops
@@ -177,7 +179,7 @@ def test_bf16_entries_replay_to_the_state_and_are_within_an_ulp(rng, family):
     inputs = definition.inputs(rng, spec, 2, steps, mean_log_decay=-0.02)
     by_time = [None if x is None else jnp.moveaxis(jnp.asarray(x), 1, 0) for x in inputs]
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=MANY_STEPS)
     def decode(cache, inputs):
         def token(cache, inputs):
             position, _ = buffered.begin(cache.cursor, rows, ints(1, 1), 1)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.recurrence import RecurrenceSpec, chunked, recurrent
+from tests.compiling import MANY_STEPS
 from tests.recurrence import definition
 from tests.recurrence.families import FAMILIES, inputs
 
@@ -19,7 +20,7 @@ OTHERS = ("Gated DeltaNet", "KDA", "GLA", "Mamba-2", "DeltaNet")
 CASES = [(name, size) for name in OTHERS for size in (16, 64) if (name, size) not in FAST]
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1), compiler_options=MANY_STEPS)
 def gradients(form, spec, arguments, cotangents):
     """Of the outputs and the final state together, by every argument."""
 

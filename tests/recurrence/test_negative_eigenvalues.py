@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.recurrence import RecurrenceSpec, buffered, chunked, recurrent
+from tests.compiling import MANY_STEPS
 from tests.recurrence import definition
 
 SPEC = RecurrenceSpec(heads=4, key_heads=2, key_dim=32, value_dim=32, decay="none")
@@ -30,7 +31,7 @@ def sequence():
     return arguments, definition.run_batch(SPEC, None, *arguments)[0][0]
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0, compiler_options=MANY_STEPS)
 def decode(entry_dtype, q, k, v, log_decay, beta):
     """The outputs of the buffered form, one token at a time with folds."""
     slot = one = jnp.ones(1, jnp.int32)
@@ -57,7 +58,8 @@ def test_float32_stays_within_the_tolerance(form, sequence):
     if form == "buffered":
         actual = decode(jnp.float32, *arguments)
     else:
-        actual = jax.jit(recurrent if form == "recurrent" else chunked, static_argnums=0)(SPEC, None, *arguments)[0]
+        run = recurrent if form == "recurrent" else chunked
+        actual = jax.jit(run, static_argnums=0, compiler_options=MANY_STEPS)(SPEC, None, *arguments)[0]
     print(f"{form}: {errors(actual, out).max():.1e}")
     assert errors(actual, out).max() < (2e-5 if form == "recurrent" else 1e-4)
 

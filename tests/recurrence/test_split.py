@@ -12,6 +12,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jaxbuf.recurrence import RecurrenceSpec, buffered, recurrent, traffic
 from jaxbuf.recurrence.state_format import decode, encode, state_format
+from tests.compiling import MANY_STEPS
 from tests.recurrence import definition
 from tests.recurrence.families import FAMILIES, worst_row
 from tests.recurrence.families import inputs as inputs_of
@@ -100,7 +101,7 @@ def test_any_schedule_of_any_family_is_near_the_recurrence(family, state_dtype):
     run(family, state_dtype, 6)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1), compiler_options=MANY_STEPS)
 def decode_all(spec, sizes, inputs):
     """Outputs [rows, time, ...] of a token a step, and the state at the end."""
     rows = inputs[2].shape[0]

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from tests.compiling import flags_for
 from tests.serving.speculating import MODELS
 
 ALL = "plain,n-grams,samples,chunks,beams,score,logits"
@@ -58,8 +59,7 @@ def test_a_kernel_on_a_mesh_sees_what_its_device_has():
 def run(architecture, axes, names):
     """What `on_mesh.py` prints, on a mesh with so many devices along each axis."""
     devices = math.prod(axes.values())
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
+    environment = os.environ | {"XLA_FLAGS": flags_for(devices), "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
     command = [sys.executable, "tests/serving/on_mesh.py", architecture, json.dumps(axes), names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

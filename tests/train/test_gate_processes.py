@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from tests.compiling import flags_for
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("gate_program.py")
 
 
 def start(*arguments, cache: Path, devices: int = 1) -> subprocess.Popen:
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"XLA_FLAGS": flags_for(devices), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     environment |= {
         "JAX_COMPILATION_CACHE_DIR": str(cache),  # programs that are started again compile nothing
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
