@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from jaxbuf.cli import app
 from jaxbuf.serving.tpu_programs import compiled_program, held_bytes
 from jaxbuf.tpu_compiler import HAS_COMPILER
 from tests.portability.programs import Served
@@ -62,8 +64,8 @@ def test_what_a_device_holds_is_what_the_compiler_says():
     ],
 )
 def test_what_can_not_be_compiled_is_said_in_a_line(arguments, message):
-    found = run(*arguments)
-    assert (found.returncode, found.stdout) == (2, "")
+    found = CliRunner().invoke(app, ["compile", *arguments])
+    assert (found.exit_code, found.stdout) == (2, "")
     assert found.stderr.startswith(f"error: {message}") and found.stderr.count("\n") == 1
 
 
