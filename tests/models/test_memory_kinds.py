@@ -257,7 +257,7 @@ def each_pools():
 @pytest.mark.parametrize(("name", "pools"), [*each_pools()])
 def test_rows_that_lack_memory_rest_and_the_others_go_on(name, pools, rng):
     twin = Twin(CASES[name]().config, rng, **pools)
-    for number in range(400):
+    for number in range(1600):
         if number >= 40 and twin.rested > 2 and twin.served > 20:  # Few schedules need more.
             break
         twin.read_prompts() if number % 8 == 0 else twin.step()
