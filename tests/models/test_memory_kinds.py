@@ -254,10 +254,10 @@ def each_pools():
         yield from (pytest.param(name, pools, marks=pytest.mark.exhaustive) for pools in others)
 
 
-@pytest.mark.parametrize(("name", "pools"), [*each_pools()])
-def test_rows_that_lack_memory_rest_and_the_others_go_on(name, pools, rng):
+def run_schedule(name, pools, rng):
+    """Prompts, steps and forks at random, until rows have rested and others gone on."""
     twin = Twin(CASES[name]().config, rng, **pools)
-    for number in range(1600):
+    for number in range(400):
         if number >= 40 and twin.rested > 2 and twin.served > 20:  # Few schedules need more.
             break
         twin.read_prompts() if number % 8 == 0 else twin.step()
@@ -269,6 +269,15 @@ def test_rows_that_lack_memory_rest_and_the_others_go_on(name, pools, rng):
             with pytest.raises(PoolExhausted, match=r"the pool of \w+ ran out: \d+ more needed"):
                 decoder.raise_exhausted(twin.cache)
             twin.reset(int(np.argmax([len(tokens) for tokens in twin.tokens])))
+    return twin
+
+
+@pytest.mark.parametrize(("name", "pools"), [*each_pools()])
+def test_rows_that_lack_memory_rest_and_the_others_go_on(name, pools, rng):
+    for _ in range(4):
+        twin = run_schedule(name, pools, rng)
+        if twin.rested > 2 and twin.served > 20:  # in some schedules hardly any row has to rest
+            break
     assert twin.rested > 2 and twin.served > 20
     for slot in range(1, ROWS + HOLDS + 1):
         twin.reset(slot)
