@@ -106,7 +106,8 @@ CASES = {
     "softmax": lambda: Case(LLAMA.model(), ({"pages": 10},)),
     "recurrence": lambda: Case(MAMBA2.model(), ({"states": 2}, {"blocks": 4})),
     "latents": lambda: Case(with_latents(), ({"pages": 10},)),
-    "gated": lambda: Case(with_gates(), ({"pages": 10},)),
+    # In 10 pages all rows may become full, as gates keep few keys: then none asks for more, and none rests.
+    "gated": lambda: Case(with_gates(), ({"pages": 8},)),
     "no convolution": lambda: Case(without_convolution(), ({"states": 2, "blocks": 5},)),
 }
 SOME = "both", "latents", "gated"  # these have every kind of memory; the others run by hand
@@ -254,8 +255,8 @@ def each_pools():
         yield from (pytest.param(name, pools, marks=pytest.mark.exhaustive) for pools in others)
 
 
-def run_schedule(name, pools, rng):
-    """Prompts, steps and forks at random, until rows have rested and others gone on."""
+@pytest.mark.parametrize(("name", "pools"), [*each_pools()])
+def test_rows_that_lack_memory_rest_and_the_others_go_on(name, pools, rng):
     twin = Twin(CASES[name]().config, rng, **pools)
     for number in range(400):
         if number >= 40 and twin.rested > 2 and twin.served > 20:  # Few schedules need more.
@@ -269,15 +270,6 @@ def run_schedule(name, pools, rng):
             with pytest.raises(PoolExhausted, match=r"the pool of \w+ ran out: \d+ more needed"):
                 decoder.raise_exhausted(twin.cache)
             twin.reset(int(np.argmax([len(tokens) for tokens in twin.tokens])))
-    return twin
-
-
-@pytest.mark.parametrize(("name", "pools"), [*each_pools()])
-def test_rows_that_lack_memory_rest_and_the_others_go_on(name, pools, rng):
-    for _ in range(4):
-        twin = run_schedule(name, pools, rng)
-        if twin.rested > 2 and twin.served > 20:  # in some schedules hardly any row has to rest
-            break
     assert twin.rested > 2 and twin.served > 20
     for slot in range(1, ROWS + HOLDS + 1):
         twin.reset(slot)
