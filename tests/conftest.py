@@ -3,6 +3,7 @@
 import collections
 import gc
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import jaxtyping
 import numpy as np
 import pytest
 from jax._src import callback as jax_callback
-from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
 from tests import array_checks
 
@@ -23,9 +23,14 @@ jaxtyping.install_import_hook("jaxbuf", f"{array_checks.__name__}.check")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+GPU_INTERPRETER = "jax._src.pallas.mosaic_gpu.interpret.shared_memory"  # takes seconds to import, which few tests need
+
+
 def call_with_numpy(*arguments, callback, **_):
     """A callback gets numpy arrays, which JAX would put on a device first: most of the time that Pallas' interpreters
     take, which call back for every load and store. They are copied, as XLA's memory is only lent for the call."""
+    if GPU_INTERPRETER in sys.modules:
+        sys.modules[GPU_INTERPRETER]._to_int = place_in_mesh
     return jax.tree.map(np.asarray, callback(*map(np.array, arguments)))
 
 
@@ -35,7 +40,6 @@ def place_in_mesh(x):
 
 
 jax_callback.io_callback_impl = call_with_numpy
-shared_memory._to_int = place_in_mesh
 
 # Imports jaxbuf.
 from tests import recording  # noqa: E402
