@@ -20,6 +20,7 @@ from jaxbuf.models.projections import (
     product_float32,
     product_or_summands,
     project,
+    squared_relu_project,
 )
 from jaxbuf.models.tensor_parallel import Axis, Part, add_devices
 from jaxbuf.target import Target
@@ -228,8 +229,11 @@ def squared_relu_mlp(
 
     Source: So et al., Primer (2021), section 3.
     """
-    (up,) = project(x, [layer.up_proj[...]], target=target)
-    inner = jnp.square(jax.nn.relu(add_bias(up, layer.up_bias)))
+    if layer.up_bias is None:
+        inner = squared_relu_project(x, layer.up_proj[...], target=target)
+    else:
+        (up,) = project(x, [layer.up_proj[...]], target=target)
+        inner = jnp.square(jax.nn.relu(add_bias(up, layer.up_bias)))
     return output(inner, layer.down_proj, layer.down_bias, devices, target)
 
 

@@ -99,6 +99,62 @@ def gated_project(
     return _gated_project(asked, x, gate, up)
 
 
+def squared_relu_project(
+    x: Float[Array, "rows time in"],
+    weight: Float[Array, "out in"],
+    *,
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
+) -> Float[Array, "rows time out"]:
+    """relu(weight x)², rounded to x's dtype. Differentiable.
+
+    XLA rounds the product to x's dtype, too; the kernel does not.
+
+    Args:
+      x: The tokens.
+      weight: The projection as checkpoints have it.
+      implementation, interpret, target: As in `project`.
+
+    Raises:
+      ValueError: As in `project`.
+    """
+    _check(x, (weight,))
+    asked = ask("project", implementation, target, (x,), interpret=interpret)
+    return _squared_relu_project(asked, x, weight)
+
+
+def project_rows(
+    x: Float[Array, "rows time in"],
+    weight: Float[Array, "out in"],
+    sizes: Sequence[int],
+    *,
+    float32: Sequence[bool] | None = None,
+    implementation: str = "auto",
+    interpret: bool = False,
+    target: Target | str | None = None,
+) -> tuple[Float[Array, "rows time _"], ...]:
+    """`project` with the rows of one weight, so many for each product. No rows are copied. Differentiable.
+
+    Args:
+      x: The tokens.
+      weight: As checkpoints have it: the rows of the first product, below them those of the second, and so on.
+      sizes: How many rows each product has; all of them together.
+      float32, implementation, interpret, target: As in `project`.
+
+    Raises:
+      ValueError: As in `project`, or the sizes do not add up to the weight's rows.
+    """
+    kept = (False,) * len(sizes) if float32 is None else tuple(float32)
+    _check(x, (weight,))
+    if not sizes or min(sizes) < 1 or sum(sizes) != weight.shape[0]:
+        raise ValueError(f"sizes must be the rows of each product, {weight.shape[0]} together, got {tuple(sizes)}")
+    if len(kept) != len(sizes):
+        raise ValueError(f"float32 must say something of each of the {len(sizes)} sizes, got {len(kept)} values")
+    asked = ask("project", implementation, target, (x,), interpret=interpret)
+    return _project_rows(tuple(sizes), kept, asked, x, weight)
+
+
 def product_or_summands(
     x: Float[Array, "rows time in"],
     weight: Float[Array, "out in"],
@@ -160,8 +216,7 @@ def _product_or_summands(asked: Asked | None, x: Array, weight: Array) -> Array:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _project(kept: tuple[bool, ...], asked: Asked | None, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-    dtypes = tuple(np.dtype(np.float32) if each else x.dtype for each in kept)
-    return _by_kernel(asked, dtypes, partial(_defined, kept), x, weights)
+    return _by_kernel(asked, _dtypes(kept, x), partial(_defined, kept), x, weights)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -169,7 +224,26 @@ def _gated_project(asked: Asked | None, x: Array, gate: Array, up: Array) -> Arr
     return _by_kernel(asked, (x.dtype,), _gated_defined, x, (gate, up), gated=True)[0]
 
 
-def _by_kernel(asked: Asked | None, dtypes, defined: Callable, x: Array, weights: tuple[Array, ...], *, gated=False):
+@partial(jax.jit, static_argnums=0)
+def _squared_relu_project(asked: Asked | None, x: Array, weight: Array) -> Array:
+    return _by_kernel(asked, (x.dtype,), _squared_relu_defined, x, (weight,), squared=True)[0]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _project_rows(
+    sizes: tuple[int, ...], kept: tuple[bool, ...], asked: Asked | None, x: Array, weight: Array
+) -> tuple[Array, ...]:
+    dtypes, defined = _dtypes(kept, x), partial(_rows_defined, sizes, kept)
+    return _by_kernel(asked, dtypes, defined, x, (weight,), outputs=sizes, stacked=True)
+
+
+def _dtypes(kept: tuple[bool, ...], x: Array) -> tuple[np.dtype, ...]:
+    return tuple(np.dtype(np.float32) if each else x.dtype for each in kept)
+
+
+def _by_kernel(
+    asked: Asked | None, dtypes, defined: Callable, x: Array, weights: tuple[Array, ...], *, outputs=None, **how: bool
+):
     """The kernel's products if it takes the call, else those of the definition."""
     if asked is None:
         return defined(x, weights)
@@ -177,7 +251,7 @@ def _by_kernel(asked: Asked | None, dtypes, defined: Callable, x: Array, weights
     from jaxbuf.pallas.project import Call, gpu, supports
 
     rows, time, size = x.shape
-    call = Call(rows * time, size, tuple(w.shape[0] for w in weights), dtypes, x.dtype, gated)
+    call = Call(rows * time, size, outputs or tuple(w.shape[0] for w in weights), dtypes, x.dtype, **how)
     if not asked.takes(supports(call)):
         return defined(x, weights)
 
@@ -202,3 +276,25 @@ def _defined(kept: tuple[bool, ...], x: Array, weights: tuple[Array, ...]) -> tu
 def _gated_defined(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
     gate, up = (product(x, weight) for x, weight in _apart(x, weights))
     return (jax.nn.silu(gate) * up,)
+
+
+def _squared_relu_defined(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+    (weight,) = weights
+    return (jnp.square(jax.nn.relu(product(x, weight))),)
+
+
+def _rows_defined(
+    sizes: tuple[int, ...], kept: tuple[bool, ...], x: Array, weights: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """The whole weight is multiplied once and the products are cut: cutting the weight would write it anew. What stays
+    in float32 is few rows, which are multiplied again."""
+    (weight,), ends = weights, np.cumsum(sizes)
+    whole = None if all(kept) else product(x, weight)
+
+    def rows(end: int, size: int, wide: bool) -> Array:
+        if wide or whole is None:
+            x_here, weight_here = jax.lax.optimization_barrier((x, weight[end - size : end]))
+            return product_float32(x_here, weight_here)
+        return whole[..., end - size : end]
+
+    return tuple(rows(int(end), size, wide) for end, size, wide in zip(ends, sizes, kept, strict=True))

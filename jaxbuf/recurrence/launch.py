@@ -74,7 +74,8 @@ def _extend_pool(
     beta: Array | None,
 ) -> tuple[Array, Pool]:
     if asked is not None and asked.takes(_reason(asked, spec, pool, step.before, q, v)):
-        inputs = q, rounded(k, pool.keys.dtype), v, log_decay, beta
+        entered = k if k.dtype == pool.keys.dtype else rounded(k, pool.keys.dtype)
+        inputs = q, entered, v, log_decay, beta
         where = step.before, step.lengths, step.write, step.append, step.ancestors
         return _extend_by_kernel(asked, spec, pool, *where, inputs)
     return xla.extend_with_xla(spec, pool, step, q, k, v, log_decay, beta)

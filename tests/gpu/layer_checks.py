@@ -19,7 +19,7 @@ from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.bench.measure import worst_errors
 from jaxbuf.models.experts import Router, mixture
 from jaxbuf.models.layers import Norm
-from jaxbuf.models.projections import gated_project, project
+from jaxbuf.models.projections import gated_project, project, project_rows, squared_relu_project
 from jaxbuf.models.residual import add_and_norm
 from tests.attention import latent_launches, launches
 from tests.gpu.checks import BOUNDS, Figures, same_bits
@@ -90,6 +90,10 @@ def check_projections(rng) -> Figures:
             outs = project(x, several, float32=kept, implementation="gpu")
             for out, expected, single in zip(outs, products, kept, strict=False):
                 compare(f"project, {'float32' if single else dtype}", out, expected, 1e-5 if single else bound)
+            apart = project_rows(x, jnp.concatenate(several), sizes, float32=kept, implementation="gpu")
+            assert all(map(same_bits, apart, outs)), "the rows of one weight are other products"
+            squares = np.square(np.maximum(products[-1], 0))
+            compare(f"squared_relu_project, {dtype}", squared_relu_project(x, up, implementation="gpu"), squares, bound)
             gated = products[-2] / (1 + np.exp(-products[-2])) * products[-1]
             compare(f"gated_project, {dtype}", gated_project(x, gate, up, implementation="gpu"), gated, bound)
             total, normed = add_and_norm(x, 2 * x, several[0][0], Norm(1e-6, 1.0), implementation="gpu")
@@ -97,6 +101,13 @@ def check_projections(rng) -> Figures:
             rounded = np.asarray(total, np.float64)[:, 0]
             root = np.sqrt(np.mean(rounded**2, axis=-1, keepdims=True) + 1e-6)
             compare(f"add_and_norm, {dtype}", normed, rounded / root * (1 + wide[0][0]), bound)
+            # Of a width that is no multiple of 256: Nemotron-3-Nano-4B's.
+            x, weight = (jnp.asarray(rng.standard_normal(n), dtype) for n in ((tokens, 1, 3136), (3136,)))
+            total, normed = add_and_norm(x, 2 * x, weight, Norm(1e-6), implementation="gpu")
+            assert same_bits(total, x + 2 * x), "the sum of 3136 is not XLA's"
+            rounded = np.asarray(total, np.float64)[:, 0]
+            root = np.sqrt(np.mean(rounded**2, axis=-1, keepdims=True) + 1e-6)
+            compare(f"add_and_norm of 3136, {dtype}", normed, rounded / root * np.asarray(weight, np.float64), bound)
     return found
 
 

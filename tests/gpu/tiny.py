@@ -14,7 +14,7 @@ from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.bench import companions
 from jaxbuf.models.experts import Router, mixture
 from jaxbuf.models.layers import Norm
-from jaxbuf.models.projections import gated_project, project
+from jaxbuf.models.projections import gated_project, project, project_rows, squared_relu_project
 from jaxbuf.models.residual import add_and_norm
 from jaxbuf.pallas.extend import gpu_schedule
 from jaxbuf.recurrence import RecurrenceSpec, buffered, chunked
@@ -171,7 +171,12 @@ def tiny_products(rng, implementation: str) -> None:
         outs = (
             project(x, several, float32=(False, False, True), implementation=implementation),
             gated_project(x, draw(256, hidden), draw(256, hidden), implementation=implementation),
+            project_rows(
+                x, draw(360, hidden), (256, 64, 40), float32=(False, False, True), implementation=implementation
+            ),
+            squared_relu_project(x, draw(256, hidden), implementation=implementation),
             add_and_norm(x, x, draw(hidden), Norm(1e-6, 1.0), implementation=implementation),
+            add_and_norm(*(draw(tokens, 1, 328),) * 2, draw(328), Norm(1e-6, 1.0), implementation=implementation),
             experts(x[:, 0], draw(8, 128, hidden), draw(8, hidden, 64), picked, share, gated=True),
             experts(x[:, 0], draw(8, 64, hidden), draw(8, hidden, 64), picked, share, gated=False),
         )

@@ -1,15 +1,23 @@
-"""The kernels of `project` and `gated_project`: they lower for their platform at the real sizes, and compute the
-products."""
+"""The kernel of `project` and its kin: it lowers for its platform at the real sizes, and computes the products."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.models.projections import Summands, gated_project, product_or_summands, project
+from jaxbuf.models.projections import (
+    Summands,
+    gated_project,
+    product_or_summands,
+    project,
+    project_rows,
+    squared_relu_project,
+)
 from jaxbuf.models.projections import summed as summed_up
 from jaxbuf.pallas.project import Call, gpu
 
+# Nemotron-3-Nano-4B: z, what the convolution reads, and the steps of a Mamba-2 layer; and its MLP.
+ROWS, NEMOTRON_MLP, NEMOTRON_HIDDEN = (7680, 9728, 96), 12544, 3136
 # Qwen3.5-4B: q | k | v, the output norm's gate, decay and write strength of a recurrent layer.
 SIZES, KEPT = (8192, 4096, 32, 32), (False, False, True, True)
 
@@ -32,6 +40,21 @@ def test_the_gpu_kernels_lower_for_cuda_at_the_real_sizes(tokens):
     def both(x, weights):
         *first, gate = weights
         return project(x, first, float32=KEPT, target="H100"), gated_project(x, gate, gate, target="H100")
+
+    text = jax.jit(both).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 2
+
+
+@pytest.mark.parametrize("tokens", [1, 256])
+def test_the_gpu_kernel_of_one_weight_and_of_squares_lowers_for_cuda_at_the_real_sizes(tokens):
+    outputs = sum(ROWS), NEMOTRON_MLP
+    arrays = jax.eval_shape(
+        lambda: new_arrays(np.random.default_rng(0), tokens, 1, NEMOTRON_HIDDEN, outputs, jnp.bfloat16)
+    )
+
+    def both(x, weights):
+        rows = project_rows(x, weights[0], ROWS, float32=(False, False, True), target="H100")
+        return rows, squared_relu_project(x, weights[1], target="H100")
 
     text = jax.jit(both).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == 2
@@ -85,6 +108,30 @@ def test_the_gpu_kernel_gates(rng, monkeypatch):
     np.testing.assert_allclose(np.asarray(found, np.float64), gate / (1 + np.exp(-gate)) * up, rtol=2**-11, atol=4e-6)
 
 
+@pytest.mark.parametrize("implementation", ["gpu", "xla"])
+def test_the_rows_of_one_weight_are_multiplied_as_several_are(rng, monkeypatch, implementation):
+    """One tile ends within the next product's rows, and one below the weight's last row."""
+    monkeypatch.setattr(gpu, "PROCESSORS", 2)
+    sizes, kept = (72, 40, 8), (False, False, True)
+    x, (weight,) = new_arrays(rng, 9, 2, 128, (sum(sizes),), jnp.bfloat16)
+    how = {"implementation": implementation, "interpret": implementation == "gpu"}
+    found = project_rows(x, weight, sizes, float32=kept, **how)
+    assert [y.dtype for y in found] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    expected = np.split(products_of(x, [weight])[0], np.cumsum(sizes[:2]), axis=-1)
+    for y, wide, bound in zip(found, expected, (2**-8, 2**-8, 1e-6), strict=True):
+        np.testing.assert_allclose(np.asarray(y, np.float64), wide, rtol=bound, atol=4e-6)
+
+
+def test_the_gpu_kernel_squares(rng, monkeypatch):
+    monkeypatch.setattr(gpu, "PROCESSORS", 2)
+    x, weights = new_arrays(rng, 9, 2, 128, (40,), jnp.float16)
+    expected = np.square(np.maximum(products_of(x, weights)[0], 0))
+    found = squared_relu_project(x, *weights, implementation="gpu", interpret=True)
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-11, atol=4e-6)
+    rounded = squared_relu_project(x, *weights, implementation="xla")
+    np.testing.assert_allclose(np.asarray(rounded, np.float64), expected, rtol=2**-9, atol=4e-6)
+
+
 @pytest.mark.slow
 def test_the_gpu_kernels_have_the_gradients_of_the_products(rng):
     x, weights = new_arrays(rng, 2, 2, 64, (16, 16), jnp.bfloat16)
@@ -92,7 +139,9 @@ def test_the_gpu_kernels_have_the_gradients_of_the_products(rng):
     def summed(x, weights, **how):
         first, second = project(x, weights, **how)
         third = summed_up(product_or_summands(jnp.tile(x, (1, 1, 4)), jnp.tile(weights[0], (1, 4)), **how))
-        return jnp.sum((first * second + gated_project(x, *weights, **how) + third).astype(jnp.float32))
+        fourth, fifth = project_rows(x, jnp.concatenate(weights), (16, 16), float32=(True, False), **how)
+        squared = squared_relu_project(x, weights[0], **how) + fourth.astype(x.dtype) * fifth
+        return jnp.sum((first * second + gated_project(x, *weights, **how) + third + squared).astype(jnp.float32))
 
     found = jax.grad(summed, (0, 1))(x, weights, implementation="gpu", interpret=True)
     expected = jax.grad(summed, (0, 1))(x, weights, implementation="xla")
@@ -126,3 +175,7 @@ def test_what_does_not_fit_is_an_error_that_names_it(rng):
         project(x, [weight], float32=(True, False))
     with pytest.raises(ValueError, match=r"gate and up must have one shape, got \(8, 64\) and \(16, 64\)"):
         gated_project(x, weight, other)
+    with pytest.raises(ValueError, match=r"sizes must be the rows of each product, 8 together, got \(4, 2\)"):
+        project_rows(x, weight, (4, 2))
+    with pytest.raises(ValueError, match="float32 must say something of each of the 2 sizes, got 1 values"):
+        project_rows(x, weight, (4, 4), float32=(True,))

@@ -12,7 +12,6 @@ from flax import nnx
 from jaxbuf.axes import Array, Float
 from jaxbuf.models.layers import (
     Initializer,
-    linear,
     log_rate,
     ones,
     output,
@@ -23,7 +22,7 @@ from jaxbuf.models.layers import (
     zeros,
 )
 from jaxbuf.models.mixers.recurrent_mixer import RecurrentMixer
-from jaxbuf.models.projections import Summands, product_float32
+from jaxbuf.models.projections import Summands, project_rows
 from jaxbuf.models.tensor_parallel import Part, add_devices
 from jaxbuf.recurrence.gated_norm import grouped_norm
 from jaxbuf.target import Target
@@ -72,7 +71,7 @@ class Mamba2(RecurrentMixer):
         """Applies the layer; `plan` is one of `jaxbuf.recurrence.recurrent_plan`."""
         p, spec, (batch, time) = parameters, self.spec, x.shape[:2]
         with jax.named_scope("projections"):
-            z, mixed, raw_step = self._project(p, scaled(x, self.input_scale))
+            z, mixed, raw_step = self._project(p, scaled(x, self.input_scale), plan.target)
         with jax.named_scope("convolution"):
             bias = None if p.conv1d_bias is None else p.conv1d_bias[...]
             keys = spec.key_heads * spec.key_dim
@@ -86,19 +85,18 @@ class Mamba2(RecurrentMixer):
             out = self._norm(out, z, p.norm, p.D[...], values, plan.target)
             return output(out, p.out_proj, p.out_bias, self.devices, plan.target, self.output_scale), memory
 
-    def _project(self, p: "Mamba2Parameters", x: Array) -> tuple[Array, Array, Array]:
+    def _project(self, p: "Mamba2Parameters", x: Array, target: Target | None) -> tuple[Array, Array, Array]:
         """z [batch, time, inner], x | B | C [batch, time, channels], and f32 [batch, time, heads] behind the steps."""
-        weight, first = p.in_proj[...], self.inner + self.channels
-        both = linear(x, weight[:first], None if p.in_bias is None else p.in_bias[...][:first])
-        step = product_float32(x, weight[first:])
+        sizes = self.inner, self.channels, self.spec.heads
+        z, mixed, step = project_rows(x, p.in_proj[...], sizes, float32=(False, False, True), target=target)
         if p.in_bias is not None:
-            step = step + p.in_bias[...][None, None, first:].astype(jnp.float32)
+            biases = jnp.split(p.in_bias[...][None, None], np.cumsum(sizes[:2]), axis=-1)
+            z, mixed, step = z + biases[0], mixed + biases[1], step + biases[2].astype(jnp.float32)
         keys, (of_z, *of_mixed, of_step) = self.spec.key_heads * self.spec.key_dim, self.part_scales
-        mixed = both[..., self.inner :]
         if any(scale != 1 for scale in of_mixed):
             scales = np.repeat(np.asarray(of_mixed, np.float32), [self.inner, keys, keys])
             mixed = mixed * jnp.asarray(scales, mixed.dtype)[None, None]
-        return scaled(both[..., : self.inner], of_z), mixed, scaled(step, of_step)
+        return scaled(z, of_z), mixed, scaled(step, of_step)
 
     def _norm(
         self, out: Array, z: Array, weight: nnx.Param | None, D: Array, values: Array, target: Target | None

@@ -1,6 +1,8 @@
 """`add_and_norm` on NVIDIA GPUs (Hopper), in one launch: Pallas Mosaic GPU.
 
-A block serves a token; its numbers stay in registers between the sum and the norm.
+A block serves a token; its numbers stay in registers between the sum and the norm. All threads have equally many, at
+least two: what is over lies in a second piece, the last numbers of the token. It begins within the first, of which it
+computes and writes some numbers once more, and leaves them out of the mean.
 
 Floor: (x + y + both results) / read bandwidth. Below some 512 tokens, the 2 to 3 us that any launch takes are more.
 """
@@ -11,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.add_and_norm.call import Call
 from jaxbuf.pallas.threads import COMPILER, THREADS, load, store
 
+LEAST = 2 * THREADS
 MOST = 16384  # numbers of a token: what a block's registers hold
 
 
@@ -36,23 +40,47 @@ def add_and_norm(call: Call, x: Array, y: Array, weight: Array, *, interpret: bo
     return total, normed
 
 
+def cut(hidden: int) -> list[tuple[int, int, int]]:
+    """A token's pieces: the first number of each, how many it has, and how many of them the one before has, too."""
+    whole = hidden // LEAST * LEAST
+    return [(0, whole, 0)] + ([(hidden - LEAST, LEAST, LEAST - hidden + whole)] if whole < hidden else [])
+
+
+def layout_of(size: int):
+    """A piece's: a thread's numbers are loaded in vectors of 16 bytes where all have so many."""
+    vector = next(n for n in (8, 4, 2) if size % (n * THREADS) == 0)
+    return plgpu.Layout.WG_STRIDED((size,), vector)
+
+
 def _kernel(call: Call, interpret: bool):
-    vector = next(n for n in (8, 4, 2) if call.hidden % (n * THREADS) == 0)
-    layout = plgpu.Layout.WG_STRIDED((call.hidden,), vector)
+    pieces = [(pl.ds(first, size), layout_of(size), again) for first, size, again in cut(call.hidden)]
 
     def add_and_norm_tokens(x, y, weight, total, normed):  # A profile shows this name.
         token = lax.axis_index("token")
-        if call.summands:
-            parts = [load(y.at[i, token], layout) for i in range(call.summands)]
-            added = functools.reduce(jnp.add, parts).astype(call.dtype)
-        else:
-            added = load(y.at[token], layout)
-        new = (load(x.at[token], layout).astype(jnp.float32) + added.astype(jnp.float32)).astype(call.dtype)
-        scale = load(weight, layout).astype(jnp.float32) + np.float32(call.offset)
-        store(total.at[token], new)
-        wide = new.astype(jnp.float32)
-        root = lax.rsqrt(jnp.sum(wide * wide) * np.float32(1 / call.hidden) + np.float32(call.eps))
-        store(normed.at[token], (wide * root * scale).astype(call.dtype))
+
+        def add(numbers, layout):
+            if call.summands:
+                parts = [load(y.at[i, token, numbers], layout) for i in range(call.summands)]
+                added = functools.reduce(jnp.add, parts).astype(call.dtype)
+            else:
+                added = load(y.at[token, numbers], layout)
+            new = load(x.at[token, numbers], layout).astype(jnp.float32) + added.astype(jnp.float32)
+            return new.astype(call.dtype)
+
+        sums = [add(numbers, layout) for numbers, layout, _ in pieces]
+        scales = [load(weight.at[numbers], layout).astype(jnp.float32) for numbers, layout, _ in pieces]
+        squares = np.float32(0)
+        for (numbers, layout, again), new in zip(pieces, sums, strict=True):
+            store(total.at[token, numbers], new)
+            squared = jnp.square(new.astype(jnp.float32))
+            if again:
+                place = plgpu.broadcasted_iota(jnp.int32, squared.shape, 0, layout=layout)
+                squared = jnp.where(place >= again, squared, np.float32(0))
+            squares += jnp.sum(squared)
+        root = lax.rsqrt(squares * np.float32(1 / call.hidden) + np.float32(call.eps))
+        for (numbers, _, _), new, scale in zip(pieces, sums, scales, strict=True):
+            found = new.astype(jnp.float32) * root * (scale + np.float32(call.offset))
+            store(normed.at[token, numbers], found.astype(call.dtype))
 
     out = jax.ShapeDtypeStruct((call.tokens, call.hidden), call.dtype)
     return plgpu.kernel(

@@ -1,4 +1,4 @@
-"""The kernel of `project` and `gated_project`, and what it can serve."""
+"""The kernel of `project` and its kin, and what it can serve."""
 
 import jax.numpy as jnp
 

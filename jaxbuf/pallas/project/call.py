@@ -1,4 +1,4 @@
-"""What describes a call of `project` or `gated_project`: its sizes and dtypes."""
+"""What describes a call of `project` or one of its kin: its sizes and dtypes."""
 
 import dataclasses
 
@@ -16,6 +16,8 @@ class Call:
       dtypes: What each product is rounded to.
       dtype: Of x and of the weights.
       gated: Whether there are two weights, a gate's and that of what it gates, and one result.
+      squared: Whether the square of relu follows.
+      stacked: Whether all weights are one array, its rows one weight's below the other's.
       slices: Into how many the numbers of x and of the weights' rows are cut. Each is multiplied by itself; what these
         products are summed up to is left to the reader.
     """
@@ -26,4 +28,6 @@ class Call:
     dtypes: tuple[np.dtype, ...]
     dtype: np.dtype
     gated: bool = False
+    squared: bool = False
+    stacked: bool = False
     slices: int = 1

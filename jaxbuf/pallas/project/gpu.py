@@ -1,4 +1,4 @@
-"""`project` and `gated_project` on NVIDIA GPUs (Hopper), for the few tokens of a decoding step: Pallas Mosaic GPU.
+"""`project` and its kin on NVIDIA GPUs (Hopper), for the few tokens of a decoding step: Pallas Mosaic GPU.
 
 The rows of all weights are shared out in tiles of equal height, as many as there are multiprocessors wherever one tile
 each suffices: no multiprocessor has more to read than another. A warpgroup of a block brings pieces of its tile, and
@@ -107,12 +107,12 @@ class Memory(NamedTuple):
 
 
 def project(call: Call, x: Array, weights: Sequence[Array], *, interpret: bool = False) -> tuple[Array, ...]:
-    """`jaxbuf.models.projections.project`, or `gated_project`; `supports` says for which sizes.
+    """`jaxbuf.models.projections.project` or one of its kin; `supports` says for which sizes.
 
     Args:
       call: The call's sizes and dtypes.
       x: [tokens, inputs].
-      weights: Each [out, inputs].
+      weights: Each [out, inputs]; where they are stacked, one.
       interpret: Run in Pallas' GPU interpreter.
 
     Returns:
@@ -125,11 +125,12 @@ def project(call: Call, x: Array, weights: Sequence[Array], *, interpret: bool =
 
 
 def _kernel(call: Call, schedule: Schedule, interpret: bool):
-    parts, weights, results = 2 if call.gated else 1, len(call.outputs), len(call.dtypes)
+    parts, weights, results = 2 if call.gated else 1, 1 if call.stacked else len(call.outputs), len(call.dtypes)
     tokens, steps = 8 * -(-call.tokens // 8), call.inputs // (STEP * call.slices)
     shape, tiles = (call.slices, call.tokens) if call.slices > 1 else (call.tokens,), sum(schedule.tiles)
     transforms = plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
     begins = [sum(schedule.tiles[:i]) for i in range(len(schedule.tiles))]
+    above = [sum(call.outputs[:i]) if call.stacked else 0 for i in range(len(call.outputs))]  # rows
 
     def multiply_tokens(x, *refs):
         given, outs = refs[:weights], refs[weights : weights + results]
@@ -143,7 +144,7 @@ def _kernel(call: Call, schedule: Schedule, interpret: bool):
                 plgpu.set_max_registers(registers[which], action=action)
 
         def each_weight(function) -> None:
-            """Calls it with the number of the tile's weight and the first of the tile's rows."""
+            """Calls it with the number of the tile's weight, and which of that weight's rows is the tile's first."""
             for i, (begin, count) in enumerate(zip(begins, schedule.tiles, strict=True)):
                 here = functools.partial(function, i, (number - begin) * schedule.rows)
                 pl.when((number >= begin) & (number < begin + count))(here)
@@ -157,7 +158,10 @@ def _kernel(call: Call, schedule: Schedule, interpret: bool):
                 out = outs[i] if call.slices == 1 else outs[i].at[slice_number]
                 for product, sums in enumerate(found):
                     first = (role * schedule.products + product) * TILE
-                    store_inside(result(sums).astype(out.dtype), WGMMA, out, first, row, interpret)
+                    found_there = result(sums)
+                    if call.squared:
+                        found_there = jnp.square(jnp.maximum(found_there, 0))
+                    store_inside(found_there.astype(out.dtype), WGMMA, out, first, row, interpret)
 
             each_weight(write)
 
@@ -166,8 +170,8 @@ def _kernel(call: Call, schedule: Schedule, interpret: bool):
             set_registers(1, "decrease")
 
             def bring(i, row):
-                here = given if call.gated else given[i : i + 1]
-                _bring(schedule, memory, x, here, row, slice_number * steps, tokens, steps)
+                here = given if call.gated or call.stacked else given[i : i + 1]
+                _bring(schedule, memory, x, here, above[i] + row, slice_number * steps, tokens, steps)
 
             each_weight(bring)
 
@@ -200,7 +204,7 @@ def _bring(
     """Brings the pieces of a tile, which begins at `row` of its weights, and of the tokens: `steps` from `first` on."""
 
     def source(weight, i):
-        # What lies below a weight's last row arrives as zeros.
+        # What lies below a weight's last row arrives as zeros, or as what the next one has there: neither is stored.
         return weight.at[pl.ds(row, min(schedule.rows, weight.shape[0])), pl.ds((first + i) * STEP, STEP)]
 
     # Where x has fewer rows than a piece, what lies below them arrives as zeros, too: Pallas lets a slice reach there
