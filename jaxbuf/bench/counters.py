@@ -93,6 +93,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--family", choices=tuple(kernels.LAYERS), default="gdn", help="of the recurrence")
+    kernels.add_sizes(parser)
     parser.add_argument("--batch", type=whole(1), default=128, help="rows")
     parser.add_argument("--tokens", type=whole(1, 16), default=1, help="new tokens of a row")
     parser.add_argument("--accepted", type=whole(1, 16), default=None, help="of these; default: the larger half")
@@ -102,6 +103,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--keep", type=folder, default=None, help=f"a folder for {TOOL}'s own report and its pages")
     parser.add_argument("--json", type=output, default=None, help="write the figures to this file")
     options = parser.parse_args(arguments)
+    kernels.fill_sizes(parser, options)
     if options.accepted is None:
         options.accepted = (options.tokens + 1) // 2
     if options.accepted > options.tokens:
@@ -117,9 +119,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def make_case(asked: dict[str, Any]) -> tuple[RecurrenceSpec, kernels.Case]:
     """The layer and the case of `jaxbuf bench kernels` that the options ask for."""
-    family = asked["family"]
-    heads, key_heads, key_dim, value_dim = (kernels.LAYERS[family][name] for name in kernels.SIZES)
-    spec = RecurrenceSpec(heads, key_heads, key_dim, value_dim, *kernels.RECURRENCES[family])
+    sizes = (asked[name] for name in kernels.SIZES)
+    spec = RecurrenceSpec(*sizes, *kernels.RECURRENCES[asked["family"]])
     accepted = (asked["accepted"],)
     case = kernels.Case("counters", asked["batch"], asked["tokens"], accepted, asked["limit"], asked["state_dtype"])
     return spec, case
@@ -244,7 +245,8 @@ def summarize(details: dict[str, tuple[float, str]], code: Sequence[Instruction]
 def show(console: Console, asked: dict[str, Any], found: dict[str, Any]) -> None:
     """Prints the figures as tables."""
     tokens = f"{asked['tokens']} token{'s' * (asked['tokens'] > 1)}"
-    words = f"{asked['family']}, batch {asked['batch']}, {tokens}, limit {asked['limit']}"
+    sizes = f"{asked['heads']} x {asked['value_dim']}"
+    words = f"{asked['family']} ({sizes}), batch {asked['batch']}, {tokens}, limit {asked['limit']}"
     table = Table(caption=f"one launch: {words}, {asked['state_dtype']}, {jax.devices()[0].device_kind}")
     table.add_column("", justify="left")
     table.add_column("", justify="right")
@@ -273,7 +275,7 @@ def show(console: Console, asked: dict[str, Any], found: dict[str, Any]) -> None
 def main(arguments: Sequence[str]) -> int:
     """Runs with the words of a command line; returns the exit status."""
     options, console, notes = parse(arguments), Console(highlight=False), Console(stderr=True)
-    names = "family", "batch", "tokens", "accepted", "limit", "state_dtype"
+    names = "family", *kernels.SIZES, "batch", "tokens", "accepted", "limit", "state_dtype"
     asked = {name: getattr(options, name) for name in names}
     with tempfile.TemporaryDirectory(prefix="jaxbuf-counters-") as temporary:
         directory = options.keep or Path(temporary)

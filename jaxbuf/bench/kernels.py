@@ -146,12 +146,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="of the recurrence: Gated DeltaNet, Mamba-2, Kimi Delta Attention, gated linear attention, DeltaNet, "
         "retention or linear attention",
     )
-    parser.add_argument("--heads", type=whole(1), default=None, help="value heads; default: 32, of Mamba-2 128")
-    parser.add_argument(
-        "--key-heads", type=whole(1), default=None, help="default: 32, of Gated DeltaNet 16, of Mamba-2 8 groups"
-    )
-    parser.add_argument("--dim", type=whole(1), default=None, help="of keys; default: 128")
-    parser.add_argument("--value-dim", type=whole(1), default=None, help="default: --dim, of Mamba-2 64")
+    add_sizes(parser)
     parser.add_argument(
         "--json", type=output, default=None, help="keep the figures here as they come; a plot beside it"
     )
@@ -163,14 +158,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.batches = options.batches and tuple(report.whole_numbers(parser, "--batches", options.batches))
-    sizes = LAYERS[options.family]
-    if options.family != "mamba2" and options.value_dim is None:
-        options.value_dim = options.dim
-    for name in SIZES:
-        if getattr(options, name) is None:
-            setattr(options, name, sizes[name])
-    if options.heads % options.key_heads:
-        parser.error(f"--heads must be a multiple of --key-heads, got {options.heads} and {options.key_heads}")
+    fill_sizes(parser, options)
     if unknown := set(options.only) - set(PARTS):
         parser.error(f"--only must name parts among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     if elsewhere := [part for part in options.only if part in OF_GDN and options.family != "gdn"]:
@@ -179,6 +167,28 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.implementation == "gpu" and jax.default_backend() != "gpu":
         parser.error(f"the kernels need a GPU, this is a {jax.default_backend()}: try --implementation xla")
     return options
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The options for a layer's sizes; what they leave out, `fill_sizes` has."""
+    parser.add_argument("--heads", type=whole(1), default=None, help="value heads; default: 32, of Mamba-2 128")
+    parser.add_argument(
+        "--key-heads", type=whole(1), default=None, help="default: 32, of Gated DeltaNet 16, of Mamba-2 8 groups"
+    )
+    parser.add_argument("--dim", type=whole(1), default=None, help="of keys; default: 128")
+    parser.add_argument("--value-dim", type=whole(1), default=None, help="default: --dim, of Mamba-2 64")
+
+
+def fill_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Sizes that were not given are those of the family's layer."""
+    sizes = LAYERS[options.family]
+    if options.family != "mamba2" and options.value_dim is None:
+        options.value_dim = options.dim
+    for name in SIZES:
+        if getattr(options, name) is None:
+            setattr(options, name, sizes[name])
+    if options.heads % options.key_heads:
+        parser.error(f"--heads must be a multiple of --key-heads, got {options.heads} and {options.key_heads}")
 
 
 def plan(options: argparse.Namespace) -> list[AnyCase]:

@@ -91,8 +91,10 @@ def test_a_launch_in_the_midst_is_measured_and_the_pages_are_kept(tool, capsys):
     words = ["--family", "kda", "--batch", "8", "--tokens", "5", "--accepted", "3", "--keep", str(kept)]
     assert counters.main([*words, "--json", str(record)]) == 0
     report = (kept / "launch.ncu-rep").read_text().split()
-    asked = {"family": "kda", "batch": 8, "tokens": 5, "accepted": 3, "limit": 32, "state_dtype": "float32"}
-    case = counters.make_case(asked)[1]
+    sizes = {"heads": 12, "key_heads": 4, "dim": 64, "value_dim": 80}
+    asked = {"family": "mamba2", "batch": 8, "tokens": 5, "accepted": 3, "limit": 32, "state_dtype": "float32"}
+    spec, case = counters.make_case(asked | sizes)
+    assert (spec.heads, spec.key_heads, spec.key_dim, spec.value_dim, spec.delta) == (12, 4, 64, 80, False)
     assert int(report[report.index("--launch-skip") + 1]) == case.steps(1) * counters.LAYERS // 2
     assert (kept / "launch.txt").read_text().strip() == DETAILS.strip()
     written = json.loads(record.read_text())
