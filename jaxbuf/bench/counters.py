@@ -119,8 +119,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def make_case(asked: dict[str, Any]) -> tuple[RecurrenceSpec, kernels.Case]:
     """The layer and the case of `jaxbuf bench kernels` that the options ask for."""
-    sizes = (asked[name] for name in kernels.SIZES)
-    spec = RecurrenceSpec(*sizes, *kernels.RECURRENCES[asked["family"]])
+    heads, key_heads, key_dim, value_dim = (asked[name] for name in kernels.SIZES)
+    spec = RecurrenceSpec(heads, key_heads, key_dim, value_dim, *kernels.RECURRENCES[asked["family"]])
     accepted = (asked["accepted"],)
     case = kernels.Case("counters", asked["batch"], asked["tokens"], accepted, asked["limit"], asked["state_dtype"])
     return spec, case

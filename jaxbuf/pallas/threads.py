@@ -45,6 +45,42 @@ def store(ref, x: Array) -> None:
         ref[...] = x
 
 
+def store_from(x: Array, ref, first: Array, interpret: bool) -> None:
+    """Writes numbers to global memory: all, or the second half of them.
+
+    Args:
+      x: [THREADS] in layout `PER_THREAD`.
+      ref: [THREADS] in global memory.
+      first: A scalar, the first that is written: 0 or THREADS / 2.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        half = THREADS // 2
+        ref[pl.ds(half, half)] = x[half:]
+
+        @pl.when(first == 0)
+        def _():
+            ref[pl.ds(0, half)] = x[:half]
+
+        return
+
+    def write(_, x, ref, first):
+        i32, ((thread,),) = ir.IntegerType.get_signless(32), x.layout.thread_idxs((THREADS,))
+        first = arith.index_cast(ir.IndexType.get(), first.registers.flat[0])
+        stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.uge, thread, first))
+        bits = mgpu.utils.bitwidth(x.mlir_dtype)
+        kind = ir.VectorType.get((1,), ir.IntegerType.get_signless(bits))
+        number = vector.extract(vector.bitcast(kind, x.registers.flat[0]), [], [0])
+        text = f"{{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.b{bits} [$1], $2;}}"
+        constraints = f"r,l,{'r' if bits == 32 else 'h'},~{{memory}}"
+        place, start = arith.index_cast(ir.IntegerType.get_signless(64), thread), mgpu.utils.memref_ptr(ref)
+        pointer = llvm.getelementptr(start.type, start, [place], [-(2**31)], x.mlir_dtype, [])
+        operands = [stores, pointer, number]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    inline_mlir(write, (PER_THREAD, plgpu.RefType(), plgpu.Layout.WG_SPLAT), None)(x, ref, first)
+
+
 def load_per_thread(ref, i: int, n: int, interpret: bool) -> Array:
     """Loads one number for each thread from the first THREADS · n of a reference, of which each thread has n in a row.
 

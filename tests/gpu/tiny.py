@@ -50,9 +50,12 @@ def tiny_split(rng, implementation: str) -> None:
 
 def tiny_mamba2(rng, implementation: str) -> None:
     spec = dataclasses.replace(SMALL, value_dim=64, delta=False)
+    windows = dataclasses.replace(spec, heads=8, value_dim=80)  # the last of each group begins within the one before
     for size in SIZES[1:3]:
         for state in ("float32", "split"):
             tiny_steps(rng, spec, *size, state, implementation)
+    for state in ("float32", "split", "split8"):
+        tiny_steps(rng, windows, *SIZES[1], state, implementation)
 
 
 def tiny_channels(rng, implementation: str) -> None:

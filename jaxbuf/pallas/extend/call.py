@@ -52,6 +52,8 @@ class Call:
         `value_dim` that of one. Only the decays and write strengths of a stack's heads are their own.
       head_values: Values of one head, where a stack has other than whole heads: `heads` and `value_dim` are then those
         of windows on the values of all heads. 0: a stack has whole heads.
+      key_values: Values of all heads of a key head, where these are no whole number of windows: the last of them begins
+        earlier, so that it ends with them. What it has in common with the one before is that one's. 0: they are.
       entry: The dtype of the entries' keys and updates.
       probe: The dtype of the new keys and queries.
       out: The outputs' dtype.
@@ -76,6 +78,7 @@ class Call:
     room: int | None = None
     stacked: int = 1
     head_values: int = 0
+    key_values: int = 0
 
     @property
     def items(self) -> int:
@@ -101,21 +104,46 @@ class Call:
     @property
     def all_heads(self) -> int:
         """Heads, however they are stacked."""
-        return self.heads * self.value_dim // self.head_values if self.head_values else self.heads * self.stacked
+        return self.all_values // self.head_values if self.head_values else self.heads * self.stacked
+
+    @property
+    def all_values(self) -> int:
+        """Values of all heads together."""
+        return self.key_heads * self.key_values if self.key_values else self.heads * self.value_dim
 
     def head(self, stack, i: int):
-        """Which head is number i of a stack. A window that has rows of one head alone has that, or another, twice."""
+        """Which head is number i of a stack. A window that has rows of fewer heads has other heads as the last ones."""
         if not self.head_values:
             return stack * self.stacked + i
         if self.head_values % self.value_dim == 0:
             return stack // (self.head_values // self.value_dim)
-        return jnp.minimum(stack * self.value_dim // self.head_values + i, self.all_heads - 1)
+        return jnp.minimum(self.first_value(stack) // self.head_values + i, self.all_heads - 1)
+
+    def first_value(self, stack):
+        """The first of a stack's values among those of all heads."""
+        if not self.key_values:
+            return stack * self.value_dim
+        key_head = stack // self.heads_per_key
+        first = (stack - key_head * self.heads_per_key) * self.value_dim
+        return key_head * self.key_values + jnp.minimum(first, self.key_values - self.value_dim)
+
+    def first_own(self, stack):
+        """The first row of a stack that is not another window's: 0, or half of them."""
+        if not self.key_values:
+            return 0
+        last = stack - stack // self.heads_per_key * self.heads_per_key == self.heads_per_key - 1
+        return jnp.where(last, self.value_dim // 2, 0)
 
     def first_rows(self, stack):
-        """Rows of a stack that are its first head's; those behind are its second head's."""
+        """Rows of a stack that are its first head's; behind them each head has `head_rows`."""
         if not self.head_values:
-            return self.value_dim // self.stacked
-        return self.head_values * (self.head(stack, 0) + 1) - self.value_dim * stack
+            return self.head_rows
+        return self.head_values * (self.head(stack, 0) + 1) - self.first_value(stack)
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the state that a head has."""
+        return self.head_values or self.value_dim // self.stacked
 
     def log_decay(self, stack, i: int):
         """Which number of `gates` is the log_decay of head i of a stack, if the decay is one a head."""

@@ -46,7 +46,7 @@ from jaxbuf.pallas.extend.gpu_entries import add_all, weight
 from jaxbuf.pallas.extend.gpu_fold import fold
 from jaxbuf.pallas.extend.gpu_lane import Item, Lane, Upcoming, name_arrays, read_item
 from jaxbuf.pallas.extend.gpu_products import STATE, STATE_LEFT, VECTORS, ZERO, cut, join, multiply_state, where, zeros
-from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, SPACING, Schedule, arrange
+from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, SPACING, Schedule, arrange, passed_words
 from jaxbuf.pallas.extend.gpu_step import extend_step, serves
 from jaxbuf.pallas.extend.gpu_sums import factor, on_path, parts, sum_decays, sum_path
 from jaxbuf.pallas.instructions import count_up, publish, round_now, synchronize
@@ -89,7 +89,7 @@ def extend(
     flat.append(gates.reshape(-1, *of_entry) if call.gates else jnp.zeros((1, 1)))
     given, by_step = call, serves(call)
     call = window(call) if by_step else call if call.decay == "channel" else stack(call)
-    heads = call.heads, call.value_dim
+    heads = (call.all_values,) if call.key_values else (call.heads, call.value_dim)
     v, flat[1] = v.reshape(*v.shape[:2], *heads), flat[1].reshape(-1, *heads)
     checkpoints, *low = (x.reshape(-1, *heads, *x.shape[3:]) for x in (checkpoints, *low))
     if by_step or call.decay == "channel":
@@ -117,30 +117,43 @@ def _padded(positions: Array, length: int) -> Array:
     return jnp.pad(positions, ((0, 0), (0, length - positions.shape[1])))
 
 
-def window(call: Call) -> Call:
+def window(call: Call, overlap: bool = False) -> Call:
     """The call with windows of 64 or 128 values in place of heads, if heads have other numbers of values; with keys of
     256 numbers of 64, as a lane has shared memory for so many rows of a state.
 
     Rows of a state do not depend on each other, and the states of all heads of a key head lie one behind the other. So
-    a window is served like a head. One of 64 values has rows of two heads at most, if a head has more than 64.
+    a window is served like a head. It has rows of several heads if a head's values are no whole windows.
+
+    Args:
+      call: With heads.
+      overlap: Whether windows have 128 values where those of all heads of a key head are an odd number of 64s, too:
+        the last one has 64 in common with the one before. An item then takes less than twice as long as one of 64.
     """
     widths = (BAND, THREADS) if call.key_dim <= THREADS else (BAND,)
     if call.value_dim in widths:
         return call
     width = max((n for n in widths if call.value_dim % n == 0), default=BAND)
-    heads, stacked = call.heads * call.value_dim // width, 1 if call.value_dim % width == 0 else 2
-    return dataclasses.replace(call, heads=heads, value_dim=width, stacked=stacked, head_values=call.value_dim)
+    of_key, stacked = call.heads_per_key * call.value_dim, 1 if call.value_dim % width == 0 else 2
+    windows = dataclasses.replace(call, value_dim=width, stacked=stacked, head_values=call.value_dim)
+    if stacked > 1 and overlap and THREADS in widths:
+        rows = range(0, of_key - THREADS + 1, BAND)
+        stacked = max((row + THREADS - 1) // call.value_dim - row // call.value_dim for row in rows) + 1
+        wide = dataclasses.replace(windows, value_dim=THREADS, stacked=stacked)
+        if passed_words(wide) <= THREADS:
+            windows, width = wide, THREADS
+    heads = call.key_heads * pl.cdiv(of_key, width)
+    return dataclasses.replace(windows, heads=heads, key_values=of_key if of_key % width else 0)
 
 
 def has_windows(call: Call) -> bool:
-    """Whether the values of a key head's heads are whole windows, each with rows of two heads at most."""
+    """Whether the values of a key head's heads are whole windows of 64."""
     return call.value_dim >= BAND and call.heads_per_key * call.value_dim % BAND == 0
 
 
 def stack(call: Call) -> Call:
     """The call in windows, if it needs some; or with two heads of 64 values as one of 128, if they read the same key
     head and differ in decays alone."""
-    call = window(call)
+    call = window(call, overlap=True)
     together = not call.delta and call.decay != "channel" and call.heads_per_key % 2 == 0 and not call.head_values
     if not together or 2 * call.value_dim != THREADS or call.key_dim > THREADS:
         return call
@@ -182,6 +195,7 @@ class _Carry(NamedTuple):
 
 def _kernel(schedule: Schedule, interpret: bool):
     call = schedule.call
+    heads = (call.all_values,) if call.key_values else (call.heads, call.value_dim)
     draws = schedule.draws and not interpret  # The interpreter knows no atomics.
 
     def extend_heads(*refs):  # A profile shows this name.
@@ -294,7 +308,7 @@ def _kernel(schedule: Schedule, interpret: bool):
 
     return plgpu.kernel(
         extend_heads,
-        out_type=jax.ShapeDtypeStruct((call.rows, call.time, call.heads, call.value_dim), call.out),
+        out_type=jax.ShapeDtypeStruct((call.rows, call.time, *heads), call.out),
         grid=(schedule.blocks,),
         grid_names=("block",),
         num_threads=schedule.warpgroups,
@@ -368,7 +382,8 @@ def _read_state(lane: Lane, item: Item, i: Array, probes: list[list[Array]] | No
     """
     schedule = lane.schedule
     band, state, barrier = lane.band(i)
-    pl.when(item.has_checkpoint & ~item.folds)(lambda: plgpu.barrier_wait(barrier))
+    waits = lane.and_own(item.has_checkpoint & ~item.folds, item.head, i)
+    pl.when(waits)(lambda: plgpu.barrier_wait(barrier))
     is_split = lane.arrays.low is not None  # Then the fold has multiplied the state.
     multiply_band = functools.partial(_multiply_band, lane, state, band, probes, lane.reads)
     if is_split and not schedule.one_token:
@@ -436,8 +451,10 @@ def _substitute(lane: Lane, item: Item, out, added, totals, gates, betas, append
                 recalls[i] = on_path(paths, i, t, recalls[i] + weight(lane, i, column) * update, recalls[i])
             outs[i] = on_path(paths, i, t, outs[i] + weight(lane, time + i, column) * update, outs[i])
         result = outs[t] + decays[t] * read(time + t)
-        store(out.at[item.row, t, item.head], where(t < item.length, result).astype(call.out))
+        place = lane.place(item.head)
+        result = where(t < item.length, result).astype(call.out)
+        lane.store_values(result, out.at[(item.row, t, *place)], item.head)
 
         @pl.when(to >= 0)
-        def _(to=to, stored=stored):
-            store(lane.arrays.updates.at[to, item.head], stored)
+        def _(to=to, stored=stored, place=place):
+            lane.store_values(stored, lane.arrays.updates.at[(to, *place)], item.head)

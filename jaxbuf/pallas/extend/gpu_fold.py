@@ -45,23 +45,25 @@ def fold(lane: Lane, item: Item, totals: list[list[Array]], read_band: Callable[
       lane: Its `decays` hold the entries' decays, or their exponentials.
       item: The item that is served. It folds, so it has at least one entry.
       totals: For each head of a stack the sum of the entries' gates, in parts. A head of a stack is a band, but if
-        stacks are windows: then a band has rows of both heads.
+        stacks are windows: then a band has rows of several heads.
       read_band: Multiplies a band of a folded split state with the probes; its shared memory is `Lane.halves`' first.
     """
     if lane.arrays.low is None:
 
         def add(c, chunks_in_memory, last):
             weigh = functools.partial(_weigh, lane, totals, c, chunks_in_memory)
-            same = weigh(0) if len(totals) == 1 or lane.call.head_values else None
+            same = weigh(0) if len(totals) == 1 else None
 
             def add_to(i):
                 decay, steps = same or weigh(i)
                 rows, state, barrier = lane.band(i)
-                pl.when(item.has_checkpoint & jnp.equal(c, 0))(lambda: plgpu.barrier_wait(barrier))
-                _add(lane, item, c, rows, decay, steps, [state], [state])
+                waits = lane.and_own(item.has_checkpoint & jnp.equal(c, 0), item.head, i)
+                pl.when(waits)(lambda: plgpu.barrier_wait(barrier))
+                _add(lane, item, c, i, decay, steps, [state], [state])
                 plgpu.commit_smem()  # The copy below reads what was stored.
-                stored = lane.arrays.checkpoints.at[item.fold_to, item.head, rows]
-                pl.when(last)(lambda: plgpu.copy_smem_to_gmem(state, stored))
+                stored = lane.arrays.checkpoints.at[(item.fold_to, *lane.place(item.head, rows))]
+                stores = lane.and_own(jnp.asarray(last), item.head, i)
+                pl.when(stores)(lambda: plgpu.copy_smem_to_gmem(state, stored))
 
             lane.each_band(add_to)
 
@@ -85,18 +87,25 @@ def fold(lane: Lane, item: Item, totals: list[list[Array]], read_band: Callable[
             if lane.schedule.low_in_registers:
                 low = lane.arrays.low
                 assert low is not None
-                before.append(low.at[jnp.where(jnp.equal(c, 0), item.checkpoint, item.fold_to), item.head, rows])
-                after.append(low.at[item.fold_to, item.head, rows])
-            _add(lane, item, c, rows, decay, steps, before, after)
+                place, checkpoint = (
+                    lane.place(item.head, rows),
+                    jnp.where(jnp.equal(c, 0), item.checkpoint, item.fold_to),
+                )
+                before.append(low.at[(checkpoint, *place)])
+                after.append(low.at[(item.fold_to, *place)])
+            _add(lane, item, c, i, decay, steps, before, after)
 
         _each_chunk(lane, item, add, begun=i > 0)
         plgpu.commit_smem()  # The copies below read what was stored.
-        for source, target, _ in halves:
-            plgpu.copy_smem_to_gmem(target, source.at[item.fold_to, item.head, rows])
-        if lane.low_scales is not None and lane.arrays.low_scales is not None:
-            store(
-                lane.arrays.low_scales.at[item.fold_to, item.head, rows], load(lane.low_scales.at[rows], TALL.reduce(1))
-            )
+
+        @pl.when(lane.and_own(jnp.asarray(True), item.head, i))
+        def _():
+            place = item.fold_to, *lane.place(item.head, rows)
+            for source, target, _ in halves:
+                plgpu.copy_smem_to_gmem(target, source.at[place])
+            if lane.low_scales is not None and lane.arrays.low_scales is not None:
+                store(lane.arrays.low_scales.at[place], load(lane.low_scales.at[rows], TALL.reduce(1)))
+
         read_band(i)
 
         @pl.when(i + 1 < bands)
@@ -173,14 +182,12 @@ def _each_chunk(lane: Lane, item: Item, add: Callable, begun: Array | bool) -> N
 def _weigh(lane: Lane, totals: list[list[Array]], c: Array | int, chunks_in_memory: list, band: Array | int):
     """What a band is multiplied with before chunks are added, and in which steps: chunk, first entry, and weights for
     each head that the band has rows of."""
-    heads: list[Array | int] = [0]
+    heads: list[Array | int] = [*range(len(totals))]
     if len(totals) > 1 and not lane.call.head_values:
         heads = [band]
         totals = [[jnp.where(jnp.equal(band, 0), x, y) for x, y in zip(*totals, strict=True)]]
-    elif len(totals) > 1:
-        heads = [0, 1]
     decays = [jnp.where(jnp.equal(c, 0), factor(total), np.float32(1)) for total in totals]
-    decay, steps = lane.by_row(decays), []
+    decay, steps = _by_row(lane, decays, band, (BAND,), TALL.reduce(1)), []
     for chunk, entry, n in chunks_in_memory:
         for i in range(0, n, CHUNK):
             start = min(i, n - CHUNK)  # The last step of a chunk may take some entries again, with weight 0.
@@ -188,23 +195,30 @@ def _weigh(lane: Lane, totals: list[list[Array]], c: Array | int, chunks_in_memo
     return decay, steps
 
 
-def _add(lane: Lane, item: Item, c: Array | int, rows, decay: Array, steps: list, before: list, after: list) -> None:
+def _by_row(lane: Lane, numbers: list[Array], band: Array | int, dims: tuple[int, ...], layout) -> Array:
+    """`by_row` of the heads that a band has rows of."""
+    return by_row(numbers, lane.first_rows - band * BAND, lane.call.head_rows, dims, layout)
+
+
+def _add(
+    lane: Lane, item: Item, c: Array | int, band: Array | int, decay: Array, steps: list, before: list, after: list
+) -> None:
     """Adds chunks of entries to a band of the state.
 
     Args:
       lane, item: The lane, and its item.
       c: Number of the first chunk; with chunk 0, the state is zeros if there is no checkpoint.
-      rows: The band.
+      band: Its number.
       decay, steps: From `_weigh`.
       before, after: Where the band lies; or its high half, and its low half.
     """
-    interpret = lane.interpret
+    interpret, rows = lane.interpret, pl.ds(band * BAND, BAND)
     updates, rests = [], []
     for chunk, start, weights in steps:
         refs = [x.at[pl.ds(chunk.updates + start, CHUNK), rows].transpose((1, 0)) for x in chunk.planes]
         update = join([load(x, TALL_LEFT) for x in refs])
         spreads = [spread(weight, update.shape, 1, TALL_LEFT) for weight in weights]
-        updates.append(cut(update * by_row(spreads, lane.first_rows, update.shape, TALL_LEFT)))
+        updates.append(cut(update * _by_row(lane, spreads, band, update.shape, TALL_LEFT)))
     scales = None if lane.low_scales is None else lane.low_scales.at[rows]
     scale = None if scales is None else load(scales, TALL.reduce(1))
     for columns in lane.schedule.state_strips:

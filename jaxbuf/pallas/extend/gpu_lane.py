@@ -30,6 +30,7 @@ from jaxbuf.pallas.threads import (
     load,
     select_positive,
     store,
+    store_from,
     vectors_layout,
 )
 
@@ -40,7 +41,7 @@ class Arrays(NamedTuple):
     Attributes:
       fields, entries, append: As in `Integers`; entries are padded to `Schedule.padded_entries`.
       q, k: [rows, T, key_heads, key_dim] in Call.probe.
-      v: [rows, T, heads, value_dim].
+      v: [rows, T, heads, value_dim]. Here and below, heads and value_dim are one axis where `Call.key_values` is set.
       log_decay, beta: f32 [rows, T, heads]; with a decay a channel log_decay is [rows, T, heads, key_dim].
       checkpoints: [states, heads, value_dim, key_dim] in Call.state.
       keys: [positions, key_heads, key_dim] in Call.entry.
@@ -223,7 +224,35 @@ class Lane:
         """A number of each head of a stack, as what rows of the state are multiplied with: the number itself if there
         is one, else [value_dim]."""
         value_dim = self.call.value_dim
-        return by_row(numbers, self.first_rows, (value_dim,), VECTORS[value_dim])
+        return by_row(numbers, self.first_rows, self.call.head_rows, (value_dim,), VECTORS[value_dim])
+
+    def place(self, head: Array, rows=None) -> tuple:
+        """Where a stack's values lie in an array, or some of them: indices behind the others."""
+        if not self.call.key_values:
+            return (head,) if rows is None else (head, rows)
+        first, size = (0, self.call.value_dim) if rows is None else (rows.start, rows.size)
+        # A multiple of 64, which the compiler is told of.
+        return (pl.ds(self.call.first_value(head) + first, size),)
+
+    def and_own(self, flag: Array, head: Array, i: Array | int) -> Array:
+        """Whether a flag is set and band i of a stack's state is not another window's, which reads and stores it.
+
+        Of a band that is another's, shared memory has whatever was there; nothing of what comes of it is stored.
+        """
+        return flag & (i * BAND >= self.call.first_own(head)) if self.call.key_values else flag
+
+    def store_values(self, x: Array, ref, head: Array) -> None:
+        """Writes those of a stack's values that are its own.
+
+        Args:
+          x: [value_dim], in their layout.
+          ref: Where they all lie in global memory.
+          head: The stack.
+        """
+        if self.call.key_values:
+            store_from(x, ref, jnp.asarray(self.call.first_own(head)), self.interpret)
+        else:
+            store(ref, x)
 
     def band(self, i: Array | int):
         """Band i of a checkpoint: its rows, its shared memory, and the barrier that opens when it has arrived."""
@@ -327,7 +356,8 @@ class Lane:
                 pl.when(jnp.equal(i, place))(functools.partial(self.fetch_half, half, checkpoint, head, first))
             for band in others:
                 for source, *_ in self.halves():
-                    fetch_others = functools.partial(prefetch, source.at[checkpoint, head, band], self.interpret)
+                    place = checkpoint, *self.place(head, band)
+                    fetch_others = functools.partial(prefetch, source.at[place], self.interpret)
                     pl.when(jnp.equal(i, 0))(fetch_others)
 
         def fetch_band():
@@ -336,20 +366,20 @@ class Lane:
 
         exists, folds = fields[HAS_CHECKPOINT] > 0, fields[FOLD_TO] >= 0
         if self.arrays.low is None:
-            pl.when(exists)(fetch_band)
+            pl.when(self.and_own(exists, head, i))(fetch_band)
         elif self.schedule.low_in_registers:
             pl.when(exists)(fetch_band)
             rows, *_ = self.band(i)
-            low = self.arrays.low.at[checkpoint, head, rows]
+            low = self.arrays.low.at[(checkpoint, *self.place(head, rows))]
             pl.when(exists & folds)(functools.partial(prefetch, low, self.interpret))
         else:
-            pl.when(exists & ~folds)(fetch_band)
+            pl.when(self.and_own(exists & ~folds, head, i))(fetch_band)
             pl.when(exists & folds)(fetch_first_band)
 
     def fetch_half(self, half, checkpoint: Array, head: Array, rows) -> None:
         """Starts to copy some rows of a checkpoint, or of a half of it, one of `halves`, to shared memory."""
         source, target, barrier = half
-        plgpu.copy_gmem_to_smem(source.at[checkpoint, head, rows], target, barrier)
+        plgpu.copy_gmem_to_smem(source.at[(checkpoint, *self.place(head, rows))], target, barrier)
 
     def copy(self, head: Array, entry: Array | int, chunk: ChunkMemory) -> None:
         """Starts to copy a chunk, from `entry` on, to shared memory; zeros are written where there is no entry.
@@ -391,7 +421,8 @@ class Lane:
 
     def _entries_of(self, head: Array):
         """The references to all keys and all updates of a head."""
-        return self.arrays.keys.at[:, head // self.call.heads_per_key], self.arrays.updates.at[:, head]
+        keys = self.arrays.keys.at[:, head // self.call.heads_per_key]
+        return keys, self.arrays.updates.at[(slice(None), *self.place(head))]
 
     def _gather(self, head: Array, positions: list[Array]) -> list[tuple[Array, Array]]:
         """Loads the keys and updates at some positions; returns each with the positions."""
@@ -420,7 +451,7 @@ class Lane:
         time, per_key = range(call.time), call.heads_per_key
         probes = [load(ref.at[row, t, head // per_key], key_vector) for ref in (arrays.k, arrays.q) for t in time]
         entries = [] if schedule.copies_first_chunk else self._gather(head, upcoming.first_positions)
-        values = [load(arrays.v.at[row, t, head], value_vector) for t in time]
+        values = [load(arrays.v.at[(row, t, *self.place(head))], value_vector) for t in time]
         stack = range(call.stacked)
         tokens = [x.at[row, :, call.head(head, i)] for x in (arrays.log_decay, arrays.beta) for i in stack]
         tokens += [ref.at[upcoming.line] for ref in (arrays.append, arrays.paths) if ref is not None]
@@ -437,7 +468,7 @@ class Lane:
         scales = []
         if arrays.low_scales is not None:  # A low half counts in a fold alone.
             checkpoint = jnp.where(fields[FOLD_TO] >= 0, fields[CHECKPOINT], 0)
-            scales.append(load(arrays.low_scales.at[checkpoint, head], value_vector))
+            scales.append(load(arrays.low_scales.at[(checkpoint, *self.place(head))], value_vector))
         return Loaded(entries, scales, gates, strengths, probes, values, tokens)
 
     def _write(self, start: int, x: Array) -> None:

@@ -49,12 +49,13 @@ def count(dims: tuple[int, ...], axis: int, layout) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, dims, axis, layout=layout)
 
 
-def by_row(numbers: Sequence[Array], first_rows: Array | int, dims: tuple[int, ...], layout) -> Array:
-    """What the rows of an array [dims] in a layout are multiplied with: the second number from row `first_rows` on, and
-    the first one before it. The numbers are scalars or [dims]. If there is one alone, it is that."""
-    if len(numbers) == 1:
-        return numbers[0]
-    return jnp.where(count(dims, 0, layout) < first_rows, *numbers)
+def by_row(numbers: Sequence[Array], first_rows: Array | int, rows: int, dims: tuple[int, ...], layout) -> Array:
+    """What the rows of an array [dims] in a layout are multiplied with: the first number before row `first_rows`, the
+    second one in the next `rows`, and so on. The numbers are scalars or [dims]. If there is one alone, it is that."""
+    *others, found = numbers
+    for i, number in reversed(list(enumerate(others))):
+        found = jnp.where(count(dims, 0, layout) < first_rows + i * rows, number, found)
+    return found
 
 
 def multiply(total: Array, a: list[Array], b: list[Array], interpret: bool) -> Array:

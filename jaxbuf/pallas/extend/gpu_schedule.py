@@ -223,9 +223,8 @@ class Schedule:
 
     @property
     def passed_words(self) -> int:
-        """Numbers that reach the next item through shared memory: the fields of a row, and for each token its place and
-        each head's gate and beta, and in a tree its path."""
-        return ROW_FIELDS + (1 + self.call.tree + 2 * self.call.stacked) * self.call.time
+        """As `passed_words` says."""
+        return passed_words(self.call)
 
     @property
     def product_rows(self) -> int:
@@ -296,6 +295,12 @@ class Schedule:
     def bytes(self) -> int:
         """Bytes of shared memory that a block needs."""
         return count_bytes(self.shared_memory())
+
+
+def passed_words(call: Call) -> int:
+    """Numbers that reach the next item through shared memory: the fields of a row, and for each token its place and
+    each head's gate and beta, and in a tree its path. They must be THREADS at most."""
+    return ROW_FIELDS + (1 + call.tree + 2 * call.stacked) * call.time
 
 
 def count_bytes(memory: Iterable) -> int:

@@ -124,7 +124,7 @@ def _kernel(call: Call, interpret: bool):
 
         def select(numbers):
             """A number of each head of a stack: itself if there is one, else [n], of each of the block's rows."""
-            return by_row(numbers, call.first_rows(head) - part * n, (n,), along_values)
+            return by_row(numbers, call.first_rows(head) - part * n, call.head_rows, (n,), along_values)
 
         def load_entry(at):
             key = load(keys.at[at, key_head], along_keys).astype(jnp.float32)
