@@ -87,6 +87,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "project": _hopper("project"),
     "gated_project": _hopper("project"),
     "add_and_norm": _hopper("add_and_norm"),
+    "norm_and_rotate": _hopper("norm_and_rotate"),
     "experts": _hopper("experts") | _tpu("experts"),  # on TPUs a library's, which is interpreted like ours
     "prefill": _hopper("chunked")
     | _tpu("chunked"),  # which returns the state before the tokens that stay entries, and their updates

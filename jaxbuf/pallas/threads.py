@@ -142,6 +142,86 @@ def gather_vectors(ref, positions: Array, layout, interpret: bool) -> Array:
     return inline_mlir(load_vectors, (plgpu.RefType(), layout.reduce(1)), out)(ref, positions)
 
 
+def gather_in_turn(ref, positions: Array, length: int, layout, interpret: bool) -> Array:
+    """As `gather_vectors`, of vectors that are repeated until they have `length` numbers.
+
+    Args:
+      ref: [m, n] in global memory, with n a multiple of the neighbouring numbers that a thread holds.
+      positions: int32, in layout.reduce(1): which vectors.
+      length: Of the result's vectors.
+      layout: The result's.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    n = ref.shape[-1]
+    if interpret:
+        return jnp.tile(jnp.take(ref[...], positions, axis=0), (1, -(-length // n)))[:, :length]
+    dims = positions.shape[0], length
+
+    def load_vectors(_, ref, positions):
+        tiled = layout.to_mgpu()
+        kind = ir.VectorType.get((tiled.vector_length,), ir.MemRefType(ref.type).element_type)
+        registers = np.empty(tiled.registers_shape(dims), object)
+        pieces, rows = registers.size // positions.registers.size, positions.registers.flat
+        for i, ((at, _), (_, column)) in enumerate(
+            zip(np.ndenumerate(registers), tiled.thread_idxs(dims), strict=True)
+        ):
+            place = [as_index(rows[i // pieces]), arith.remui(column, _number(n))]
+            registers[at] = vector.load(kind, ref, place)
+        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+
+    out = plgpu.ShapeDtypeStruct(dims, ref.dtype, layout=layout)
+    return inline_mlir(load_vectors, (plgpu.RefType(), layout.reduce(1)), out)(ref, positions)
+
+
+def scatter_vectors(x: Array, ref, positions: Array, layout, interpret: bool) -> None:
+    """Writes vectors to where `gather_vectors` reads them. Equal vectors may have the same position.
+
+    Args:
+      x: [n, length], in `layout`.
+      ref: [m, length] in global memory.
+      positions: int32 [n], in layout.reduce(1).
+      layout: x's.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        for i in range(x.shape[0]):
+            ref[positions[i]] = x[i]
+        return
+
+    def write(_, x, ref, positions):
+        pieces, rows = x.registers.size // positions.registers.size, positions.registers.flat
+        for i, (numbers, (_, column)) in enumerate(zip(x.registers.flat, x.layout.thread_idxs(x.shape), strict=True)):
+            vector.store(numbers, ref, [as_index(rows[i // pieces]), column])
+
+    inline_mlir(write, (layout, plgpu.RefType(), layout.reduce(1)), None)(x, ref, positions)
+
+
+def exchange(x: Array, distance: int, layout, interpret: bool) -> Array:
+    """Each thread gets what the thread of its warp has whose number differs in the bit `distance`.
+
+    Args:
+      x: float32 [n, length], in `layout`; threads that hold neighbouring numbers of a vector are neighbours.
+      distance: A power of two, less than the threads that hold a vector.
+      layout: From `vectors_layout`, of two-byte numbers.
+      interpret: Whether this runs in Pallas' interpreter.
+    """
+    if interpret:
+        pairs = x.reshape(x.shape[0], -1, 2, distance * 8)
+        return jnp.concatenate([pairs[:, :, 1:], pairs[:, :, :1]], axis=2).reshape(x.shape)
+
+    def swap(_, x):
+        registers = np.empty_like(x.registers)
+        for i, numbers in np.ndenumerate(x.registers):
+            kind, found = ir.VectorType(numbers.type), numbers
+            for j in range(kind.shape[0]):
+                number = mgpu.utils.shfl_bfly(vector.extract(numbers, [], [j]), distance)
+                found = vector.insert(number, found, [], [j])
+            registers[i] = found
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return inline_mlir(swap, (layout,), plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout))(x)
+
+
 def copy_vectors(ref, positions: Array, layout, target, interpret: bool) -> None:
     """Starts to copy vectors from global memory to shared memory; `wait_for_copies` waits until they have arrived.
 

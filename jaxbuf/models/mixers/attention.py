@@ -27,6 +27,7 @@ from jaxbuf.models.layers import (
     scaled,
     zeros,
 )
+from jaxbuf.models.norm_and_rotate import norm_and_rotate
 from jaxbuf.models.projections import Summands, project
 from jaxbuf.models.tensor_parallel import Part, share
 
@@ -118,17 +119,22 @@ class Attention:
             biased = [add_bias(y, bias) for y, bias in zip(projected, (p.q_bias, p.k_bias, p.v_bias), strict=True)]
             heads = self.heads, self.kv_heads, self.kv_heads
             q, k, v = (y.reshape(batch, time, n, -1) for y, n in zip(biased, heads, strict=True))
-            gate = None
-            if self.gate:
-                q, gate = jnp.split(q, 2, axis=-1)
-            if self.norm is not None and p.q_norm is not None and p.k_norm is not None:
-                q, k = self._normalised(q, p.q_norm), self._normalised(k, p.k_norm)
-            first, before = q[:, :, :: self.heads // self.kv_heads], k
-            if self.admission is not None:
-                q, k = self.admission.without_borrowed(q, k)
-            if self.rotary is not None:
+            gate = q[..., self.head_dim :] if self.gate else None
+            first, before = q, k
+            if self.rotary is not None and self.admission is None and not self.norm_all_heads:
+                weights = [w[...] for w in (p.q_norm, p.k_norm) if w is not None]
                 angles = plan.angles(self.rotary)
-                q, k = rotate(q, angles), rotate(k, angles)
+                q, k = norm_and_rotate(q, k, angles, self.norm, tuple(weights), target=plan.target)
+            else:
+                q = q[..., : self.head_dim]
+                if self.norm is not None and p.q_norm is not None and p.k_norm is not None:
+                    q, k = self._normalised(q, p.q_norm), self._normalised(k, p.k_norm)
+                first, before = q[:, :, :: self.heads // self.kv_heads], k
+                if self.admission is not None:
+                    q, k = self.admission.without_borrowed(q, k)
+                if self.rotary is not None:
+                    angles = plan.angles(self.rotary)
+                    q, k = rotate(q, angles), rotate(k, angles)
             q, scores = scaled(q, self.score_scale), ()
         if self.admission is not None:
             with jax.named_scope("admission"):

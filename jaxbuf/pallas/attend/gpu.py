@@ -132,8 +132,9 @@ def append_and_attend(
     flat = pages[0].shape[0], call.page_size, call.kv_heads * call.head_dim
     refs = [jax.new_ref(x.reshape(flat)) for x in pages]
     inputs = [jnp.swapaxes(x.reshape(call.rows, call.time, call.kv_heads, -1, call.head_dim), 1, 2) for x in (q, k, v)]
-    inputs = [x.reshape(call.items, -1, call.head_dim) for x in inputs]
-    inputs = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in inputs]  # tiles have rows by eight
+    inputs = [x.reshape(-1, call.head_dim) for x in inputs]
+    if interpret:  # A slice that reaches below the last row would begin earlier.
+        inputs = [jnp.pad(x, ((0, _in_eights(max(call.queries, call.time))), (0, 0))) for x in inputs]
     order = () if integers.order is None else (integers.order,)
     given = integers.table, integers.rows, integers.append, integers.visible, integers.workers, *order, *inputs
     out, parts, sums = _attend_blocks(call, interpret)(*given, *refs)
@@ -150,6 +151,12 @@ def append_and_attend(
     out = jnp.swapaxes(out, 1, 2).reshape(call.rows, call.time, call.heads, call.head_dim)
     keys, values = (jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, pages, strict=True))
     return out, (keys, values)
+
+
+def _in_eights(n: int) -> int:
+    """Rows that are brought for n of them: tiles have rows by eight. Those behind are the next item's, or zeros; none
+    of what comes of them is used."""
+    return -(-n // 8) * 8
 
 
 class Segment(NamedTuple):
@@ -297,7 +304,8 @@ def _bring(worker: Worker, integers, inputs, pools, segment: Segment, state):
     target, full, free = worker.queries(number)
     pl.when(number >= worker.schedule.query_buffers)(lambda: plgpu.barrier_wait(free))
     item, column = row * call.kv_heads + head, head * call.head_dim
-    plgpu.copy_gmem_to_smem(q.at[item], target.at[pl.ds(0, q.shape[1])], full)
+    rows = _in_eights(call.queries)
+    plgpu.copy_gmem_to_smem(q.at[pl.ds(item * call.queries, rows)], target.at[pl.ds(0, rows)], full)
 
     def bring_block(j, tile):
         pages, size = block_pages(call, table, row, segment.first + j), call.page_size
@@ -316,7 +324,7 @@ def _bring(worker: Worker, integers, inputs, pools, segment: Segment, state):
         tokens = [i * APPENDED + t for t in range(min(APPENDED, call.time))]
         kept = [jnp.minimum(t, call.time - 1) for t in tokens]
         places = [append[row, t] for t in kept]
-        found = [[load(x.at[item, t], vector_layout(call.head_dim)) for x in (k, v)] for t in kept]
+        found = [[load(x.at[item * call.time + t], vector_layout(call.head_dim)) for x in (k, v)] for t in kept]
         for t, place, pair in zip(tokens, places, found, strict=True):
             page, inside = (op(place, np.int32(call.page_size)) for op in (lax.div, lax.rem))
 
@@ -330,8 +338,10 @@ def _bring(worker: Worker, integers, inputs, pools, segment: Segment, state):
         for offset, new in enumerate((k, v)):
             target, full, free, _ = worker.tile(tile + offset)
             pl.when(tile + offset >= worker.schedule.ring)(functools.partial(plgpu.barrier_wait, free))
+            rows = _in_eights(call.time)
+            source = new.at[pl.ds(item * call.time, rows)]
             for _ in range(call.block_pages):  # The barrier counts copies: as many as of pages, all the same.
-                plgpu.copy_gmem_to_smem(new.at[item], target.at[pl.ds(0, new.shape[1])], full)
+                plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, rows)], full)
         lax.fori_loop(0, -(-call.time // APPENDED), append_some, None)
 
     return tile + 2 * segment.ends.astype(jnp.int32), number + 1
