@@ -163,7 +163,7 @@ def product_or_summands(
     interpret: bool = False,
     target: Target | str | None = None,
 ) -> Float[Array, "rows time out"] | Summands:
-    """x times one weight, left as summands where the kernel cuts the weight's rows into slices. Differentiable.
+    """x times one weight, left as summands where the weight's rows are cut into slices: for a GPU. Differentiable.
 
     `jaxbuf.models.residual.add_and_norm` sums them up as it reads them. Arguments and errors as in `project`.
     """
@@ -184,6 +184,14 @@ def product_float32(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -
     return contract("...i,oi->...o", x, weight)
 
 
+def product_slices(
+    x: Float[Array, "rows time in"], weight: Float[Array, "out in"], slices: int
+) -> Float32[Array, "slices rows time out"]:
+    """x times one weight, as so many summands: the products of slices of x and of the weight's rows."""
+    cut = x.reshape(*x.shape[:-1], slices, -1), weight.reshape(weight.shape[0], slices, -1)
+    return contract("rtsi,osi->srto", *cut)
+
+
 def _check(x: Array, weights: Sequence[Array]) -> None:
     if x.ndim != 3 or any(w.ndim != 2 or w.shape[1] != x.shape[2] or w.dtype != x.dtype for w in weights):
         shapes = " and ".join(f"{w.dtype} {w.shape}" for w in weights)
@@ -201,6 +209,9 @@ def _product_or_summands(asked: Asked | None, x: Array, weight: Array) -> Array:
     rows, time, size = x.shape
     slices = gpu.slices_of(rows * time, size, weight.shape[0])
     call = Call(rows * time, size, (weight.shape[0],), (np.dtype(np.float32),), x.dtype, slices=slices)
+    if slices == 1 and not asked.named and supports(call) is None:
+        slices = gpu.library_slices_of(rows * time, size, weight.shape[0])
+        return product_slices(x, weight, slices) if slices > 1 else product(x, weight)
     if slices == 1 or not asked.takes(supports(call)):
         return product(x, weight)
 

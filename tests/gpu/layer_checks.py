@@ -16,9 +16,11 @@ from jaxbuf.attention.causal import causal_attention
 from jaxbuf.attention.latent import append_and_attend_latent
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import append_and_attend
+from jaxbuf.attention.rotary import Rotary
 from jaxbuf.bench.measure import worst_errors
 from jaxbuf.models.experts import Router, mixture
 from jaxbuf.models.layers import Norm
+from jaxbuf.models.norm_and_rotate import norm_and_rotate
 from jaxbuf.models.projections import gated_project, project, project_rows, squared_relu_project
 from jaxbuf.models.residual import add_and_norm
 from tests.attention import latent_launches, launches
@@ -108,6 +110,33 @@ def check_projections(rng) -> Figures:
             rounded = np.asarray(total, np.float64)[:, 0]
             root = np.sqrt(np.mean(rounded**2, axis=-1, keepdims=True) + 1e-6)
             compare(f"add_and_norm of 3136, {dtype}", normed, rounded / root * np.asarray(weight, np.float64), bound)
+    return found
+
+
+def check_queries_and_keys(rng) -> Figures:
+    """Norms of queries and keys, and their rotary positions, against float64."""
+    found: Figures = {}
+    shapes = (16, 4, 256, 512, 64), (32, 8, 128, 128, 128), (4, 1, 64, 64, 32)
+    for heads, kv_heads, head_dim, width, dim in shapes:
+        for dtype, bound in (("bfloat16", 3e-3), ("float16", 4e-4)):
+            for tokens in (1, 7, 256):
+                q, k = (rng.standard_normal((tokens, 1, *n)) for n in ((heads, width), (kv_heads, head_dim)))
+                scales = [rng.standard_normal(head_dim) for _ in range(2)]
+                q, k, *weights = (jnp.asarray(x, dtype) for x in (q, k, *scales))
+                angles = Rotary(dim, 1e4).angles(jnp.asarray(rng.integers(0, 4096, (tokens, 1)), jnp.int32))
+                both = norm_and_rotate(q, k, angles, Norm(1e-6, 1.0), tuple(weights), implementation="gpu")
+                cos, sin = (np.asarray(x, np.float64) for x in angles)
+                for out, given, weight in zip(both, (q, k), weights, strict=True):
+                    wide = np.asarray(given, np.float64)[..., :head_dim]
+                    wide /= np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+                    first, second, rest = np.split(
+                        wide * (1 + np.asarray(weight, np.float64)), [dim // 2, dim], axis=-1
+                    )
+                    exact = np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+                    errors = np.linalg.norm(np.asarray(out, np.float64) - exact, axis=-1)
+                    error = float(np.max(errors / np.linalg.norm(exact, axis=-1)))
+                    assert error <= bound, f"{dtype}, {tokens} tokens, heads of {head_dim}: {error}, at most {bound}"
+                    found[dtype] = max(found.get(dtype, 0.0), error)
     return found
 
 
@@ -256,6 +285,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "attention_is_that_of_float64": check_attention,
     "latent_attention_is_that_of_float64": check_latent_attention,
     "projections_are_those_of_float64": check_projections,
+    "queries_and_keys_are_normed_and_turned_as_those_of_float64": check_queries_and_keys,
     "attention_of_chunks_is_that_of_float64": check_chunks,
     "attention_of_long_chunks_and_its_gradient_are_xlas_in_float32": check_long_chunk,
 }

@@ -14,6 +14,7 @@ from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.bench import companions
 from jaxbuf.models.experts import Router, mixture
 from jaxbuf.models.layers import Norm
+from jaxbuf.models.norm_and_rotate import norm_and_rotate
 from jaxbuf.models.projections import gated_project, project, project_rows, squared_relu_project
 from jaxbuf.models.residual import add_and_norm
 from jaxbuf.pallas.extend import gpu_schedule
@@ -170,7 +171,7 @@ def tiny_products(rng, implementation: str) -> None:
         print(f"projections, residual and experts of {tokens} tokens", flush=True)
         x = draw(tokens, 1, hidden)
         picked = np.stack([rng.permutation(8)[:2] for _ in range(tokens)]).astype(np.int32)
-        share = np.full(picked.shape, 0.5, np.float32)
+        share, angles = np.full(picked.shape, 0.5, np.float32), (jnp.ones((tokens, 1, 1, 16)),) * 2
         outs = (
             project(x, several, float32=(False, False, True), implementation=implementation),
             gated_project(x, draw(256, hidden), draw(256, hidden), implementation=implementation),
@@ -180,6 +181,7 @@ def tiny_products(rng, implementation: str) -> None:
             squared_relu_project(x, draw(256, hidden), implementation=implementation),
             add_and_norm(x, x, draw(hidden), Norm(1e-6, 1.0), implementation=implementation),
             add_and_norm(*(draw(tokens, 1, 328),) * 2, draw(328), Norm(1e-6, 1.0), implementation=implementation),
+            norm_and_rotate(*(draw(tokens, 1, n, 64) for n in (4, 1)), angles, implementation=implementation),
             experts(x[:, 0], draw(8, 128, hidden), draw(8, hidden, 64), picked, share, gated=True),
             experts(x[:, 0], draw(8, 64, hidden), draw(8, hidden, 64), picked, share, gated=False),
         )

@@ -9,6 +9,7 @@ from jaxbuf.models.projections import (
     Summands,
     gated_project,
     product_or_summands,
+    product_slices,
     project,
     project_rows,
     squared_relu_project,
@@ -69,6 +70,16 @@ def test_the_gpu_kernel_in_slices_lowers_for_cuda_at_the_real_sizes(tokens, inpu
     traced = jax.jit(lambda x, weight: product_or_summands(x, weight, target="H100")).trace(x, weight)
     assert isinstance(traced.out_info, Summands)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+
+
+def test_of_more_tokens_the_librarys_product_leaves_slices(rng):
+    x, (weight,) = new_arrays(rng, 130, 1, 512, (40,), jnp.bfloat16)
+    traced = jax.jit(lambda x, weight: product_or_summands(x, weight, target="H100")).trace(x, weight)
+    assert isinstance(traced.out_info, Summands) and traced.out_info.numbers.shape == (4, 130, 1, 40)
+    assert "@mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+    (expected,) = products_of(x, [weight])
+    summed = np.sum(np.asarray(product_slices(x, weight, 4), np.float64), axis=0)
+    np.testing.assert_allclose(summed, expected, rtol=1e-6, atol=4e-6)
 
 
 @pytest.mark.parametrize("rows, time", [(1, 1), (35, 2)])

@@ -41,6 +41,7 @@ MOST_STEPS = 10  # in the ring
 # Rows of a weight are cut into slices, the best number first, for so many tokens (with 256 a step of Qwen3.5-4B takes
 # 2 % longer than with the library's products), and for weights of so few rows.
 SLICES, MOST_IN_SLICES, MOST_ROWS = (3, 4, 2), 128, 8192
+LIBRARY_SLICES = 4  # into which XLA cuts them, beyond so many tokens
 MOST_SUMS = 160  # of a thread
 # Registers of each thread that multiplies, and of each that brings, by the warpgroups that multiply; None: as compiled.
 REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (216, 40), 3: (160, 32)}
@@ -94,6 +95,13 @@ def slices_of(tokens: int, inputs: int, outputs: int) -> int:
     if tokens > MOST_IN_SLICES or outputs > MOST_ROWS:
         return 1
     return next((n for n in SLICES if inputs % (n * STEP) == 0), 1)
+
+
+def library_slices_of(tokens: int, inputs: int, outputs: int) -> int:
+    """Into how many slices rows of a weight are cut for the library's product, with more tokens than `slices_of` takes;
+    1 if they are not. XLA cuts them itself, and sums the products up in a launch of its own."""
+    fits = MOST_IN_SLICES < tokens <= MOST_TOKENS and outputs <= MOST_ROWS and inputs % (LIBRARY_SLICES * STEP) == 0
+    return LIBRARY_SLICES if fits else 1
 
 
 class Memory(NamedTuple):
