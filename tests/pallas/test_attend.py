@@ -12,7 +12,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jaxbuf.attention.kernel_integers import divide_blocks
 from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import append_and_attend
-from jaxbuf.pallas.attend import tpu, tpu_call
+from jaxbuf.pallas.attend import gpu, tpu, tpu_call
 from tests.attention.launches import Sizes, make_launch, worst_error
 from tests.pallas.attending import BOUNDS, CASES, EARLY, LATE
 from tests.pallas.own_process import lines_of
@@ -43,6 +43,21 @@ def shapes(rows, time, heads, kv_heads, head_dim, *, max_pages=68, trees=False, 
 
 def step(q, k, v, kv, table, where, **how):
     return append_and_attend(q, k, v, kv, table, **where, **how)
+
+
+@pytest.mark.parametrize("n", range(1, 65))
+def test_a_copy_brings_all_rows_of_an_item(n):
+    """The copy engine counts rows within a tile of eight, and what is beyond its last one is zeros."""
+    starts = gpu.pitch(n) * np.arange(9)
+    assert np.all((starts % 8 == 0) | (starts % 8 + n <= 8))
+    rows = gpu.item_rows(jnp.ones((9, n, 64)), False)
+    assert rows.shape[0] % 8 == 0 and rows.shape[0] >= starts[-1] + n
+
+
+def test_queries_of_one_token_are_taken_as_they_lie():
+    q, k = (jax.ShapeDtypeStruct((256 * 4, n, 256), jnp.bfloat16) for n in (4, 1))
+    jaxpr = str(jax.make_jaxpr(lambda q, k: (gpu.item_rows(q, False), gpu.item_rows(k, False)))(q, k))
+    assert "pad" not in jaxpr
 
 
 @pytest.mark.slow

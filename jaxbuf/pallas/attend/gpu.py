@@ -132,9 +132,7 @@ def append_and_attend(
     flat = pages[0].shape[0], call.page_size, call.kv_heads * call.head_dim
     refs = [jax.new_ref(x.reshape(flat)) for x in pages]
     inputs = [jnp.swapaxes(x.reshape(call.rows, call.time, call.kv_heads, -1, call.head_dim), 1, 2) for x in (q, k, v)]
-    inputs = [x.reshape(-1, call.head_dim) for x in inputs]
-    if interpret:  # A slice that reaches below the last row would begin earlier.
-        inputs = [jnp.pad(x, ((0, _in_eights(max(call.queries, call.time))), (0, 0))) for x in inputs]
+    inputs = [item_rows(x.reshape(call.items, -1, call.head_dim), interpret) for x in inputs]
     order = () if integers.order is None else (integers.order,)
     given = integers.table, integers.rows, integers.append, integers.visible, integers.workers, *order, *inputs
     out, parts, sums = _attend_blocks(call, interpret)(*given, *refs)
@@ -153,10 +151,30 @@ def append_and_attend(
     return out, (keys, values)
 
 
-def _in_eights(n: int) -> int:
-    """Rows that are brought for n of them: tiles have rows by eight. Those behind are the next item's, or zeros; none
-    of what comes of them is used."""
+def in_eights(n: int) -> int:
+    """Rows that are brought for n of them: tiles in shared memory have rows by eight."""
     return -(-n // 8) * 8
+
+
+def pitch(n: int) -> int:
+    """How far items of n rows lie apart in global memory. A copy to tiles brings no rows from beyond the eighth of the
+    tile that it begins in, unless it begins with a tile: so an item either begins with one or lies within one."""
+    return n if 8 % n == 0 else in_eights(n)
+
+
+def item_rows(x: Array, interpret: bool) -> Array:
+    """The rows of all items [items, n, head_dim], one below the other, `pitch(n)` apart. Most lie so already.
+
+    Behind an item's rows a copy brings those of the items behind, or zeros; nothing of what comes of them is used.
+    """
+    _, n, head_dim = x.shape
+    if pitch(n) > n:
+        x = jnp.pad(x, ((0, 0), (0, pitch(n) - n), (0, 0)))
+    rows = x.reshape(-1, head_dim)
+    below = -rows.shape[0] % 8 if rows.shape[0] > 8 else 0  # to whole tiles
+    if interpret:  # There a slice that reaches below the last row would begin earlier.
+        below += in_eights(n)
+    return jnp.pad(rows, ((0, below), (0, 0))) if below else rows
 
 
 class Segment(NamedTuple):
@@ -304,8 +322,8 @@ def _bring(worker: Worker, integers, inputs, pools, segment: Segment, state):
     target, full, free = worker.queries(number)
     pl.when(number >= worker.schedule.query_buffers)(lambda: plgpu.barrier_wait(free))
     item, column = row * call.kv_heads + head, head * call.head_dim
-    rows = _in_eights(call.queries)
-    plgpu.copy_gmem_to_smem(q.at[pl.ds(item * call.queries, rows)], target.at[pl.ds(0, rows)], full)
+    rows = in_eights(call.queries)
+    plgpu.copy_gmem_to_smem(q.at[pl.ds(item * pitch(call.queries), rows)], target.at[pl.ds(0, rows)], full)
 
     def bring_block(j, tile):
         pages, size = block_pages(call, table, row, segment.first + j), call.page_size
@@ -324,7 +342,7 @@ def _bring(worker: Worker, integers, inputs, pools, segment: Segment, state):
         tokens = [i * APPENDED + t for t in range(min(APPENDED, call.time))]
         kept = [jnp.minimum(t, call.time - 1) for t in tokens]
         places = [append[row, t] for t in kept]
-        found = [[load(x.at[item * call.time + t], vector_layout(call.head_dim)) for x in (k, v)] for t in kept]
+        found = [[load(x.at[item * pitch(call.time) + t], vector_layout(call.head_dim)) for x in (k, v)] for t in kept]
         for t, place, pair in zip(tokens, places, found, strict=True):
             page, inside = (op(place, np.int32(call.page_size)) for op in (lax.div, lax.rem))
 
@@ -338,8 +356,8 @@ def _bring(worker: Worker, integers, inputs, pools, segment: Segment, state):
         for offset, new in enumerate((k, v)):
             target, full, free, _ = worker.tile(tile + offset)
             pl.when(tile + offset >= worker.schedule.ring)(functools.partial(plgpu.barrier_wait, free))
-            rows = _in_eights(call.time)
-            source = new.at[pl.ds(item * call.time, rows)]
+            rows = in_eights(call.time)
+            source = new.at[pl.ds(item * pitch(call.time), rows)]
             for _ in range(call.block_pages):  # The barrier counts copies: as many as of pages, all the same.
                 plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, rows)], full)
         lax.fori_loop(0, -(-call.time // APPENDED), append_some, None)
