@@ -10,7 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.pallas import add_and_norm, attend, chunked, experts, extend, flash, gated_norm, prepare, project, put
+from jaxbuf.pallas import (
+    add_and_norm,
+    attend,
+    chunked,
+    experts,
+    extend,
+    flash,
+    gated_norm,
+    norm_and_rotate,
+    prepare,
+    project,
+    put,
+)
 from jaxbuf.pallas.add_and_norm.call import Call as NormCall
 from jaxbuf.pallas.attend.call import Call as AttendCall
 from jaxbuf.pallas.chunked.call import Call as ChunkedCall
@@ -19,6 +31,7 @@ from jaxbuf.pallas.experts.call import Call as ExpertCall
 from jaxbuf.pallas.extend import gpu, gpu_channel_lane, gpu_schedule
 from jaxbuf.pallas.flash.call import Call as FlashCall
 from jaxbuf.pallas.gated_norm.call import Call as GatedNormCall
+from jaxbuf.pallas.norm_and_rotate.call import Call as TurnCall
 from jaxbuf.pallas.prepare.call import Call as PrepareCall
 from jaxbuf.pallas.prepare.call import Convolution
 from jaxbuf.pallas.project.call import Call as ProjectCall
@@ -100,6 +113,7 @@ def experts_on_tpu(call):
 
 
 # A row of the page's table, words in it; a call, one of its fields, values of it that are served, and that are not.
+TURNED = TurnCall(1, 16, 4, 128, 256, 32, BF16)
 LIMITS = [
     ("extend", "key_dim 64, 128 or 256", step, STEP, "key_dim", [64, 128, 256], [32, 192, 512]),
     ("extend", "value_dim 64, or more if the values of a key head are a multiple of 64", step, STEP, "value_dim",
@@ -182,6 +196,9 @@ LIMITS = [
     ("project", "outputs of 8", project.supports, ProjectCall(1, 64, (8,), (), BF16), "outputs", [(8, 16)], [(4,)]),
     ("add_and_norm", "multiples of 8 from 256 to 16,384", add_and_norm.supports, NormCall(1, 256, 1e-6, 0.0, BF16),
      "hidden", [256, 3136, 16384], [248, 260, 16392]),
+    ("norm_and_rotate", "head_dim 64, 128 or 256", norm_and_rotate.supports, TURNED, "head_dim", [64, 128, 256], [96]),
+    ("norm_and_rotate", "16, 32, 64 ... channels", norm_and_rotate.supports, TURNED, "half", [8, 16, 64], [4, 24, 128]),
+    ("norm_and_rotate", "bfloat16 or float16", norm_and_rotate.supports, TURNED, "dtype", [BF16, F16], [F32]),
     ("experts", "inputs in multiples of 64", experts.supports, ExpertCall(8, 64, 8, 4, BF16), "inputs", [64], [32]),
     ("experts", "outputs of 8", experts.supports, ExpertCall(8, 64, 8, 4, BF16), "outputs", [8], [4]),
     ("experts", "Megablox: bfloat16", experts_on_tpu, EXPERTS, "dtype", [BF16], [F16, F32]),

@@ -20,6 +20,7 @@ from jaxbuf.attention.paged import PagedKV
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.models.experts import mixture
 from jaxbuf.models.layers import Norm
+from jaxbuf.models.norm_and_rotate import norm_and_rotate
 from jaxbuf.models.projections import gated_project, project
 from jaxbuf.models.residual import add_and_norm
 from jaxbuf.pallas.dispatch import KERNELS
@@ -228,6 +229,16 @@ def projecting(inputs: int) -> Case:
     return Case(lambda x, weights, **how: project(x, weights, **how), (shape(ROWS, 1, inputs), weights))
 
 
+def turning(heads: int, kv_heads: int, head_dim: int, width: int, dim: int, *, normed: bool = True) -> Case:
+    angle = shape(ROWS, 1, 1, dim // 2, dtype=jnp.float32)
+    norm, weights = (Norm(1e-6, offset=1.0), (shape(head_dim),) * 2) if normed else (None, ())
+
+    def run(q, k, angles, weights, **how):
+        return norm_and_rotate(q, k, angles, norm, weights, **how)
+
+    return Case(run, (shape(ROWS, 1, heads, width), shape(ROWS, 1, kv_heads, head_dim), (angle, angle), weights))
+
+
 ONE_OF_8 = "Gated DeltaNet, one of 8 devices"
 # Of these, `chunked` differs from the others in parts that others have, too.
 ALIKE_IN_CHUNKS = ("Mamba-2 (Codestral-Mamba-7B)", "Gated linear attention", "DeltaNet")
@@ -283,6 +294,10 @@ ALL_CASES: dict[str, dict[str, Callable[[], Case]]] = {
             lambda x, y, weight, **how: add_and_norm(x, y, weight, Norm(1e-6, offset=1.0), **how),
             (shape(ROWS, 1, 2560), shape(ROWS, 1, 2560), shape(2560)),
         )
+    },
+    "norm_and_rotate": {
+        "Qwen3.5-4B": functools.partial(turning, 16, 4, 256, 512, 64),
+        "Llama-3.1-8B, without norms": functools.partial(turning, 32, 8, 128, 128, 128, normed=False),
     },
     "experts": {"Qwen3.5-35B-A3B": routing},
     "prefill": {"Gated DeltaNet (Qwen3.5-4B), 16 tokens stay entries": functools.partial(prefilling, QWEN, 16)},
