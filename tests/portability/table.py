@@ -37,6 +37,7 @@ RUN_BY = {
     "convolve": "convolutions_are_",
     "gated_norm": "gated_norms_are_",
     "append_and_attend_latent": "latent_attention_is_",
+    "norm_and_rotate": "queries_and_keys_are_",
 }
 # Families whose sizes have checks of their own there, by a part of their names.
 RUN_OF = {("extend", "Falcon-H1"): "keys_of_256_is_xlas", ("fold", "Falcon-H1"): "keys_of_256_is_xlas"}
