@@ -220,9 +220,9 @@ def chunks() -> Table:
     return rows
 
 
-def prompts_h100() -> Table:
+def prompts() -> Table:
     rows = [["prompts x tokens", "ms", "tokens/s", "of it the recurrence, ms"]]
-    for figure in record("prefill_h100")["figures"]:
+    for figure in record("prefill")["figures"]:
         size, of_recurrence = f"{figure['prompts']} x {figure['tokens']:,}", told(figure["parts_ms"], "recurrence")
         rows.append([size, told(figure, "ms"), told(figure, "tokens_per_s"), of_recurrence])
     return rows
@@ -230,7 +230,7 @@ def prompts_h100() -> Table:
 
 def whole_steps() -> Table:
     rows = [["rows", "recurrent", "buffered", "split", "sum of floors, buffered", "tokens/s, buffered"]]
-    for name, batches in (("step_small", (1, 8, 32)), ("step_project", (128, 256))):
+    for name, batches in (("step_few", (1, 8, 32)), ("step_wide", (128, 256))):
         for batch in batches:
             forms = [find(name, form=form, batch=batch) for form in ("recurrent", "buffered", "split")]
             times = [told(form, "ms") for form in forms]
@@ -268,15 +268,6 @@ def two_devices() -> Table:
     for figure in record("step_devices")["figures"]:
         exchange = told(figure, "exchange_ms") if figure["devices"] > 1 else "\\-"
         rows.append([str(figure["devices"]), told(figure, "ms"), exchange, told(figure, "tokens_per_s")])
-    return rows
-
-
-def prompts() -> Table:
-    rows = [["prompts x tokens", "ms", "tokens/s"]]
-    for name in ("prefill_short", "prefill"):
-        for figure in record(name)["figures"]:
-            size = f"{figure['prompts']} x {figure['tokens']:,}"
-            rows.append([size, told(figure, "ms"), told(figure, "tokens_per_s")])
     return rows
 
 
@@ -473,6 +464,7 @@ SECTIONS = (
         "Sizes of Nemotron-3-Nano-4B (96 heads of 80, 8 groups, states of 128 numbers); microseconds.",
         ("kernels_mamba2_80",),
         heads_of_80,
+        (("kernels_mamba2_80.png", "One Mamba-2 layer's step with heads of 80 against its bytes."),),
     ),
     Section(
         "One layer's step of other families",
@@ -525,9 +517,12 @@ SECTIONS = (
     Section(
         "Whole steps of Qwen3.5-4B",
         "Random weights in bfloat16, 1,024 tokens behind every row; milliseconds.",
-        ("step_small", "step_project"),
+        ("step_few", "step_wide"),
         whole_steps,
-        (("step_project.png", "The parts of a step at 128 and 256 rows, beside the time that their bytes take."),),
+        (
+            ("step_wide.png", "The parts of a step at 128 and 256 rows, beside the time that their bytes take."),
+            ("step_few.png", "The same at 1, 8 and 32 rows."),
+        ),
     ),
     Section(
         "Whole steps with drafts, and models with experts",
@@ -548,7 +543,7 @@ SECTIONS = (
         (("step_nemotron_h_8b.png", "The parts of a step of Nemotron-H-8B."),),
     ),
     Section(
-        "Whole steps of Nemotron-3-Nano-4B, on an H100",
+        "Whole steps of Nemotron-3-Nano-4B",
         "256 rows behind 1,024 tokens, random weights in bfloat16.",
         ("step_nemotron_nano_4b_256",),
         partial(steps_by_form, "step_nemotron_nano_4b_256"),
@@ -575,17 +570,10 @@ SECTIONS = (
         "float32; FLA's states are off by a few thousandths (in the record).",
     ),
     Section(
-        "Reading prompts, on an H100",
+        "Reading prompts",
         "Qwen3.5-4B in bfloat16 with random weights, through the programs of ``generate``; attention is cuDNN's, and "
         "the recurrence has the kernel of the table above.",
-        ("prefill_h100",),
-        prompts_h100,
-        (("prefill_h100.png", "The parts of reading prompts."),),
-    ),
-    Section(
-        "Reading prompts, before the recurrence had a kernel",
-        "The same on an H200, when XLA compiled the recurrence.",
-        ("prefill_short", "prefill"),
+        ("prefill",),
         prompts,
         (("prefill.png", "The parts of reading prompts."),),
     ),

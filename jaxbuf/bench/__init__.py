@@ -42,7 +42,7 @@ PROGRAMS = (
     ),
     Program("drafts", "how many drafts a model keeps, and how many forward passes that saves", "drafts.json"),
     Program(
-        "step", "whole decoding steps of a model: their time, its parts, and that of their bytes", "step_project.json"
+        "step", "whole decoding steps of a model: their time, its parts, and that of their bytes", "step_wide.json"
     ),
     Program("chunked", "how fast a layer's recurrence reads prompts, and what others take", "chunked.json"),
     Program("prefill", "how fast prompts are read: tokens a second, its parts, attention's FLOP/s", "prefill.json"),
