@@ -20,8 +20,8 @@ QWEN = RecurrenceSpec(heads=32, key_heads=16, key_dim=128, value_dim=128)
 MAMBA = RecurrenceSpec(heads=32, key_heads=4, key_dim=128, value_dim=64, delta=False)
 KDA = RecurrenceSpec(heads=8, key_heads=8, key_dim=128, value_dim=128, decay="channel")
 GLA = dataclasses.replace(KDA, key_heads=4, delta=False)
-# Nemotron-3-Nano-4B's, in windows of 64 values. With few key heads all products of a token's query may be small, where
-# halves of bfloat16 lose relatively much.
+# Nemotron-3-Nano-4B's, in windows of 64 or 128 values. With few key heads all products of a token's query may be
+# small, where halves of bfloat16 lose relatively much.
 NANO = RecurrenceSpec(heads=96, key_heads=8, key_dim=128, value_dim=80, delta=False)
 WIDE = RecurrenceSpec(heads=16, key_heads=16, key_dim=128, value_dim=256)  # in windows of 128
 # Falcon-H1-7B's. It has one key head, so float32 entries are compared with more of them.

@@ -21,7 +21,14 @@ from jaxbuf.bench.measure import worst_errors
 from jaxbuf.models.experts import Router, mixture
 from jaxbuf.models.layers import Norm
 from jaxbuf.models.norm_and_rotate import norm_and_rotate
-from jaxbuf.models.projections import gated_project, project, project_rows, squared_relu_project
+from jaxbuf.models.projections import (
+    gated_project,
+    product_or_summands,
+    project,
+    project_rows,
+    squared_relu_project,
+    summed,
+)
 from jaxbuf.models.residual import add_and_norm
 from tests.attention import latent_launches, launches
 from tests.gpu.checks import BOUNDS, Figures, same_bits
@@ -36,6 +43,7 @@ def check_attention(rng) -> Figures:
     """What softmax layers give of launches of all kinds, against float64; the pages bit for bit."""
     lengths, found = (9, 1024, 1000, 63, 64, 65, 0, 300), {}
     shapes = (16, 4, 256, 1), (16, 4, 256, 16), (32, 8, 128, 5), (40, 8, 128, 1), (8, 4, 64, 3)
+    shapes += (16, 4, 256, 2), (24, 8, 128, 3), (14, 2, 64, 12), (4, 1, 128, 1)
     for heads, kv_heads, head_dim, time in shapes:
         for dtype, trees in (("bfloat16", False), ("bfloat16", True), ("float16", True)):
             sizes = launches.Sizes(lengths, time, heads, kv_heads, head_dim, trees=trees, dtype=dtype)
@@ -92,6 +100,8 @@ def check_projections(rng) -> Figures:
             outs = project(x, several, float32=kept, implementation="gpu")
             for out, expected, single in zip(outs, products, kept, strict=False):
                 compare(f"project, {'float32' if single else dtype}", out, expected, 1e-5 if single else bound)
+            back = summed(product_or_summands(x, several[0]))  # by a kernel or by the library, in slices or not
+            compare(f"product_or_summands, {dtype}", back, products[0], bound)
             apart = project_rows(x, jnp.concatenate(several), sizes, float32=kept, implementation="gpu")
             assert all(map(same_bits, apart, outs)), "the rows of one weight are other products"
             squares = np.square(np.maximum(products[-1], 0))

@@ -17,7 +17,7 @@ NARROW = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64)
 # Without the delta rule: heads in stacks of two, and heads that can't be.
 STACKED = RecurrenceSpec(heads=4, key_heads=2, key_dim=64, value_dim=64, delta=False)
 ODD = RecurrenceSpec(heads=3, key_heads=1, key_dim=64, value_dim=64, delta=False)
-# Heads of 80 values, in windows of 64 of which some have rows of two heads; and of 256, in windows of 128.
+# Heads of 80 values, in windows of which some have rows of two or three heads; and of 256, in windows of 128.
 WINDOWS = RecurrenceSpec(heads=8, key_heads=2, key_dim=64, value_dim=80, delta=False)
 WINDOWS_DELTA = dataclasses.replace(WINDOWS, key_heads=1, heads=4, delta=True)
 WIDE = RecurrenceSpec(heads=2, key_heads=1, key_dim=64, value_dim=256)

@@ -13,7 +13,8 @@ The words that the GPU kernels use, beside those of `jaxbuf.recurrence`:
   lane      A warpgroup (128 threads), counted over all blocks of the launch. It serves one item after the other.
   turn      The number of items that a lane served before. All lanes together serve a round of items per turn.
   window    64 or 128 values in a row of all heads of a key head, which count as one head where a head has another
-            number of values; 64 where a key has 256 numbers. A window of 64 may have rows of two heads.
+            number of values; 64 where a key has 256 numbers. It may have rows of two or three heads, and the last one
+            of 128 of a key head may have 64 values in common with the one before, whose they are.
   probe     A new key or a new query. A row has 2 T of them, the keys first: both the state and the entries' keys are
             multiplied with all of them.
   chunk     Entries that are multiplied at once. An item's first chunk has 16, its later chunks have up to 32.

@@ -117,7 +117,7 @@ def _padded(positions: Array, length: int) -> Array:
     return jnp.pad(positions, ((0, 0), (0, length - positions.shape[1])))
 
 
-def window(call: Call, overlap: bool = False) -> Call:
+def window(call: Call, wide: bool = False) -> Call:
     """The call with windows of 64 or 128 values in place of heads, if heads have other numbers of values; with keys of
     256 numbers of 64, as a lane has shared memory for so many rows of a state.
 
@@ -126,23 +126,40 @@ def window(call: Call, overlap: bool = False) -> Call:
 
     Args:
       call: With heads.
-      overlap: Whether windows have 128 values where those of all heads of a key head are an odd number of 64s, too:
-        the last one has 64 in common with the one before. An item then takes less than twice as long as one of 64.
+      wide: Whether such windows may have 128 values, if that pays off: an item of 128 takes less than twice as long as
+        one of 64. The last window of a key head may then have 64 values in common with the one before.
     """
     widths = (BAND, THREADS) if call.key_dim <= THREADS else (BAND,)
     if call.value_dim in widths:
         return call
-    width = max((n for n in widths if call.value_dim % n == 0), default=BAND)
-    of_key, stacked = call.heads_per_key * call.value_dim, 1 if call.value_dim % width == 0 else 2
-    windows = dataclasses.replace(call, value_dim=width, stacked=stacked, head_values=call.value_dim)
-    if stacked > 1 and overlap and THREADS in widths:
-        rows = range(0, of_key - THREADS + 1, BAND)
-        stacked = max((row + THREADS - 1) // call.value_dim - row // call.value_dim for row in rows) + 1
-        wide = dataclasses.replace(windows, value_dim=THREADS, stacked=stacked)
-        if passed_words(wide) <= THREADS:
-            windows, width = wide, THREADS
-    heads = call.key_heads * pl.cdiv(of_key, width)
-    return dataclasses.replace(windows, heads=heads, key_values=of_key if of_key % width else 0)
+    whole = max((n for n in widths if call.value_dim % n == 0), default=0)
+    if whole:
+        return _with_windows(call, whole, 1)
+    narrow = _with_windows(call, BAND, 2)
+    if not wide or THREADS not in widths:
+        return narrow
+    firsts = range(0, call.heads_per_key * call.value_dim - THREADS + 1, BAND)
+    heads = max((first + THREADS - 1) // call.value_dim - first // call.value_dim + 1 for first in firsts)
+    widened = _with_windows(call, THREADS, heads)
+    return widened if _pays(widened, narrow) else narrow
+
+
+def _with_windows(call: Call, width: int, heads: int) -> Call:
+    """The call with windows of so many values, with rows of so many heads at most."""
+    of_key = call.heads_per_key * call.value_dim
+    sizes = {"heads": call.key_heads * pl.cdiv(of_key, width), "value_dim": width, "stacked": heads}
+    key_values = of_key if of_key % width else 0
+    return dataclasses.replace(call, **sizes, head_values=call.value_dim, key_values=key_values)
+
+
+def _pays(wide: Call, narrow: Call) -> bool:
+    """Whether wide windows are served faster than narrow ones: there is shared memory for as many rows of states, at
+    least two lanes a multiprocessor have some, and every lane has several items. (Measured: 256 rows of one token.)"""
+    if passed_words(wide) > THREADS:
+        return False
+    few, many = arrange(wide), arrange(narrow)
+    holds = few.warpgroups >= 2 and many.warpgroups * narrow.value_dim <= few.warpgroups * wide.value_dim
+    return holds and wide.items >= 2 * few.lanes
 
 
 def has_windows(call: Call) -> bool:
@@ -153,7 +170,7 @@ def has_windows(call: Call) -> bool:
 def stack(call: Call) -> Call:
     """The call in windows, if it needs some; or with two heads of 64 values as one of 128, if they read the same key
     head and differ in decays alone."""
-    call = window(call, overlap=True)
+    call = window(call, wide=True)
     together = not call.delta and call.decay != "channel" and call.heads_per_key % 2 == 0 and not call.head_values
     if not together or 2 * call.value_dim != THREADS or call.key_dim > THREADS:
         return call

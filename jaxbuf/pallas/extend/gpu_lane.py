@@ -231,7 +231,6 @@ class Lane:
         if not self.call.key_values:
             return (head,) if rows is None else (head, rows)
         first, size = (0, self.call.value_dim) if rows is None else (rows.start, rows.size)
-        # A multiple of 64, which the compiler is told of.
         return (pl.ds(self.call.first_value(head) + first, size),)
 
     def and_own(self, flag: Array, head: Array, i: Array | int) -> Array:

@@ -134,8 +134,10 @@ class Schedule:
     @property
     def later_size(self) -> int:
         """Entries of a later chunk with shared memory of its own: as many as rows can have, in whole groups."""
-        # Threads copy vectors of 128 numbers in groups of eight, and of 64 in groups of sixteen.
-        group = 8 if min(self.call.key_dim, self.call.value_dim) > 64 else 16
+        # Threads copy vectors of 128 numbers in groups of eight, and of 64 in groups of sixteen. Windows of both sizes
+        # serve the same memory: a fold's sums must have one order.
+        windows = self.call.head_values and self.call.stacked > 1
+        group = 8 if min(self.call.key_dim, self.call.value_dim) > 64 and not windows else 16
         return min(MAX_LATER_CHUNK, max(CHUNK, -(-(self.call.max_live - CHUNK) // group) * group))
 
     @property
