@@ -14,7 +14,7 @@ from jaxbuf.target import Target
 
 
 def norm_and_rotate(
-    q: Float[Array, "rows time heads width"],
+    q: Float[Array, "rows time heads _"],
     k: Float[Array, "rows time kv_heads head_dim"],
     angles: tuple[Float32[Array, "#rows time 1 n"], Float32[Array, "#rows time 1 n"]],
     norm: Norm | None = None,

@@ -186,7 +186,7 @@ def product_float32(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -
 
 def product_slices(
     x: Float[Array, "rows time in"], weight: Float[Array, "out in"], slices: int
-) -> Float32[Array, "slices rows time out"]:
+) -> Float32[Array, "summands rows time out"]:
     """x times one weight, as so many summands: the products of slices of x and of the weight's rows."""
     cut = x.reshape(*x.shape[:-1], slices, -1), weight.reshape(weight.shape[0], slices, -1)
     return contract("rtsi,osi->srto", *cut)
