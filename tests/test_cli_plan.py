@@ -81,6 +81,7 @@ def test_the_model_may_be_an_option_as_elsewhere():
     assert invoke("--context", "9").stdout == invoke("--model", "demo", "--context", "9").stdout != expected
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_said_to():
     done = invoke(NEXT, "--memory", "80GB", "--context", "1024")
     assert done.exit_code == 0, done.stderr

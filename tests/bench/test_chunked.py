@@ -16,6 +16,7 @@ def test_what_moves_is_inputs_outputs_and_states():
     assert chunked.moved_bytes(spec, 3, 10) == 3 * (10 * tokens + 4 * 4 * 8 * 16)
 
 
+@pytest.mark.slow
 def test_every_size_is_measured_and_kept_with_a_plot(tmp_path, capsys):
     path = tmp_path / "chunked.json"
     assert chunked.main([*SMALL, "--family", "mamba2", "--json", str(path)]) == 0

@@ -131,6 +131,7 @@ def test_a_small_run_on_a_cpu_keeps_its_figures_and_a_plot(tmp_path, capsys):
     assert path.with_suffix(".png").is_file() and "staggered" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_spent_budget_leaves_programs_out_and_says_so(tmp_path, capsys):
     assert kernels.main([*SMALL, "--only", "decode,xla", "--budget", "0", "--json", str(tmp_path / "a.json")]) == 0
     assert "2 of 2 programs left out" in capsys.readouterr().out

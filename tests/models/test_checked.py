@@ -43,11 +43,13 @@ def test_readmes_table_says_what_is_noted():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_what_is_noted_are_tests_that_there_are(marked):
     noted = {(check.family, check.kind, check.test) for check in read_checks()}
     assert noted - set(map(tuple, marked)) == set(), "scripts/test --record takes out what is no more"
 
 
+@pytest.mark.slow
 def test_every_family_has_a_test_of_every_kind_that_needs_no_hardware(marked):
     there = {(family, kind) for family, kind, _ in marked}
     kinds = KINDS.keys() - {"gpu", "tpu"}

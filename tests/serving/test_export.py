@@ -123,6 +123,7 @@ def test_what_the_programs_were_not_made_for_is_an_error(exported, given, messag
         loaded.generate(**{"prompts": [[1, 2]], "max_new_tokens": 4} | given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "platform", "named", "kernel"),
     [("v6e", "tpu", "a TPU v6e", None), ("H100", "cuda", "an NVIDIA Hopper GPU", "__cudnn$fmhaSoftmax")],

@@ -62,6 +62,7 @@ def test_answers_count_by_row_and_other_tokens_a_little(trained):
         assert float(found["accuracy"][number]) == pytest.approx(right[own].mean())
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_with_the_same_bits(trained, tmp_path):
     whole, metrics = trained
     assert [(found["step"], found["length"]) for found in metrics] == [(2, 32), (4, 32), (6, 48), (8, 48)]

@@ -40,6 +40,7 @@ def test_the_penalty_is_that_written_out(rng):
     assert float(penalty_of(jnp.asarray(gates), window, "gate")) == pytest.approx(paper, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.foreign
 def test_gates_close_where_keys_cost_much_and_a_resumed_run_ends_with_the_same_bits(lm, tokens, tmp_path):
     whole = GateTraining(lm, tokens, RECIPE)
