@@ -63,10 +63,8 @@ def project(
     Raises:
       ValueError: A shape does not fit, or the implementation asked for can't serve the call; it says why.
     """
-    kept = (False,) * len(weights) if float32 is None else tuple(float32)
     _check(x, weights)
-    if len(kept) != len(weights):
-        raise ValueError(f"float32 must say something of each of the {len(weights)} weights, got {len(kept)} values")
+    kept = _kept(float32, len(weights), "weights")
     asked = ask("project", implementation, target, (x,), interpret=interpret)
     return _project(kept, asked, x, tuple(weights))
 
@@ -145,12 +143,10 @@ def project_rows(
     Raises:
       ValueError: As in `project`, or the sizes do not add up to the weight's rows.
     """
-    kept = (False,) * len(sizes) if float32 is None else tuple(float32)
     _check(x, (weight,))
     if not sizes or min(sizes) < 1 or sum(sizes) != weight.shape[0]:
         raise ValueError(f"sizes must be the rows of each product, {weight.shape[0]} together, got {tuple(sizes)}")
-    if len(kept) != len(sizes):
-        raise ValueError(f"float32 must say something of each of the {len(sizes)} sizes, got {len(kept)} values")
+    kept = _kept(float32, len(sizes), "sizes")
     asked = ask("project", implementation, target, (x,), interpret=interpret)
     return _project_rows(tuple(sizes), kept, asked, x, weight)
 
@@ -198,6 +194,14 @@ def _check(x: Array, weights: Sequence[Array]) -> None:
         raise ValueError(
             f"x must be [rows, time, in] and weights [out, in] of its dtype, got {x.dtype} {x.shape} and {shapes}"
         )
+
+
+def _kept(float32: Sequence[bool] | None, count: int, what: str) -> tuple[bool, ...]:
+    """Which of so many products stay in float32."""
+    kept = (False,) * count if float32 is None else tuple(float32)
+    if len(kept) != count:
+        raise ValueError(f"float32 must say something of each of the {count} {what}, got {len(kept)} values")
+    return kept
 
 
 @partial(jax.jit, static_argnums=0)

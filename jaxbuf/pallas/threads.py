@@ -113,46 +113,21 @@ def vectors_layout(length: int, dtype):
     return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=threads, vector_dim=-1)
 
 
-def gather_vectors(ref, positions: Array, layout, interpret: bool) -> Array:
+def gather_vectors(ref, positions: Array, layout, interpret: bool, length: int | None = None) -> Array:
     """Loads vectors of a reference in global memory; each thread loads the numbers that it holds of them.
 
     Args:
-      ref: [m, length].
-      positions: int32 [n], in layout.reduce(1): which vectors.
+      ref: [m, n].
+      positions: int32 [count], in layout.reduce(1): which vectors.
       layout: The result's layout, from `vectors_layout`.
       interpret: Whether this runs in Pallas' interpreter.
+      length: Of the result's vectors: they are repeated until they have so many numbers. None: n.
 
     Returns:
-      [n, length].
-    """
-    if interpret:
-        return jnp.take(ref[...], positions, axis=0)
-    dims = positions.shape[0], ref.shape[-1]
-
-    def load_vectors(_, ref, positions):
-        tiled = layout.to_mgpu()
-        kind = ir.VectorType.get((tiled.vector_length,), ir.MemRefType(ref.type).element_type)
-        registers = np.empty(tiled.registers_shape(dims), object)
-        pieces, rows = registers.size // positions.registers.size, positions.registers.flat
-        for n, ((i, _), (_, column)) in enumerate(zip(np.ndenumerate(registers), tiled.thread_idxs(dims), strict=True)):
-            registers[i] = vector.load(kind, ref, [as_index(rows[n // pieces]), column])
-        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
-
-    out = plgpu.ShapeDtypeStruct(dims, ref.dtype, layout=layout)
-    return inline_mlir(load_vectors, (plgpu.RefType(), layout.reduce(1)), out)(ref, positions)
-
-
-def gather_in_turn(ref, positions: Array, length: int, layout, interpret: bool) -> Array:
-    """As `gather_vectors`, of vectors that are repeated until they have `length` numbers.
-
-    Args:
-      ref: [m, n] in global memory, with n a multiple of the neighbouring numbers that a thread holds.
-      positions: int32, in layout.reduce(1): which vectors.
-      length: Of the result's vectors.
-      layout: The result's.
-      interpret: Whether this runs in Pallas' interpreter.
+      [count, length].
     """
     n = ref.shape[-1]
+    length = n if length is None else length
     if interpret:
         return jnp.tile(jnp.take(ref[...], positions, axis=0), (1, -(-length // n)))[:, :length]
     dims = positions.shape[0], length
@@ -162,11 +137,9 @@ def gather_in_turn(ref, positions: Array, length: int, layout, interpret: bool) 
         kind = ir.VectorType.get((tiled.vector_length,), ir.MemRefType(ref.type).element_type)
         registers = np.empty(tiled.registers_shape(dims), object)
         pieces, rows = registers.size // positions.registers.size, positions.registers.flat
-        for i, ((at, _), (_, column)) in enumerate(
-            zip(np.ndenumerate(registers), tiled.thread_idxs(dims), strict=True)
-        ):
-            place = [as_index(rows[i // pieces]), arith.remui(column, _number(n))]
-            registers[at] = vector.load(kind, ref, place)
+        for i, (at, (_, column)) in enumerate(zip(np.ndindex(registers.shape), tiled.thread_idxs(dims), strict=True)):
+            inside = column if length == n else arith.remui(column, _number(n))
+            registers[at] = vector.load(kind, ref, [as_index(rows[i // pieces]), inside])
         return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
 
     out = plgpu.ShapeDtypeStruct(dims, ref.dtype, layout=layout)

@@ -255,8 +255,7 @@ def _kernel(call: Call, schedule: Schedule, aligned: int, gathers: bool, squared
                 def _():
                     (sums,) = multiply(product, memory, role, steps, max(parts, halves), interpret, before)
                     for half in range(halves):
-                        found = result(sums if call.gated else sums[half : half + 1])
-                        found = (jnp.square(jnp.maximum(found, 0)) if squared else found).astype(out.dtype)
+                        found = result(sums if call.gated else sums[half : half + 1], squared).astype(out.dtype)
                         store = store_wide if product.rows % 32 == 0 else store_inside
                         store(found, WGMMA, out, mine, row + half * product.rows, interpret, end=end)
 

@@ -180,7 +180,7 @@ def _expanding(call: Call, schedule: Schedule, dims: tuple[int, int], interpret:
                 return lax.rem(i, np.int32(schedule.ring)) * EIGHT
 
             sums = _multiply(schedule, memory, np.int32(0), np.int32(pieces), parts, first_row, interpret)
-            found = result(sums) if call.gated else jnp.square(jnp.maximum(sums[0], 0))
+            found = result(sums, squared=not call.gated)
             begin = token * np.int32(padded) + place
             where = {"begin": begin, "end": begin + np.int32(1)}
             store_inside(found.astype(out.dtype), WGMMA, out, begin - (token - eight), row, interpret, **where)

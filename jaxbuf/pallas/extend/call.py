@@ -154,6 +154,17 @@ class Call:
         return self.head(stack, i) * (1 + self.decay_width) + self.decay_width
 
     @property
+    def value_axes(self) -> tuple[int, ...]:
+        """The axes of values, and of a state's rows: heads and value_dim; one where windows overlap."""
+        return (self.all_values,) if self.key_values else (self.heads, self.value_dim)
+
+    @property
+    def passed_words(self) -> int:
+        """Numbers that a lane of the GPU passes on to the next item through shared memory: the fields of a row, and for
+        each token its place and each head's gate and beta, and in a tree its path. As many as threads at most."""
+        return ROW_FIELDS + (1 + self.tree + 2 * self.stacked) * self.time
+
+    @property
     def max_live(self) -> int:
         """The most live entries that a row can have: the places of its ring that are not kept free."""
         return self.ring - self.max_pending

@@ -46,7 +46,7 @@ from jaxbuf.pallas.extend.gpu_entries import add_all, weight
 from jaxbuf.pallas.extend.gpu_fold import fold
 from jaxbuf.pallas.extend.gpu_lane import Item, Lane, Upcoming, name_arrays, read_item
 from jaxbuf.pallas.extend.gpu_products import STATE, STATE_LEFT, VECTORS, ZERO, cut, join, multiply_state, where, zeros
-from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, SPACING, Schedule, arrange, passed_words
+from jaxbuf.pallas.extend.gpu_schedule import BAND, CHUNK, SPACING, Schedule, arrange
 from jaxbuf.pallas.extend.gpu_step import extend_step, serves
 from jaxbuf.pallas.extend.gpu_sums import factor, on_path, parts, sum_decays, sum_path
 from jaxbuf.pallas.instructions import count_up, publish, round_now, synchronize
@@ -89,7 +89,7 @@ def extend(
     flat.append(gates.reshape(-1, *of_entry) if call.gates else jnp.zeros((1, 1)))
     given, by_step = call, serves(call)
     call = window(call) if by_step else call if call.decay == "channel" else stack(call)
-    heads = (call.all_values,) if call.key_values else (call.heads, call.value_dim)
+    heads = call.value_axes
     v, flat[1] = v.reshape(*v.shape[:2], *heads), flat[1].reshape(-1, *heads)
     checkpoints, *low = (x.reshape(-1, *heads, *x.shape[3:]) for x in (checkpoints, *low))
     if by_step or call.decay == "channel":
@@ -155,7 +155,7 @@ def _with_windows(call: Call, width: int, heads: int) -> Call:
 def _pays(wide: Call, narrow: Call) -> bool:
     """Whether wide windows are served faster than narrow ones: there is shared memory for as many rows of states, at
     least two lanes a multiprocessor have some, and every lane has several items. (Measured: 256 rows of one token.)"""
-    if passed_words(wide) > THREADS:
+    if wide.passed_words > THREADS:
         return False
     few, many = arrange(wide), arrange(narrow)
     holds = few.warpgroups >= 2 and many.warpgroups * narrow.value_dim <= few.warpgroups * wide.value_dim
@@ -212,7 +212,6 @@ class _Carry(NamedTuple):
 
 def _kernel(schedule: Schedule, interpret: bool):
     call = schedule.call
-    heads = (call.all_values,) if call.key_values else (call.heads, call.value_dim)
     draws = schedule.draws and not interpret  # The interpreter knows no atomics.
 
     def extend_heads(*refs):  # A profile shows this name.
@@ -325,7 +324,7 @@ def _kernel(schedule: Schedule, interpret: bool):
 
     return plgpu.kernel(
         extend_heads,
-        out_type=jax.ShapeDtypeStruct((call.rows, call.time, *heads), call.out),
+        out_type=jax.ShapeDtypeStruct((call.rows, call.time, *call.value_axes), call.out),
         grid=(schedule.blocks,),
         grid_names=("block",),
         num_threads=schedule.warpgroups,

@@ -87,10 +87,8 @@ def fold(lane: Lane, item: Item, totals: list[list[Array]], read_band: Callable[
             if lane.schedule.low_in_registers:
                 low = lane.arrays.low
                 assert low is not None
-                place, checkpoint = (
-                    lane.place(item.head, rows),
-                    jnp.where(jnp.equal(c, 0), item.checkpoint, item.fold_to),
-                )
+                place = lane.place(item.head, rows)
+                checkpoint = jnp.where(jnp.equal(c, 0), item.checkpoint, item.fold_to)
                 before.append(low.at[(checkpoint, *place)])
                 after.append(low.at[(item.fold_to, *place)])
             _add(lane, item, c, i, decay, steps, before, after)

@@ -216,7 +216,7 @@ class Lane:
         # The next item's scalars are loaded as vectors, a word in each of the last threads, and read from shared memory
         # when they are used. A thread would wait for a value loaded as a scalar right where it is loaded.
         self.first_rows: Array | int = 0
-        self._word = count((THREADS,), 0, PER_THREAD) - (THREADS - schedule.passed_words)
+        self._word = count((THREADS,), 0, PER_THREAD) - (THREADS - self.call.passed_words)
         last = self.decays.at[0, pl.ds(schedule.padded_entries - THREADS, THREADS)]
         self._words = last if memory.words is None else memory.words.at[warpgroup]
 
@@ -318,7 +318,7 @@ class Lane:
         They are the first ROW_FIELDS fields of the next item's row; then, of this item, the new tokens' log decays of
         each head of a stack, their betas likewise, the flat positions of their entries and, in a tree, their paths.
         """
-        start += THREADS - self.schedule.passed_words
+        start += THREADS - self.call.passed_words
         return [lax.bitcast_convert_type(self._words[start + i], dtype) for i in range(length)]
 
     def _load_positions(self, line: Array, start: Array | int, length: int) -> list[Array]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxbuf.pallas.extend.call import ROW_FIELDS, Call
+from jaxbuf.pallas.extend.call import Call
 from jaxbuf.pallas.threads import THREADS, WARP
 
 # Sizes of the products on the tensor cores.
@@ -145,7 +145,7 @@ class Schedule:
         """Entries of a row, padded to whole chunks, and the passed words; rounded up to whole multiples of THREADS."""
         later = max(0, self.call.max_live - CHUNK)
         padded = CHUNK + -(-later // MAX_LATER_CHUNK) * MAX_LATER_CHUNK
-        return -(-(padded + self.passed_words) // THREADS) * THREADS
+        return -(-(padded + self.call.passed_words) // THREADS) * THREADS
 
     @property
     def copies_first_chunk(self) -> bool:
@@ -224,11 +224,6 @@ class Schedule:
     # Memory: what a block holds in shared memory.
 
     @property
-    def passed_words(self) -> int:
-        """As `passed_words` says."""
-        return passed_words(self.call)
-
-    @property
     def product_rows(self) -> int:
         """Rows of `SharedMemory.products`, of each head of a stack."""
         probes = 2 * self.call.time
@@ -297,12 +292,6 @@ class Schedule:
     def bytes(self) -> int:
         """Bytes of shared memory that a block needs."""
         return count_bytes(self.shared_memory())
-
-
-def passed_words(call: Call) -> int:
-    """Numbers that reach the next item through shared memory: the fields of a row, and for each token its place and
-    each head's gate and beta, and in a tree its path. They must be THREADS at most."""
-    return ROW_FIELDS + (1 + call.tree + 2 * call.stacked) * call.time
 
 
 def count_bytes(memory: Iterable) -> int:

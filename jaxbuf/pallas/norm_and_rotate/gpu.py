@@ -20,7 +20,6 @@ from jaxbuf.pallas.threads import (
     COMPILER,
     WARP,
     exchange,
-    gather_in_turn,
     gather_vectors,
     load,
     scatter_vectors,
@@ -73,8 +72,8 @@ def _kernel(call: Call, interpret: bool):
             x = wide.astype(call.dtype)
         wide = x.astype(jnp.float32)
         other = exchange(wide, call.half // PIECE, layout, interpret)  # the other half of each pair
-        token = lax.div(vector, jnp.full_like(vector, heads)) if interpret else vector // np.int32(heads)
-        cosines, sines = (gather_in_turn(ref, token, call.head_dim, layout, interpret) for ref in (cos, sin))
+        token = vector // np.int32(heads)
+        cosines, sines = (gather_vectors(ref, token, layout, interpret, call.head_dim) for ref in (cos, sin))
         channel = plgpu.broadcasted_iota(jnp.int32, dims, 1, layout=layout)
         turned = wide * cosines + jnp.where(channel < call.half, -other, other) * sines
         scatter_vectors(

@@ -166,10 +166,8 @@ def _kernel(call: Call, schedule: Schedule, interpret: bool):
                 out = outs[i] if call.slices == 1 else outs[i].at[slice_number]
                 for product, sums in enumerate(found):
                     first = (role * schedule.products + product) * TILE
-                    found_there = result(sums)
-                    if call.squared:
-                        found_there = jnp.square(jnp.maximum(found_there, 0))
-                    store_inside(found_there.astype(out.dtype), WGMMA, out, first, row, interpret)
+                    written = result(sums, call.squared).astype(out.dtype)
+                    store_inside(written, WGMMA, out, first, row, interpret)
 
             each_weight(write)
 
@@ -237,10 +235,10 @@ def _bring(
     lax.fori_loop(max(steps - schedule.ring, 0), steps, wait, None)
 
 
-def result(sums: Sequence[Array]) -> Array:
-    """What is written of a product: its sums, or silu(gate) · up."""
+def result(sums: Sequence[Array], squared: bool = False) -> Array:
+    """What is written of a product: its sums, the square of their relu, or silu(gate) · up."""
     if len(sums) == 1:
-        return sums[0]
+        return jnp.square(jnp.maximum(sums[0], 0)) if squared else sums[0]
     gate, up = sums
     root = lax.rsqrt(np.float32(1) + jnp.exp(-gate))  # Its square is the sigmoid. A division takes ten instructions.
     return gate * (root * root) * up
