@@ -120,7 +120,7 @@ def generate_kept(folder: str, traces: str) -> None:
 def greedy(lm: LanguageModel, tokens: int, form: str = "auto") -> list[tuple[np.ndarray, np.ndarray]]:
     """Of some random prompts the greedy tokens and their log-probabilities."""
     rng = np.random.default_rng(3)
-    prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5)]
+    prompts = [rng.integers(1, lm.vocab_size, length).tolist() for length in (3, 17, 40, 5) * 4]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
     results = jaxbuf.generate(lm, prompts, tokens, sampling, form=form)
     return [(np.array(result.tokens), np.array(result.logprobs)) for result in results]
@@ -134,20 +134,6 @@ def compared(found, expected) -> tuple[float, float]:
         same += until
         worst = max(worst, float(np.abs(logprobs - wanted)[: until + 1].max()))
     return worst, float(same)
-
-
-def check_logprobs(lm: LanguageModel, tokens: int = 32) -> Figures:
-    """jaxbuf.generate with kernels differs from the same without by no more than the two forms do without kernels.
-
-    For a model in bfloat16, of which greedy tokens differ where two are as good as each other. There may be twice the
-    forms' own largest difference.
-    """
-    found = greedy(lm, tokens, "buffered")
-    expected, recurrent = (greedy(without_kernels(lm), tokens, form) for form in ("buffered", "recurrent"))
-    (worst, same), (allowed, others) = compared(found, expected), compared(recurrent, expected)
-    assert worst <= 2 * allowed, f"log-probabilities differ by {worst}, those of the forms by {allowed}"
-    figures = {"log-probabilities": worst, "of the forms": allowed, "tokens": float(tokens * len(found))}
-    return figures | {"tokens until they differ": same, "of the forms, until they differ": others}
 
 
 def check_rounding(lm: LanguageModel, tokens: int = 32) -> Figures:
@@ -178,7 +164,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "exported_programs_of_two_layers_give_the_tokens_of_generate": lambda rng: check_export(two_layers()),
     "exported_programs_of_the_demo_model_give_the_tokens_of_generate": lambda rng: check_export(demo()),
     "programs_that_one_process_lowered_give_another_the_same_tokens": lambda rng: check_kept(),
-    "a_random_qwen3_5_4b_generates_as_without_kernels": lambda rng: check_logprobs(
+    "a_random_qwen3_5_4b_generates_as_without_kernels": lambda rng: check_rounding(
         random_model(configuration(), jnp.dtype("bfloat16"))
     ),
 }
