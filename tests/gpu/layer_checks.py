@@ -124,8 +124,8 @@ def check_projections(rng) -> Figures:
 
 
 def check_queries_and_keys(rng) -> Figures:
-    """Norms of queries and keys, and their rotary positions, against float64: each number is within what is rounded, the
-    normed numbers and then their turned pairs. (Float32's sums get a hundredth more.)"""
+    """Norms of queries and keys, and their rotary positions, against float64: each number is within what is rounded,
+    the normed numbers and then their turned pairs. (Float32's sums get a hundredth more.)"""
     found: Figures = {}
     shapes = (16, 4, 256, 512, 64), (32, 8, 128, 128, 128), (4, 1, 64, 64, 32)
     for heads, kv_heads, head_dim, width, dim in shapes:
@@ -148,7 +148,7 @@ def check_queries_and_keys(rng) -> Figures:
                     terms = np.concatenate([*(abs(a) + abs(b) for a, b in pairs), 0 * rest], axis=-1)
                     rounded = half_place * (terms + (1 + half_place) * abs(exact)) + 3 * least
                     error = float(np.max(abs(np.asarray(out, np.float64) - exact) / rounded))
-                    assert error <= 1.01, f"{dtype}, {tokens} tokens, heads of {head_dim}: {error} times what is rounded"
+                    assert error <= 1.01, f"{dtype}, {tokens} tokens, heads of {head_dim}: {error} of what is rounded"
                     found[dtype] = max(found.get(dtype, 0.0), error)
     return found
 
