@@ -12,7 +12,7 @@ from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, recurrent_work
 from jaxbuf.serving.carry import RUNNING, Carry, Speculation, chosen_logprobs, record, reports
 from jaxbuf.serving.kept_programs import keep
-from jaxbuf.serving.sampling import adjust, choose
+from jaxbuf.serving.sampling import adjust, asks_for_more, choose
 from jaxbuf.serving.speculation import Drafter, Proposal, adjusted, check_state, propose, verify, with_root
 from jaxbuf.serving.token_masks import only
 
@@ -37,31 +37,58 @@ def generate_tokens(
       drafter: The one that `admit` had.
     """
 
+    asked, like = asks_for_more(carry.sampling), jax.eval_shape(lambda: carry)
+
     def running(loop):
-        left, served, carry = loop
-        return (left > 0) & served & jnp.any(carry.state == RUNNING)
+        left, served, joined = loop
+        return (left > 0) & served & jnp.any(_apart(like, joined).state == RUNNING)
 
     def step(loop):
-        left, _, carry = loop
-        after = _step(model, carry, drafter)
-        return left - 1, jnp.any((carry.state == RUNNING) & ~after.lacking), after
+        left, _, joined = loop
+        carry = _apart(like, joined)
+        after = _step(model, carry, drafter, asked)
+        return left - 1, jnp.any((carry.state == RUNNING) & ~after.lacking), _join(after)
 
-    first = jnp.asarray(steps, jnp.int32), jnp.asarray(True), carry
-    return jax.lax.while_loop(running, step, first)[2]
+    first = jnp.asarray(steps, jnp.int32), jnp.asarray(True), _join(carry)
+    return _apart(like, jax.lax.while_loop(running, step, first)[2])
 
 
-def _step(model: decoder.Decoder, carry: Carry, drafter: Drafter | None) -> Carry:
+def _is_of_slots(carry: Carry, x: Array | jax.ShapeDtypeStruct) -> bool:
+    return x.dtype == jnp.int32 and x.shape == carry.cache.sequences.committed.shape
+
+
+def _join(carry: Carry) -> tuple[Array, list[Array]]:
+    """A carry as the loop has it: what is one integer of each slot, one below the other, and all other arrays.
+
+    Each array that a step changes is a kernel of its own on a GPU, and often a copy before it, and a step changes some
+    eight of these. Of one array they are one kernel.
+    """
+    leaves = jax.tree.leaves(carry)
+    of_slots = [_is_of_slots(carry, x) for x in leaves]
+    integers = [x for x, small in zip(leaves, of_slots, strict=True) if small]
+    return jnp.stack(integers), [x for x, small in zip(leaves, of_slots, strict=True) if not small]
+
+
+def _apart(like: Carry, joined: tuple[Array, list[Array]]) -> Carry:
+    """The carry, whose shapes `like` has, that `_join` made one array of."""
+    leaves, tree = jax.tree.flatten(like)
+    integers, others = (iter(x) for x in joined)
+    return tree.unflatten([next(integers if _is_of_slots(like, x) else others) for x in leaves])
+
+
+def _step(model: decoder.Decoder, carry: Carry, drafter: Drafter | None, asked: Array | None = None) -> Carry:
     """One step: the newest token of each running row is read, with drafts of what may follow it.
 
     The last token that a row gets is not read yet. So as many of the tokens that were read are committed as the row
-    gets new ones; the drafts beyond them stay uncommitted, which is all that rejecting them takes.
+    gets new ones; the drafts beyond them stay uncommitted, which is all that rejecting them takes. `asked` is that of
+    `choose`.
     """
     active = (carry.state == RUNNING).astype(jnp.int32)
     if drafter is None:
         hidden, read, after = _read(model, carry, carry.last[:, None], active)
         logits = decoder.logits(model, hidden[:, 0])
         after = dataclasses.replace(after, cache=decoder.commit(after.cache, read))
-        return _record_next(after, logits, carry.position + 1)
+        return _record_next(after, logits, carry.position + 1, asked)
     proposal, state = propose(drafter, model, carry)
     if not getattr(drafter, "adaptive", False):
         return _verify_drafts(model, carry, drafter, proposal, state)
@@ -131,13 +158,13 @@ def _count_drafts(carry: Carry, drafter: Drafter, state: Any, proposal: Proposal
     return Speculation(state, counted.drafted + drafted, counted.accepted + accepted)
 
 
-def _record_next(carry: Carry, logits: Array, position: Array) -> Carry:
+def _record_next(carry: Carry, logits: Array, position: Array, asked: Array | None) -> Carry:
     """Chooses a token for every running row from its logits [rows, vocab], and writes it down.
 
     `position` is the one that the token will have, int32 [rows].
     """
     with jax.named_scope("sample"):
-        token, possible = choose(logits, carry.allowed, carry.sampling, carry.history, position)
+        token, possible = choose(logits, carry.allowed, carry.sampling, carry.history, position, asked)
     failed = carry.active & ~possible
     number = (carry.active & ~failed).astype(jnp.int32)
     found = None

@@ -253,12 +253,17 @@ def adjust(
 
 def adjusts(sampling: Sampling, history: History) -> Bool[Array, ""]:
     """Whether some row asks for what `adjust` does."""
-    return (
-        jnp.any(sampling.bias_ids >= 0)
-        | jnp.any(_forbidden_stops(sampling, history))
-        | jnp.any(sampling.repetition_penalty != 1)
-        | jnp.any((sampling.frequency_penalty != 0) | (sampling.presence_penalty != 0))
-    )
+    return _adjusts_always(sampling) | jnp.any(_forbidden_stops(sampling, history))
+
+
+def asks_for_more(sampling: Sampling) -> Bool[Array, ""]:
+    """Whether at any step some row may ask for another token than the most probable one of the model's logits."""
+    return _adjusts_always(sampling) | jnp.any((sampling.temperature > 0) | (sampling.min_tokens > 0))
+
+
+def _adjusts_always(sampling: Sampling) -> Array:
+    penalised = (sampling.frequency_penalty != 0) | (sampling.presence_penalty != 0)
+    return jnp.any(sampling.bias_ids >= 0) | jnp.any(penalised | (sampling.repetition_penalty != 1))
 
 
 def _forbidden_stops(sampling: Sampling, history: History) -> Array:
@@ -272,16 +277,18 @@ def choose(
     sampling: Sampling,
     history: History,
     position: Int32[Array, "rows"],
+    asked: Bool[Array, ""] | None = None,
 ) -> tuple[Int32[Array, "rows"], Bool[Array, "rows"]]:
     """Chooses a token for each row: `sample` of the logits as `adjust` leaves them, from tokens that are allowed.
 
-    Where all rows are greedy and none adjusts anything, the logits are read, and none are written.
+    Where all rows are greedy and none ever adjusts anything, the logits are read, and none are written.
 
     Args:
       logits: The model's.
       allowed: The tokens that each row may sample, see `token_masks`.
       sampling, history: Of the rows.
       position: As in `sample`.
+      asked: `asks_for_more(sampling)`, from a loop of steps, which finds it out once; None: found out here.
 
     Returns:
       The tokens, and whether there was a candidate.
@@ -290,7 +297,7 @@ def choose(
     def as_asked():
         return _sample(adjust(logits, sampling, history, allowed), sampling, position)
 
-    asked = jnp.any(sampling.temperature > 0) | adjusts(sampling, history)
+    asked = asks_for_more(sampling) if asked is None else asked
     return jax.lax.cond(asked, as_asked, lambda: _most_probable(only(allowed, logits)))
 
 
