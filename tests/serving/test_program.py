@@ -11,7 +11,7 @@ import pytest
 from jaxbuf.attention.paged import PagedKV, append
 from jaxbuf.models.language_model import load
 from jaxbuf.recurrence.pool import extend_with_xla, fold_with_xla
-from jaxbuf.serving import SamplingParams, generate_tokens
+from jaxbuf.serving import SamplingParams, generate_tokens, loop
 from jaxbuf.serving.batch import Decoding, make_batch
 from jaxbuf.target import Target
 from tests.serving.program import (
@@ -27,6 +27,22 @@ from tests.serving.program import (
 @pytest.fixture(scope="module")
 def carry(lm):
     return carry_shape(make_batch(lm, [[1] * 30] * 8, SamplingParams(temperature=0.5), Decoding(200)))
+
+
+def test_the_loop_carries_the_integers_of_all_slots_as_one_array_and_gives_them_back(carry, rng):
+    slots = carry.cache.sequences.committed.shape
+
+    def is_small(x):
+        return x.dtype == jnp.int32 and x.shape == slots
+
+    shapes, tree = jax.tree.flatten(carry)
+    small = [jnp.asarray(rng.integers(0, 99, x.shape), x.dtype) if is_small(x) else x for x in shapes]
+    integers, others = loop._join(tree.unflatten(small))
+    assert integers.shape[0] > 5
+    assert not any(map(is_small, others))
+    back = loop._apart(carry, (integers, others))
+    for x, y in zip(small, jax.tree.leaves(back), strict=True):
+        assert x is y or (is_small(x) and np.array_equal(x, y))
 
 
 def hlo(function, lm, carry):
