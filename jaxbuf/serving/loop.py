@@ -64,9 +64,8 @@ def _join(carry: Carry) -> tuple[Array, list[Array]]:
     eight of these. Of one array they are one kernel.
     """
     leaves = jax.tree.leaves(carry)
-    of_slots = [_is_of_slots(carry, x) for x in leaves]
-    integers = [x for x, small in zip(leaves, of_slots, strict=True) if small]
-    return jnp.stack(integers), [x for x, small in zip(leaves, of_slots, strict=True) if not small]
+    integers = jnp.stack([x for x in leaves if _is_of_slots(carry, x)])
+    return integers, [x for x in leaves if not _is_of_slots(carry, x)]
 
 
 def _apart(like: Carry, joined: tuple[Array, list[Array]]) -> Carry:
@@ -76,7 +75,7 @@ def _apart(like: Carry, joined: tuple[Array, list[Array]]) -> Carry:
     return tree.unflatten([next(integers if _is_of_slots(like, x) else others) for x in leaves])
 
 
-def _step(model: decoder.Decoder, carry: Carry, drafter: Drafter | None, asked: Array | None = None) -> Carry:
+def _step(model: decoder.Decoder, carry: Carry, drafter: Drafter | None, asked: Array) -> Carry:
     """One step: the newest token of each running row is read, with drafts of what may follow it.
 
     The last token that a row gets is not read yet. So as many of the tokens that were read are committed as the row
@@ -158,10 +157,10 @@ def _count_drafts(carry: Carry, drafter: Drafter, state: Any, proposal: Proposal
     return Speculation(state, counted.drafted + drafted, counted.accepted + accepted)
 
 
-def _record_next(carry: Carry, logits: Array, position: Array, asked: Array | None) -> Carry:
+def _record_next(carry: Carry, logits: Array, position: Array, asked: Array) -> Carry:
     """Chooses a token for every running row from its logits [rows, vocab], and writes it down.
 
-    `position` is the one that the token will have, int32 [rows].
+    `position` is the one that the token will have, int32 [rows]; `asked` is that of `choose`.
     """
     with jax.named_scope("sample"):
         token, possible = choose(logits, carry.allowed, carry.sampling, carry.history, position, asked)

@@ -145,7 +145,8 @@ def test_the_other_checks_hold_of_xlas_path(rng):
 @pytest.mark.exhaustive
 def test_the_checks_of_generation_and_the_tiny_program_hold_of_xlas_path():
     model_checks.check_tokens(model_checks.two_layers(), tokens=8)
-    model_checks.check_rounding(model_checks.two_layers("bfloat16"), tokens=8)
+    for form in ("auto", "buffered"):
+        model_checks.check_rounding(model_checks.two_layers("bfloat16"), tokens=8, form=form)
     tiny.tiny(implementation="xla")
 
 
