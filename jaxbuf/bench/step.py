@@ -40,9 +40,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="The program is the one that jaxbuf.generate runs, generate_tokens, on a batch of prompts of --context "
         "tokens, greedily: one compiled loop whose carry is donated. The prompts are not read: the memory is filled "
         "with random numbers, and the cursor set behind the prompts. Rows fold staggered, as a server's do, and steps "
-        "are in whole fold cycles. The time of a step is the wall clock's over all steps, the median of "
-        f"{REPEATS} runs that start alike. The parts are operations of a jax.profiler trace of one more fold cycle, "
-        "which XLA runs without command buffers (CUDA graphs), or their kernels could not be told apart; what the "
+        "are in whole fold cycles. The time of a step is the wall clock's over all steps of one call, the median of "
+        f"{REPEATS} runs that start alike; single_ms of the JSON is a call of one step. The parts are operations "
+        "of a jax.profiler trace of one more fold cycle, which XLA runs without command buffers (CUDA graphs), or "
+        "their kernels could not be told apart; what the "
         "parts leave of a step is time between kernels. Matrix products are the operations that read a matrix of the "
         "model, in whatever part of it. The floor of a step is its bytes (weights, checkpoints read "
         "and folded, entries read and appended, keys and values) over the read bandwidth measured in the same run, and "
@@ -280,13 +281,15 @@ def measure_model(lm: LanguageModel, options, progress: Progress, task: TaskID) 
             progress.update(task, description=f"compiling, {what}")
             carry, drafter = make_carry(lm, asked[forms[0]]), asked[forms[0]].drafter
             small = small_arrays(carry)
-            program, seconds = compile_steps(lm, carry, options.command_buffers, drafter)
+            # Arrays that were put on their device, as those are that come out of a program which some were passed.
+            carry = jax.tree.map(lambda x: jax.device_put(x, x.sharding), carry)
+            program, compiled, seconds = compile_steps(lm, carry, options.command_buffers, drafter)
             for form in forms:
                 progress.update(task, description=f"{form}, {what}")
                 first = first_carry(small, form, options, tokens)
                 row, carry = measure(program, lm, form, carry, first, options, tokens, drafter)
                 model = sum(held_bytes(p[...]) for p in named_parameters(lm.model).values())
-                row |= memory(program, devices) | {"model_bytes": model, "compile_s": seconds}
+                row |= memory(compiled, devices) | {"model_bytes": model, "compile_s": seconds}
                 yield row | {"kernel_us": kernel_figure(options.kernels, row)}
                 progress.advance(task)
-            del carry, program
+            del carry, program, compiled

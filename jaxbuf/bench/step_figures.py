@@ -118,6 +118,11 @@ def show(console: Console, figures: Sequence[Row], record: Row) -> None:
             words = f"{row['recurrence']['us']:.1f} us a layer, {row['kernel_us']:.1f} in jaxbuf bench kernels"
             say(f"{row['form']}, batch {row['batch']}: {verdict} within {AGREES:.0%}: {words} ({away:+.1%})")
     for row in figures:
+        words = (
+            f"a call of one step takes {row['single_ms']:.2f} ms, each of {row['steps']} in one call {row['ms']:.2f}"
+        )
+        say(f"{named(row, figures)}: {words}")
+    for row in figures:
         moved = ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in row["bytes"].items())
         each = f", on each of {row['devices']} devices" if row["devices"] > 1 else ""
         say(f"{named(row, figures)}: a step moves {moved}{each}")

@@ -10,6 +10,7 @@ from jax.sharding import Sharding
 from jax.stages import Lowered
 
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.packed import pack
 from jaxbuf.pallas.kernel_programs import compile_kernels, compiler_threads
 from jaxbuf.serving.admit import init_carry
 from jaxbuf.serving.arrivals import Arrivals
@@ -53,7 +54,7 @@ def compile_ahead(
     with keeping_programs(lm.target) as keeping, _Compiling(sharding, keeping, threads=threads) as compiling:
         # The carry that is decoded from is like an empty one, which is known before prompts are read.
         carry = jax.eval_shape(lambda: init_carry(lm.config, sizes, drafter))
-        compiling.run(generate_tokens, lm.model, compiling.placed(carry), np.int32(0), *given)
+        compiling.run(generate_tokens, pack(lm.model), compiling.placed(carry), np.int32(0), *map(pack, given))
         read_first_chunk(lm.model, sizes, arrivals[0], *given, run=compiling.run)
     _known.add(key)
 

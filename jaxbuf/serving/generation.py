@@ -12,6 +12,7 @@ import numpy as np
 from jaxbuf.compilation import without_cache
 from jaxbuf.directory import make_directory
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.packed import Packed, pack
 from jaxbuf.progress import Report, check_progress, progress_bar, say_nothing
 from jaxbuf.serving import loop
 from jaxbuf.serving.admit import admit
@@ -215,8 +216,10 @@ def _events(
     if profile is None:
         yield from run_batch(batch, segment, report)
         return
+    packed = _packed(batch)
     with without_cache():
-        _decode(batch, read_prompts(batch.lm, batch.sizes, batch.arrivals, batch.drafter), 1)
+        carry = read_prompts(batch.lm, batch.sizes, batch.arrivals, batch.drafter)
+        loop.generate_tokens(packed[0], carry, np.int32(1), *packed[1:])
         with trace(profile):
             yield from run_batch(batch, segment, report)
 
@@ -238,7 +241,7 @@ def run_batch(batch: Batch, segment: int, report: Report = say_nothing) -> Gener
     if max(batch.begins.max_new_tokens) > 1:
         compile_ahead(batch.lm, batch.sizes, batch.arrivals, batch.drafter)
     carry = read_prompts(batch.lm, batch.sizes, batch.arrivals, batch.drafter)
-    reader, steps = Reader(batch), 1
+    reader, packed, steps = Reader(batch), _packed(batch), 1
 
     def look(carry: Carry) -> bool:
         history = carry.history
@@ -248,7 +251,7 @@ def run_batch(batch: Batch, segment: int, report: Report = say_nothing) -> Gener
         return bool(((state == RUNNING) & ~lacking).any())
 
     def decode(carry: Carry, steps: int) -> Carry:
-        return _decode(batch, carry, steps)
+        return loop.generate_tokens(packed[0], carry, np.int32(steps), *packed[1:])
 
     while True:
         carry, events = reader.read(carry)
@@ -258,6 +261,6 @@ def run_batch(batch: Batch, segment: int, report: Report = say_nothing) -> Gener
         carry, steps = run_slices(decode, make_room(carry), segment, look, first=steps)
 
 
-def _decode(batch: Batch, carry: Carry, steps: int) -> Carry:
-    drafter = () if batch.drafter is None else (batch.drafter,)
-    return loop.generate_tokens(batch.lm.model, carry, np.int32(steps), *drafter)
+def _packed(batch: Batch) -> list[Packed]:
+    """The model's parameters, and the drafter if there is one, as every slice of a generation is passed them."""
+    return [pack(each) for each in (batch.lm.model, batch.drafter) if each is not None]

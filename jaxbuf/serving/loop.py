@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxbuf.axes import Array, Int
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, recurrent_work
+from jaxbuf.models.packed import Packed, unpacked
 from jaxbuf.serving.carry import RUNNING, Carry, Speculation, chosen_logprobs, record, reports
 from jaxbuf.serving.kept_programs import keep
 from jaxbuf.serving.sampling import adjust, asks_for_more, choose
@@ -20,7 +21,10 @@ from jaxbuf.serving.token_masks import only
 @partial(jax.jit, donate_argnames="carry")
 @keep(like=lambda model, carry, steps, drafter=None: carry)
 def generate_tokens(
-    model: decoder.Decoder, carry: Carry, steps: Int[Array, ""] | int, drafter: Drafter | None = None
+    model: decoder.Decoder | Packed[decoder.Decoder],
+    carry: Carry,
+    steps: Int[Array, ""] | int,
+    drafter: Drafter | Packed[Drafter] | None = None,
 ) -> Carry:
     """Runs up to `steps` decoding steps; ends early when no row runs.
 
@@ -31,12 +35,12 @@ def generate_tokens(
     calls.
 
     Args:
-      model: The parameters, the same as `admit` had.
+      model: The parameters, the same as `admit` had. Who calls often passes them packed (`jaxbuf.models.packed`).
       carry: From `admit`, or from here.
       steps: Data: another number does not compile again.
-      drafter: The one that `admit` had.
+      drafter: The one that `admit` had; packed, if it holds parameters.
     """
-
+    model, drafter = unpacked(model), unpacked(drafter)
     asked, like = asks_for_more(carry.sampling), jax.eval_shape(lambda: carry)
 
     def running(loop):

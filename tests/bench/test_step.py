@@ -101,8 +101,8 @@ def test_steps_that_verify_drafts_keep_as_many_as_they_should_and_fold_in_whole_
     tokens, lm = step_carry.Tokens(drafts=3, accepted=2), random_model.repeating_model(lm)
     asked = step_carry.make_batch(lm, 3, "buffered", options, tokens)
     carry = step_carry.make_carry(lm, asked)
-    program, _ = step_run.compile_steps(lm, carry, "default", asked.drafter)
     first = step_carry.first_carry(step_carry.small_arrays(carry), "buffered", options, tokens)
+    program, _, _ = step_run.compile_steps(lm, carry, "default", asked.drafter)
     row, _ = step_run.measure(program, lm, "buffered", carry, first, options, tokens, asked.drafter)
     assert (row["drafts"], row["accepted"], row["batch"], row["steps"]) == (3, 2, 3, 9)  # 4 tokens read of up to 8
     np.testing.assert_allclose(row["tokens_per_s"], 6000 / row["ms"])

@@ -17,7 +17,8 @@ weights, the largest scores), and a second kernel joins these.
 Floor: (keys and values of the committed tokens + k, v, their appends + q + out) / read bandwidth.
 
 Precision: products of 2-byte operands with float32 sums; the softmax is in float32, and its weights are rounded to the
-pages' dtype for the second product.
+pages' dtype for the second product. In bfloat16 the outputs of random keys and values are off by 2.0e-3 to 2.3e-3 of
+their norm, of which rounding the outputs alone makes 1.7e-3.
 """
 
 import dataclasses
