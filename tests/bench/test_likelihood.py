@@ -82,6 +82,7 @@ def test_a_likelihood_that_is_no_number_is_no_pass(rng, tmp_path, monkeypatch, c
     assert capsys.readouterr().err == expected
 
 
+@pytest.mark.slow
 def test_the_default_text_is_long_enough_for_the_default_rows(tmp_path, monkeypatch, capsys):
     read = []
     monkeypatch.setattr(likelihood, "decode", lambda model, rows, **_: (read.append(rows), (np.ones((1, 8)), {}))[1])

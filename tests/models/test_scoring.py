@@ -243,7 +243,7 @@ def test_what_is_no_length_of_a_row_is_named(lm):
         lm.logits([[1, 2, 3], [4]])
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 0.7)])
 def test_a_training_loop_gets_log_probabilities_and_their_gradient(lm, rng, temperature, monkeypatch):
     """Under jit, with blocks of logits that do not divide the time: those of all logits at once, and their gradient."""
     monkeypatch.setattr(scoring, "LOGITS", 3 * 8 * lm.vocab_size)  # blocks of 8

@@ -45,7 +45,7 @@ def test_the_kernel_lowers_for_cuda_at_the_real_sizes(family):
         (1280, 3, "bfloat16", False, True, (1024, 128, 128)),
         (640, 4, "float32", True, True, (320, 320)),
         (202, 4, "bfloat16", True, False, ()),  # a thread has two bytes
-        (256, 16, "float32", True, False, (101, 155)),
+        pytest.param(256, 16, "float32", True, False, (101, 155), marks=pytest.mark.slow),
     ],
 )
 def test_the_kernel_is_the_xla_path_over_ragged_steps(rng, channels, time, dtype, tree, biased, parts):

@@ -210,7 +210,7 @@ def test_the_recurrent_step_is_the_xla_path(rng, spec, state, entry, limit, boun
 @pytest.mark.parametrize(
     ("spec", "state"),
     [
-        (WINDOWS, "float32"),
+        pytest.param(WINDOWS, "float32", marks=pytest.mark.slow),
         pytest.param(DELTA_NET, "bfloat16", marks=pytest.mark.exhaustive),
         pytest.param(LARGE_DELTA, "split8", marks=pytest.mark.exhaustive),
     ],

@@ -239,6 +239,7 @@ def test_a_model_without_recurrent_layers_has_one_form_with_the_bytes_of_its_cac
     assert plan("Llama-3.1-8B", 80e9).parameter_bytes == 2 * 8_030_261_248
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device", "devices"), [("Qwen3.5-4B", "v6e-8", 8), ("Kimi-Linear-48B-A3B", "tpu7x-2", 4)]
 )
@@ -260,6 +261,7 @@ def test_on_a_slice_a_plan_counts_what_one_device_holds(name, device, devices):
     assert found.memory_bytes == found.device.memory_bytes and found.device.devices == devices
 
 
+@pytest.mark.slow
 def test_a_step_on_a_slice_is_estimated_from_its_bandwidth():
     found = plan("Qwen3.5-4B", device="v5e-4", context=1024)
     for cost in found.forms:

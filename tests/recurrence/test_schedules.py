@@ -223,7 +223,7 @@ def test_any_schedule_of_any_family_equals_the_recurrence(family):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks={GDN: (), "KDA": slow, "Mamba-2": slow}.get(family, exhaustive))
+        pytest.param(family, marks=slow if family in (GDN, "KDA", "Mamba-2") else exhaustive)
         for family in FAMILIES
         if family != "retention"
     ],

@@ -169,6 +169,7 @@ def test_a_model_without_numbers_has_no_parameters_to_write(lm, tmp_path):
         export(abstract_model(lm.config, "tiny", "cpu"), "cpu", tmp_path / "new", **SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [True, False])
 def test_mosaic_is_imported_with_a_program_that_has_its_kernels(tmp_path, kernels):
     """It tells XLA what to link them with; a process that traced no kernel has not imported it."""

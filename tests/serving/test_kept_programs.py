@@ -166,6 +166,7 @@ def test_another_environment_is_another_program(run, monkeypatch, changed, tmp_p
     assert run(X, TWICE) == 1 and run(X, TWICE) == 0
 
 
+@pytest.mark.slow
 def test_the_time_is_taken_before_any_source_is_read():
     code = "import sys, jaxbuf.models.decoder; print(*[name for name in sys.modules if name.startswith('jaxbuf')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

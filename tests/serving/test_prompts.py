@@ -62,6 +62,15 @@ def test_the_carry_is_that_of_admit(hybrid, lm, setting, drafter):
         compare(np.asarray(x), np.asarray(y), **how, err_msg=str(path))
 
 
+def test_only_what_the_first_program_returns_has_to_be_put_on_its_device(hybrid, monkeypatch):
+    """What the others return counts as put there, as their arguments do; putting it again takes the host longer than
+    to call them."""
+    batch, put, device_put = batch_of(hybrid, "sampled", None), [], jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda *given: put.append(given) or device_put(*given))
+    carry = read_first_chunk(hybrid.model, batch.sizes, batch.arrivals[0])
+    assert len(put) == 1 and all(x.committed for x in jax.tree.leaves(carry))
+
+
 def test_layers_of_a_kind_share_a_program_and_all_memory_is_reused(hybrid):
     """What is donated is gone, and what the layers return lies where it lay."""
     batch = batch_of(hybrid, "sampled", "ngram")

@@ -113,6 +113,7 @@ def test_settings_see_the_path_before_a_token_as_generated(lm, prompts, greedy, 
             assert sum(r.stats.accepted > r.stats.steps for r in results[:3]) >= 2
 
 
+@pytest.mark.slow
 def test_no_step_goes_past_max_new_tokens(lm, prompts, greedy, rng):
     """Nor does a tree that drafts deeper than there is room for."""
     tree = plant(greedy, rng)

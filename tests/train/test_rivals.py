@@ -58,6 +58,7 @@ def alphas(lm):
     return {name: np.asarray(param[...]) for name, param in gate_parameters(lm.model).items()}
 
 
+@pytest.mark.slow
 def test_heads_that_give_nothing_close_and_the_others_stay_open(lm, tokens):
     """The second head of keys and values has no part in the output: only the penalty speaks to its number."""
     values = {}
