@@ -14,6 +14,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["export", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_a_known_model_is_exported_for_a_chip_that_is_not_there(tmp_path):
     done = invoke(tmp_path / "llama", "--model", "demo", "--target", "v6e", "--without-parameters", *SMALL)
     assert done.exit_code == 0, done.stderr

@@ -100,6 +100,7 @@ def test_the_kernels_time_is_its_own_and_xlas_path_is_all_of_its_kernels():
     np.testing.assert_allclose(measure.device_time(lost, 4, "gpu")["device_us"], 16 / 3)
 
 
+@pytest.mark.slow
 def test_a_trace_in_which_xla_tried_kernels_of_other_programs_is_taken_again(monkeypatch, tmp_path):
     tried = {"stream_executor::gpu::RedzoneAllocatorKernelImpl(int)": [30.0], "body_mosaic_gpu_kernel": [9.0]}
     traces = iter([tried, tried, {"body_mosaic_gpu_kernel": [4.0]}])

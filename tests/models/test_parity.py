@@ -49,7 +49,8 @@ BY_HAND = (
     *(f"{family}_full" for family in LIKE_ANOTHER),
     *(name for name in RANDOM if name.endswith("_plain")),
 )
-MARKS = dict.fromkeys(BY_HAND, pytest.mark.exhaustive)
+LONGEST = "falcon_h1_full", "bailing_hybrid_full"
+MARKS = dict.fromkeys(BY_HAND, pytest.mark.exhaustive) | dict.fromkeys(LONGEST, pytest.mark.slow)
 DECODED = [pytest.param(name, marks=MARKS.get(name, ())) for name in FOUND]
 
 TOLERANCE = 2e-3

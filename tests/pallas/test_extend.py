@@ -102,7 +102,7 @@ def test_the_gpu_kernel_lowers_for_trees(spec, time):
         pytest.param(5, 32, 5, "float32", marks=pytest.mark.slow),
         pytest.param(9, 32, 16, "bfloat16", marks=pytest.mark.slow),
         pytest.param(1, 256, 8, "float32", marks=pytest.mark.exhaustive),
-        (1, 16, 8, "split"),
+        pytest.param(1, 16, 8, "split", marks=pytest.mark.slow),
         pytest.param(1, 1, 1, "split", marks=pytest.mark.exhaustive),
         pytest.param(5, 32, 8, "split", marks=pytest.mark.slow),
         pytest.param(1, 256, 8, "split8", marks=pytest.mark.exhaustive),

@@ -121,7 +121,7 @@ def test_the_memory_for_some_requests_is_the_least_in_which_they_fit(workspace):
         found.memory_for("buffered", 0)
 
 
-@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("block_size", [pytest.param(8, marks=pytest.mark.slow), 16])
 def test_qwen3_next_with_4_drafts_takes_4_2_times_less_than_a_state_a_draft(block_size):
     found = [plan(QWEN_NEXT, 10**12, 4, context, block_size=block_size) for context in (1024, 8192)]
     assert found[0]["buffered"].ring == {8: 24, 16: 32}[block_size]  # 16 and 5 pending, and 5 more, in whole blocks

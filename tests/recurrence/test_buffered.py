@@ -54,7 +54,7 @@ def poison(cache, slot):
     return dataclasses.replace(cache, pool=pool)
 
 
-@pytest.mark.parametrize("repetition", range(2))
+@pytest.mark.parametrize("repetition", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_schedule_equals_the_recurrence(rng, repetition):
     """Random T, ragged rows, partial acceptance, forced folds, prefills that keep entries, reused poisoned slots."""
     spec, slots = GDN, SLOTS
