@@ -16,6 +16,7 @@ from jaxbuf.bench import report
 from jaxbuf.bench.parser import Parser, errors_are_lines, output, whole
 from jaxbuf.bench.random_model import configuration, random_model
 from jaxbuf.models.language_model import LanguageModel, load
+from jaxbuf.models.packed import pack
 from jaxbuf.progress import progress_bar
 from jaxbuf.serving import SamplingParams, generate_tokens
 from jaxbuf.serving.batch import Batch, Decoding, make_batch
@@ -78,9 +79,9 @@ def make_prompts(lm: LanguageModel, length: int, options: argparse.Namespace) ->
 
 def timed(batch: Batch, start: Carry, steps: int) -> tuple[float, Carry]:
     """Seconds of `steps` steps from a copy of the carry, and the carry after them."""
-    carry = jax.block_until_ready(jax.tree.map(jnp.copy, start))
+    carry, model = jax.block_until_ready(jax.tree.map(jnp.copy, start)), pack(batch.lm.model)  # as `generate` does
     began = time.perf_counter()
-    carry = jax.block_until_ready(generate_tokens(batch.lm.model, carry, np.int32(steps)))
+    carry = jax.block_until_ready(generate_tokens(model, carry, np.int32(steps)))
     return time.perf_counter() - began, carry
 
 

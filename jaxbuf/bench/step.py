@@ -43,13 +43,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "are in whole fold cycles. The time of a step is the wall clock's over all steps of one call, the median of "
         f"{REPEATS} runs that start alike; single_ms of the JSON is a call of one step. The parts are operations "
         "of a jax.profiler trace of one more fold cycle, which XLA runs without command buffers (CUDA graphs), or "
-        "their kernels could not be told apart; what the "
-        "parts leave of a step is time between kernels. Matrix products are the operations that read a matrix of the "
-        "model, in whatever part of it. The floor of a step is its bytes (weights, checkpoints read "
-        "and folded, entries read and appended, keys and values) over the read bandwidth measured in the same run, and "
-        "that of a part the bytes that it moves: weights those of matrix products. Of a layer's experts the bytes are "
-        "those of as many as the step's tokens touch on average if each token's are drawn uniformly; all_experts_bytes "
-        "of the JSON has the weights with all of them. "
+        "their kernels could not be told apart; what the parts leave of a step is time between kernels. Matrix "
+        "products are the operations that read a matrix of the model, in whatever part of it. The floor of a step is "
+        "its bytes (weights, checkpoints read and folded, entries read and appended, keys and values) over the read "
+        "bandwidth measured in the same run, and that of a part the bytes that it moves: weights those of matrix "
+        "products. Of a layer's experts the bytes are those of as many as the step's tokens touch on average if each "
+        "token's are drawn uniformly; all_experts_bytes of the JSON has the weights with all of them. "
         "With --drafts a step that verifies as many drafts is measured beside the plain one: the model's embedding is "
         "replaced by a large random one, so that it repeats its newest token, and of each row's drafts as many repeat "
         "it as are to be kept; the program is that of every drafter. With --peers torch multiplies matrices of the "
@@ -281,8 +280,6 @@ def measure_model(lm: LanguageModel, options, progress: Progress, task: TaskID) 
             progress.update(task, description=f"compiling, {what}")
             carry, drafter = make_carry(lm, asked[forms[0]]), asked[forms[0]].drafter
             small = small_arrays(carry)
-            # Arrays that were put on their device, as those are that come out of a program which some were passed.
-            carry = jax.tree.map(lambda x: jax.device_put(x, x.sharding), carry)
             program, compiled, seconds = compile_steps(lm, carry, options.command_buffers, drafter)
             for form in forms:
                 progress.update(task, description=f"{form}, {what}")

@@ -42,8 +42,8 @@ def compile_steps(
     """`generate_tokens` jitted with these options, what it was compiled to, and the seconds that took. It does not come
     from the compilation cache: a profile needs its names.
 
-    The jitted function is what runs: its calls cost the host 2 ms less than those of what it was compiled to, which
-    they find, if the carry's arrays were put on their device.
+    The jitted function is what runs: its calls cost the host up to 2 ms less than those of what it was compiled to,
+    which they find for a carry of `make_carry`.
     """
     options = IN_TRACES | COMMAND_BUFFERS[command_buffers]
     began = time.perf_counter()

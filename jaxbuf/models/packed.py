@@ -8,19 +8,6 @@ import jax
 from jaxbuf.axes import Array
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Structure:
-    """That of the whole. The same one is equal without a look into it."""
-
-    tree: Any
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Structure) and self.tree == other.tree)
-
-    def __hash__(self) -> int:
-        return hash(self.tree)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed[T]:
@@ -36,16 +23,15 @@ class Packed[T]:
     """
 
     arrays: list[Array]
-    structure: _Structure = dataclasses.field(metadata={"static": True})
+    structure: Any = dataclasses.field(metadata={"static": True})
 
     def unpack(self) -> T:
-        return jax.tree.unflatten(self.structure.tree, self.arrays)
+        return jax.tree.unflatten(self.structure, self.arrays)
 
 
 def pack[T](whole: T) -> Packed[T]:
     """A pytree, flattened once."""
-    arrays, tree = jax.tree.flatten(whole)
-    return Packed(arrays, _Structure(tree))
+    return Packed(*jax.tree.flatten(whole))
 
 
 def unpacked[T](whole: T | Packed[T]) -> T:

@@ -14,6 +14,7 @@ from jaxbuf.axes import Array, Bool, Float, Float32, Int, Int32
 from jaxbuf.models import decoder
 from jaxbuf.models.cache import all_slots, with_limits
 from jaxbuf.models.language_model import LanguageModel
+from jaxbuf.models.packed import Packed, pack, unpacked
 from jaxbuf.models.shapes import power_of_two_from
 from jaxbuf.progress import progress_bar
 from jaxbuf.serving.batch import (
@@ -221,8 +222,10 @@ def beam_search(
             report("searching", int(length))
             return bool((state == RUNNING).any())
 
+        model = pack(lm.model)
+
         def run(search: Search, steps: int) -> Search:
-            return search_beams(lm.model, search, np.int32(steps))
+            return search_beams(model, search, np.int32(steps))
 
         search, _ = run_slices(run, search, max_new_tokens, look)
     decoder.raise_exhausted(search.cache)
@@ -308,14 +311,17 @@ def start_beams(
 
 
 @partial(jax.jit, donate_argnames="search")
-def search_beams(model: decoder.Decoder, search: Search, steps: Int[Array, ""] | int) -> Search:
+def search_beams(
+    model: decoder.Decoder | Packed[decoder.Decoder], search: Search, steps: Int[Array, ""] | int
+) -> Search:
     """Runs up to `steps` steps of a search: one `lax.while_loop`, inside which nothing returns to the host.
 
     Args:
-      model: The parameters, the same as `start_beams` had.
+      model: The parameters, the same as `start_beams` had; packed or not, as `generate_tokens` has them.
       search: From there, or from here. Its memory is reused (it is donated, so the argument must not be used again).
       steps: Data: another number does not compile again.
     """
+    model = unpacked(model)
 
     def running(loop):
         left, search = loop

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Literal, overload
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jaxbuf.compilation import without_cache
 from jaxbuf.directory import make_directory
 from jaxbuf.models.language_model import LanguageModel
-from jaxbuf.models.packed import Packed, pack
+from jaxbuf.models.packed import pack
 from jaxbuf.progress import Report, check_progress, progress_bar, say_nothing
 from jaxbuf.serving import loop
 from jaxbuf.serving.admit import admit
@@ -216,10 +216,8 @@ def _events(
     if profile is None:
         yield from run_batch(batch, segment, report)
         return
-    packed = _packed(batch)
     with without_cache():
-        carry = read_prompts(batch.lm, batch.sizes, batch.arrivals, batch.drafter)
-        loop.generate_tokens(packed[0], carry, np.int32(1), *packed[1:])
+        _decoder(batch)(read_prompts(batch.lm, batch.sizes, batch.arrivals, batch.drafter), 1)
         with trace(profile):
             yield from run_batch(batch, segment, report)
 
@@ -241,7 +239,7 @@ def run_batch(batch: Batch, segment: int, report: Report = say_nothing) -> Gener
     if max(batch.begins.max_new_tokens) > 1:
         compile_ahead(batch.lm, batch.sizes, batch.arrivals, batch.drafter)
     carry = read_prompts(batch.lm, batch.sizes, batch.arrivals, batch.drafter)
-    reader, packed, steps = Reader(batch), _packed(batch), 1
+    reader, decode, steps = Reader(batch), _decoder(batch), 1
 
     def look(carry: Carry) -> bool:
         history = carry.history
@@ -249,9 +247,6 @@ def run_batch(batch: Batch, segment: int, report: Report = say_nothing) -> Gener
         state, lacking, length, prompt_length = jax.device_get(fetched)
         report("generating", int((length - prompt_length).sum()))
         return bool(((state == RUNNING) & ~lacking).any())
-
-    def decode(carry: Carry, steps: int) -> Carry:
-        return loop.generate_tokens(packed[0], carry, np.int32(steps), *packed[1:])
 
     while True:
         carry, events = reader.read(carry)
@@ -261,6 +256,7 @@ def run_batch(batch: Batch, segment: int, report: Report = say_nothing) -> Gener
         carry, steps = run_slices(decode, make_room(carry), segment, look, first=steps)
 
 
-def _packed(batch: Batch) -> list[Packed]:
-    """The model's parameters, and the drafter if there is one, as every slice of a generation is passed them."""
-    return [pack(each) for each in (batch.lm.model, batch.drafter) if each is not None]
+def _decoder(batch: Batch) -> Callable[[Carry, int], Carry]:
+    """Up to so many steps of the compiled loop. The model and the drafter are flattened here, once for all calls."""
+    model, *drafter = (pack(each) for each in (batch.lm.model, batch.drafter) if each is not None)
+    return lambda carry, steps: loop.generate_tokens(model, carry, np.int32(steps), *drafter)

@@ -63,8 +63,7 @@ def test_the_carry_is_that_of_admit(hybrid, lm, setting, drafter):
 
 
 def test_only_what_the_first_program_returns_has_to_be_put_on_its_device(hybrid, monkeypatch):
-    """What the others return counts as put there, as their arguments do; putting it again takes the host longer than
-    to call them."""
+    """What the others return counts as put there, as their arguments do; putting it again takes the host a while."""
     batch, put, device_put = batch_of(hybrid, "sampled", None), [], jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda *given: put.append(given) or device_put(*given))
     carry = read_first_chunk(hybrid.model, batch.sizes, batch.arrivals[0])

@@ -10,7 +10,7 @@ Blocks of a cluster that read a share of the tokens each and pass it on are not 
 where these take 28.3, 128 tokens, two weights of 9216 x 2560). Nor is a step whose kernels are launched while the ones
 before them end, with the first pieces of weights prefetched to the L2: 7.59 ms where it takes 7.45, Qwen3.5-4B with
 128 rows. Nor are products whose blocks, behind their own pieces, prefetch the next product's weights: 2.42 ms a step
-where they take 2.31, Qwen3.5-4B with one row, 16 MB of each.
+where they take 2.31, Qwen3.5-4B with one row, up to 16 MB of each.
 
 Floor: (weights + x + results) / read bandwidth.
 
