@@ -38,6 +38,7 @@ LATENT, RANK = (32, 1, 576), 512  # Kimi-Linear's: to absorbed queries latents a
 OWN_DIM = 128  # numbers of a head's keys and values that are made from a latent, as in all models with that rank
 # Queries and outputs are rounded once more, and a head's outputs have few numbers.
 LATENT_BOUNDS = BOUNDS | {"bfloat16": 8e-3}
+JOIN = "join_segments"  # the kernel that joins what workers found of rows that they share
 PRODUCTS_PER_S = 800e12  # operations in 2-byte numbers that an H100 or H200 gets done
 
 
@@ -123,9 +124,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="What is timed is append_and_attend, one layer's call of a step: the new tokens' keys and values are "
         "appended to pages in random order, and queries attend to them and to all that is there. The floor is its "
         "bytes (keys and values read, those of new tokens in and out, queries and outputs) over the read bandwidth, "
-        "that of a sum over 4 GiB in the same run; achieved is floor / time. Device time is that of the kernel, from "
-        "jax.profiler, and wall time that of a loop of steps on the device, in which layers with memory of their own "
-        f"take turns, so many that the L2 holds nothing of them (of XLA's path at most {MOST_COMPILED}); rest_us in "
+        "that of a sum over 4 GiB in the same run; achieved is floor / time. Device time is that of the kernel, and of "
+        "the one that joins what its workers found of rows that they share (second_us in the JSON), from jax.profiler, "
+        "and wall time that of a loop of steps on the device, in which layers with memory of their own take turns, so "
+        f"many that the L2 holds nothing of them (of XLA's path at most {MOST_COMPILED}); rest_us in "
         "the JSON is the loop's other kernels (integers, which a model's layers share). XLA's path is all kernels of "
         "its loop. Of latent attention append_and_attend_latent is timed, and its floor is at least its products' time "
         f"at {PRODUCTS_PER_S / 1e12:.0f} TFLOP/s. The kernel's outputs, on a small case, are compared with those of "
@@ -310,7 +312,7 @@ def measure(case: Case, layers: int, options: argparse.Namespace, program: Calla
     _, wall, kernels = timed(call, carry, options.profile and options.profile / name)
     calls = steps * layers
     row = dataclasses.asdict(case) | {"layers": layers, "steps": steps, "device_us": None}
-    row |= {"wall_us": 1e6 * wall / calls} | device_time(kernels, calls, case.implementation)
+    row |= {"wall_us": 1e6 * wall / calls} | device_time(kernels, calls, case.implementation, JOIN)
     return row | {"us": row["device_us"] or row["wall_us"]}
 
 

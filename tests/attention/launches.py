@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxbuf.attention.paged import PagedKV
 
+ALL = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 1e-5}  # bounds of `error_of_all`
 LISTED = 16  # places in a slot's list of next tokens, where launches are trees
 
 
@@ -115,6 +116,12 @@ def attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray
     scores = np.einsum("hd,shd->hs", q, keys) / np.sqrt(q.shape[-1])
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     return np.einsum("hs,shd->hd", weights / weights.sum(axis=1, keepdims=True), values)
+
+
+def error_of_all(out, launch: Launch) -> float:
+    """The error of all outputs of real queries together, relative to their norm."""
+    found, wanted = np.asarray(out, np.float64)[launch.real], launch.out[launch.real]
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def worst_error(out, launch: Launch) -> float:

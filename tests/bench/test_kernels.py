@@ -95,6 +95,10 @@ def test_the_kernels_time_is_its_own_and_xlas_path_is_all_of_its_kernels():
         140.0,
     )
     assert measure.device_time(taken, 4, "xla")["device_us"] == 145.0
+    two = taken | {"join_mosaic_gpu_kernel": [2.0] * 4, "begin_mosaic_gpu_kernel": [1.0] * 2}
+    found = measure.device_time(two, 4, "gpu", "join")
+    assert [found[name] for name in ("device_us", "second_us", "rest_us", "launches")] == [7.0, 2.0, 140.5, 2.0]
+    assert measure.device_time(taken, 4, "gpu", "join")["device_us"] == 5.0
     assert measure.device_time({}, 4, "gpu") == measure.device_time({}, 4, "xla") == {}
     lost = {"body_mosaic_gpu_kernel": taken["body_mosaic_gpu_kernel"][1:]}  # an event that the profiler lost
     np.testing.assert_allclose(measure.device_time(lost, 4, "gpu")["device_us"], 16 / 3)

@@ -609,5 +609,10 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_mamba_2_step_of_a_tree_is_xlas": lambda rng: check_errors(
         rng, "float32", times=(5, 16), spec=MAMBA, tree=True, max_pending=16, limit=16
     ),
+    "a_step_of_a_tree_of_the_other_families_is_xlas": lambda rng: {
+        f"{name}, {error}": figure
+        for name, spec in (("DeltaNet", DELTA_NET), ("linear attention", LINEAR), ("GLA", GLA), ("heads of 80", NANO))
+        for error, figure in check_errors(rng, "float32", times=(5, 8), spec=spec, tree=True).items()
+    },
     "a_kda_step_of_a_tree_is_xlas": lambda rng: check_errors(rng, "float32", times=(5, 8), spec=KDA, tree=True),
 }

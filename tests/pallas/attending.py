@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.pallas.attend import gpu
-from tests.attention.launches import Sizes, make_launch, worst_error
+from tests.attention.launches import ALL, Sizes, error_of_all, make_launch, worst_error
 
 BOUNDS = {"bfloat16": 4e-3, "float16": 1e-3}  # as those of `tests.gpu.checks`
 # How the TPU kernel is interpreted: as plain JAX; or with what its memories hold, copies that are late or early, and
@@ -35,11 +35,12 @@ def main() -> None:
         with mock.patch.object(gpu, "PROCESSORS", 2):  # so that workers share items
             launch = make_launch(rng, sizes)
             out, kv = append_and_attend(*launch.arrays, **launch.integers, implementation="gpu", interpret=True)
-        error = worst_error(out, launch)
+        error, of_all = worst_error(out, launch), error_of_all(out, launch)
         assert error <= BOUNDS[sizes.dtype], f"{sizes}: {error}"
+        assert of_all <= ALL[sizes.dtype], f"{sizes}: {of_all} of all outputs"
         for found, expected in ((kv.keys, launch.pool.keys), (kv.values, launch.pool.values)):
             assert np.asarray(found).tobytes() == np.asarray(expected).tobytes(), f"{sizes}: pages"
-        print(f"{sizes}: {error:.1e}", flush=True)
+        print(f"{sizes}: {error:.1e}, of all {of_all:.1e}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ rows' lengths. One warpgroup of a worker brings the pages of block after block t
 keys of a block on the tensor cores, an online softmax, and the weights with the values. Blocks that hold committed
 tokens alone are not masked. In the others, what is dead is selected away, in the scores and in the values' shared
 memory. (Blocks of all heads of fewer places, so that pages are read from end to end, are not faster: 150 us where these
-take 136, 128 rows of 1,024 tokens with 4 heads of 256.)
+take 136, 128 rows of 1,024 tokens with 4 heads of 256. Nor is it faster to keep a tenth of the blocks back for those
+workers that end first, of which a fifth end 15 us before the others: 133 to 135 us where equal shares take 134. Memory
+is busy all the same.)
 
 New tokens are not read from the pages. They are a block of their own behind an item's last one, from the launch's
 inputs.
@@ -16,9 +18,10 @@ weights, the largest scores), and a second kernel joins these.
 
 Floor: (keys and values of the committed tokens + k, v, their appends + q + out) / read bandwidth.
 
-Precision: products of 2-byte operands with float32 sums; the softmax is in float32, and its weights are rounded to the
-pages' dtype for the second product. In bfloat16 the outputs of random keys and values are off by 2.0e-3 to 2.3e-3 of
-their norm, of which rounding the outputs alone makes 1.7e-3.
+Precision: products of 2-byte operands with float32 sums; the softmax is in float32, and its weights are two summands of
+the pages' dtype for the second product. Where at most 32 queries read the same keys the second summands are rows of the
+same tile, which would be empty (`jaxbuf.pallas.attend.gpu_rows`); else they are multiplied by themselves. In bfloat16
+the outputs of random keys and values are off by 1.7e-3 of their norm, as exact outputs are that are rounded.
 """
 
 import dataclasses
@@ -51,7 +54,6 @@ from jaxbuf.pallas.attend.call import (
 )
 from jaxbuf.pallas.attend.gpu_parts import (
     MASKED,
-    ROWS,
     SHARED_MEMORY,
     WGMMA,
     Kind,
@@ -64,9 +66,11 @@ from jaxbuf.pallas.attend.gpu_parts import (
     multiply_keys,
     share,
     spread,
+    summands,
     vector_layout,
     weigh,
 )
+from jaxbuf.pallas.attend.gpu_rows import GROUP, HALF, PITCH, REAL_ROWS, as_pairs, multiply_pairs, real_rows, sum_pairs
 from jaxbuf.pallas.threads import COMPILER, load, store, store_inside
 
 PROCESSORS = 132  # of an H100 or H200
@@ -161,6 +165,12 @@ def pitch(n: int) -> int:
     """How far items of n rows lie apart in global memory. A copy to tiles brings no rows from beyond the eighth of the
     tile that it begins in, unless it begins with a tile: so an item either begins with one or lies within one."""
     return n if 8 % n == 0 else in_eights(n)
+
+
+def groups(call: Call) -> int:
+    """Of eight queries, of an item's that are in one tile, spaced as `jaxbuf.pallas.attend.gpu_rows` says; 0: they are
+    too many, and lie one below the other."""
+    return in_eights(call.queries) // GROUP if call.queries <= REAL_ROWS else 0
 
 
 def item_rows(x: Array, interpret: bool) -> Array:
@@ -304,7 +314,7 @@ def _attend_blocks(call: Call, interpret: bool):
             plgpu.SMEM((buffers, call.tiles * TILE, call.head_dim), call.dtype, transforms=transforms),
             plgpu.Barrier(num_arrivals=call.block_pages, num_barriers=tiles),
             plgpu.Barrier(num_arrivals=call.tiles, num_barriers=tiles),
-            plgpu.Barrier(num_barriers=buffers),
+            plgpu.Barrier(num_arrivals=groups(call) or 1, num_barriers=buffers),
             plgpu.Barrier(num_arrivals=call.tiles, num_barriers=buffers),
             plgpu.Barrier(num_barriers=tiles),
         ],
@@ -323,8 +333,10 @@ def _bring(worker: Worker, integers, inputs, pools, segment: Segment, state):
     target, full, free = worker.queries(number)
     pl.when(number >= worker.schedule.query_buffers)(lambda: plgpu.barrier_wait(free))
     item, column = row * call.kv_heads + head, head * call.head_dim
-    rows = in_eights(call.queries)
-    plgpu.copy_gmem_to_smem(q.at[pl.ds(item * pitch(call.queries), rows)], target.at[pl.ds(0, rows)], full)
+    first, rows = item * pitch(call.queries), GROUP if groups(call) else in_eights(call.queries)
+    for group in range(groups(call) or 1):
+        source = q.at[pl.ds(first + group * GROUP, rows)]
+        plgpu.copy_gmem_to_smem(source, target.at[pl.ds(group * PITCH, rows)], full)
 
     def bring_block(j, tile):
         pages, size = block_pages(call, table, row, segment.first + j), call.page_size
@@ -375,7 +387,10 @@ def _compute(worker: Worker, role, integers, found, interpret: bool, segment: Se
     row = segment.row
     scale = np.float32(call.head_dim**-0.5 * math.log2(math.e))
     out_dims, end, clean = (TILE, call.head_dim), rows[row, END], rows[row, CLEAN]
-    sight = Sight(call, table, rows, order, visible, row, end, role * TILE)
+    spaced = groups(call) > 0
+    size, layout = (REAL_ROWS, HALF) if spaced else (TILE, WGMMA)
+    of_queries = layout.reduce(1)
+    sight = Sight(call, table, rows, order, visible, row, end, role * TILE, queries=size, layout=layout)
     all_queries, queries_full, queries_free = worker.queries(number)
     queries = all_queries.at[pl.ds(role * TILE, TILE)]
     plgpu.barrier_wait(queries_full)
@@ -385,11 +400,13 @@ def _compute(worker: Worker, role, integers, found, interpret: bool, segment: Se
         block = segment.first + j
         keys, full, free, _ = worker.tile(tile)
         plgpu.barrier_wait(full)
-        scores = multiply_keys(queries, keys, interpret) * scale
+        scores = multiply_keys(queries, keys, interpret)
+        scores = (real_rows(scores, interpret) if spaced else scores) * scale
         plgpu.barrier_arrive(free)
         used = None if kind is Kind.CLEAN else sight.is_used(kind, block)
-        weights, kept, highest, total = weigh(scores, used, highest, total)
-        out = out * spread(kept, 0, out_dims)
+        weights, kept, highest, total = weigh(scores, used, highest, total, layout)
+        weights = (as_pairs(weights, call.dtype, interpret),) if spaced else summands(weights, call.dtype)
+        out = multiply_pairs(out, kept, interpret) if spaced else out * spread(kept, 0, out_dims)
         values, full, free, cleared = worker.tile(tile + 1)
         plgpu.barrier_wait(full)
         if kind is not Kind.CLEAN:
@@ -402,32 +419,33 @@ def _compute(worker: Worker, role, integers, found, interpret: bool, segment: Se
 
             if call.tiles > 1:
                 pl.when(role > 0)(lambda: plgpu.barrier_wait(cleared))
-        out = add_values(out, weights.astype(call.dtype), values, interpret)
+        out = add_values(out, weights, values, interpret)
         plgpu.barrier_arrive(free)
         return highest, total, out, tile + 2
 
-    carry = filled(MASKED, (TILE,), ROWS), filled(0, (TILE,), ROWS), filled(0, out_dims, WGMMA), tile
+    carry = filled(MASKED, (size,), of_queries), filled(0, (size,), of_queries), filled(0, out_dims, WGMMA), tile
     masked_from = jnp.clip(clean - segment.first, 0, segment.count)
     new = segment.ends.astype(jnp.int32)
     loops = (Kind.CLEAN, 0, masked_from), (Kind.MASKED, masked_from, segment.count), (Kind.NEW, 0, new)
     for kind, begin, until in loops:
         carry = lax.fori_loop(begin, until, functools.partial(add_block, kind), carry)
     highest, total, out, tile = carry
+    out = sum_pairs(out, interpret) if spaced else out
     outs, parts, all_sums = found
     item = row * call.kv_heads + segment.head
     alone = segment.ends & (segment.first == 0)
 
     @pl.when(alone)
     def _():
-        result = (out * spread(share(total), 0, out_dims)).astype(call.dtype)
-        store_inside(result, WGMMA, outs.at[item], role * TILE, np.int32(0), interpret)
+        result = (out * spread(share(total, of_queries), 0, out.shape, layout)).astype(call.dtype)
+        store_inside(result, layout, outs.at[item], role * TILE, np.int32(0), interpret)
 
     @pl.when(~alone)
     def _():
         at = item + worker.number
-        store_inside(out, WGMMA, parts.at[at], role * TILE, np.int32(0), interpret)
-        store(all_sums.at[at, 0, pl.ds(role * TILE, TILE)], highest)
-        store(all_sums.at[at, 1, pl.ds(role * TILE, TILE)], total)
+        store_inside(out, layout, parts.at[at], role * TILE, np.int32(0), interpret)
+        store(all_sums.at[at, 0, pl.ds(role * TILE, size)], highest)
+        store(all_sums.at[at, 1, pl.ds(role * TILE, size)], total)
 
     plgpu.barrier_arrive(queries_free)
     return tile, number + 1

@@ -459,7 +459,7 @@ def _weigh(worker: Worker, integers, found, segment: Segment, state):
         out = worker.multiply(out, kept)
         if kind is not Kind.CLEAN:
             clear(values, live(kind, unit))
-        out = add_values(out, weights, values, interpret)
+        out = add_values(out, (weights,), values, interpret)
         if between:
             pl.when(unit + 1 == segment.until)(lambda: plgpu.barrier_arrive(memory.queries_free))
             return highest, total, out, block, units + 1
@@ -511,7 +511,7 @@ def _follow(worker: Worker, integers, found, segment: Segment, state):
         if kind is not Kind.CLEAN:  # Scores of dead keys are selected away: they may be multiplied meanwhile.
             clear(values, _is_live(plan, sight, kind, unit))
         out = worker.multiply(out, hear())
-        out = add_values(out, memory.weights, values, worker.interpret)
+        out = add_values(out, (memory.weights,), values, worker.interpret)
         plgpu.barrier_arrive(memory.heard)
         if between:
             return out, block

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -134,6 +134,12 @@ def weigh(
     return weights, kept, highest, total
 
 
+def summands(x: Array, dtype) -> tuple[Array, Array]:
+    """float32 x as two numbers of a dtype: x rounded, and what that has left over."""
+    rounded = x.astype(dtype)
+    return rounded, (x - rounded.astype(x.dtype)).astype(dtype)
+
+
 def share(total: Array, layout: Any = ROWS) -> Array:
     """What each query's weighted sum is multiplied with at the end: 1 / total [n]; `layout`: the total's."""
     # The best key weighs 1; without any key, 0 / 1.
@@ -153,21 +159,22 @@ def multiply_keys(queries, keys, interpret: bool) -> Array:
     return pl.run_scoped(multiply, ACC(SCORES, jnp.float32))
 
 
-def add_values(total: Array, weights, values, interpret: bool) -> Array:
-    """total + weights · values.
+def add_values(total: Array, weights: Sequence, values, interpret: bool) -> Array:
+    """total + the weights' sum · values.
 
     Args:
       total: [64, n] in registers.
-      weights: [64, 64], in registers or in shared memory.
+      weights: Summands [64, 64], in registers or in shared memory.
       values: [64, n] in shared memory.
       interpret: Whether this runs in Pallas' interpreter.
     """
     if interpret:
-        a, b = (x[...].astype(jnp.float32) for x in (weights, values))
+        a, b = (sum(x[...].astype(jnp.float32) for x in summands) for summands in (weights, (values,)))
         return total + jnp.dot(a, b, precision="highest")
 
     def add(ref):
-        plgpu.wgmma(ref, weights, values)
+        for summand in weights:
+            plgpu.wgmma(ref, summand, values)
 
     return pl.run_state(add)(ACC.init(total))  # pyright: ignore[reportReturnType]
 
