@@ -29,6 +29,7 @@ FALCON = RecurrenceSpec(heads=24, key_heads=1, key_dim=256, value_dim=128, delta
 FALCON_8 = dataclasses.replace(FALCON, key_heads=8)
 LARGE = RecurrenceSpec(heads=16, key_heads=16, key_dim=256, value_dim=256)  # a delta rule on states of 256 by 256
 DELTA_NET, LINEAR = (dataclasses.replace(spec, decay="none") for spec in (QWEN, MAMBA))
+OTHERS = {"DeltaNet": DELTA_NET, "linear attention": LINEAR, "GLA": GLA}
 SMALL = RecurrenceSpec(heads=4, key_heads=2, key_dim=128, value_dim=128)
 BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}  # of a vector, relative to XLA's path; by entry dtype
 KEPT = {"split": 1e-4, "split8": 4e-4}  # of a state with both its halves
@@ -225,16 +226,17 @@ def check_at_once(
         cache = buffered.commit(cache, MAX_PENDING * ones, slots=slots)
     for _ in range(5):  # up to 30 entries: more than one chunk, and no fold
         *inputs, log_decay, beta = new_inputs(rng, spec, ROWS, time, jnp.bfloat16)
-        extreme = rng.choice(np.array([0, -1e-6, -20, -130, -np.inf], np.float32), log_decay.shape)
-        log_decay = jnp.where(rng.random(log_decay.shape) < 0.03, extreme, log_decay)
+        if log_decay is not None:
+            extreme = rng.choice(np.array([0, -1e-6, -20, -130, -np.inf], np.float32), log_decay.shape)
+            log_decay = jnp.where(rng.random(log_decay.shape) < 0.03, extreme, log_decay)
         inputs = *inputs, log_decay, beta
         _, at_once = extend(spec, cache, inputs, slots, time * ones, implementation=implementation)
         one_by_one = cache
         for t in range(time):
-            token = tuple(x[:, t : t + 1] for x in inputs)
+            token = jax.tree.map(lambda x, t=t: x[:, t : t + 1], inputs)
             _, one_by_one = extend(spec, one_by_one, token, slots, ones, implementation=implementation)
             one_by_one = buffered.commit(one_by_one, ones, slots=slots)
-        for name in ("keys", "updates", "gates"):
+        for name in ("keys", "updates", "gates")[: 2 + (spec.decay != "none")]:
             found, expected = (np.asarray(getattr(x.pool, name)) for x in (at_once, one_by_one))
             different = np.unpackbits(np.bitwise_xor(found.view(np.uint8), expected.view(np.uint8))).sum()
             with np.errstate(invalid="ignore"):  # -inf less -inf
@@ -245,6 +247,11 @@ def check_at_once(
     return {"different bits": 0.0}
 
 
+def poison(x, where: np.ndarray):
+    """x [rows, T, ...] with NaN in the tokens `where` (bool [rows, T])."""
+    return jnp.where(jnp.asarray(where).reshape(*where.shape, *[1] * (x.ndim - 2)), jnp.nan, x)
+
+
 def check_poison(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") -> Figures:
     """Ragged steps of some slots among NaN: finite where there are tokens, zero elsewhere, other slots untouched."""
     time, cache = 5, poisoned(spec)
@@ -253,9 +260,7 @@ def check_poison(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") 
         slots = np.where(rng.random(ROWS) < 0.3, 0, rng.permutation(ROWS) + 1)
         lengths = rng.integers(0, time + 1, ROWS)
         real = (np.arange(time) < lengths[:, None]) & (slots > 0)[:, None]
-        inputs = tuple(
-            jnp.where(jnp.asarray(real).reshape(ROWS, time, *[1] * (x.ndim - 2)), x, jnp.nan) for x in inputs
-        )
+        inputs = jax.tree.map(lambda x, past=~real: poison(x, past), inputs)
         rows = jnp.asarray(slots, jnp.int32), jnp.asarray(lengths, jnp.int32)
         out, after = extend(spec, cache, inputs, *rows, implementation=implementation)
         out = np.asarray(out, np.float32)
@@ -263,7 +268,8 @@ def check_poison(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") 
         assert (out[~real] == 0).all(), "the output past a row's tokens is not zero"
         resting = np.setdiff1d(np.arange(ROWS + 1), slots[(lengths > 0) & (slots > 0)])
         blocks = np.asarray(cache.cursor.block_table)[resting].ravel()
-        for name, held in (("checkpoints", resting), ("keys", blocks), ("updates", blocks), ("gates", blocks)):
+        places = {"checkpoints": resting, "keys": blocks, "updates": blocks}
+        for name, held in (places if spec.decay == "none" else places | {"gates": blocks}).items():
             old, new = (np.asarray(getattr(x.pool, name))[held] for x in (cache, after))
             assert same_bits(old, new), f"{name} of a slot that rested, or of the null slot, changed"
         accepted = jnp.asarray(np.where(slots > 0, lengths, 0), jnp.int32)
@@ -343,14 +349,15 @@ def check_rejected(
         _, after = extend(spec, clean, inputs, *launch, **how)
         folds += int(np.sum(np.asarray(after.cursor.folded > clean.cursor.folded)))
         clean = commit(after, jnp.asarray(accepted, jnp.int32), slots=launch[0])
-        spoiled = tuple(spoil(rng, x, rejected) for x in inputs)
+        spoiled = jax.tree.map(lambda x, rejected=rejected: spoil(rng, x, rejected), inputs)
         _, after = extend(spec, spoil_uncommitted(rng, sick), spoiled, *launch, **how)
         sick = commit(after, jnp.asarray(accepted, jnp.int32), slots=launch[0])
         sick = spoil_uncommitted(rng, sick)
         # The next launch, of which nothing is kept.
         inputs = new_inputs(rng, spec, rows, time, jnp.bfloat16)
         expected, _ = extend(spec, clean, inputs, *launch, **how)
-        found, _ = extend(spec, sick, tuple(spoil(rng, x, past) for x in inputs), *launch, **how)
+        spoiled = jax.tree.map(lambda x, past=past: spoil(rng, x, past), inputs)
+        found, _ = extend(spec, sick, spoiled, *launch, **how)
         compare(found, expected, "an output")
         compare(*(read(spec, x, everyone) for x in (sick, clean)), "a state")
     assert folds > 0, "no row folded"
@@ -598,6 +605,19 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_step_without_a_decay_is_xlas": lambda rng: (
         check_errors(rng, "float32", spec=DELTA_NET) | check_errors(rng, "bfloat16", "split", spec=LINEAR)
     ),
+    "tokens_at_once_of_the_other_families_store_the_bits_of_one_by_one": lambda rng: {
+        f"{name}, {figure}": value
+        for name, spec in OTHERS.items()
+        for figure, value in check_at_once(rng, "bfloat16", spec=spec).items()
+    },
+    "nan_reaches_no_row_of_the_other_families_that_it_does_not_belong_to": lambda rng: {
+        name: value for spec in OTHERS.values() for name, value in check_poison(rng, spec).items()
+    },
+    "rejected_drafts_of_the_other_families_that_are_not_finite_change_no_bit": lambda rng: {
+        f"{name}, {figure}": value
+        for name, spec in OTHERS.items()
+        for figure, value in check_rejected(rng, spec=spec).items()
+    },
     "a_recurrent_step_without_a_decay_is_xlas": lambda rng: (
         check_recurrent(rng, "float32", spec=DELTA_NET) | check_recurrent(rng, "float32", spec=LINEAR)
     ),
@@ -611,7 +631,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     ),
     "a_step_of_a_tree_of_the_other_families_is_xlas": lambda rng: {
         f"{name}, {error}": figure
-        for name, spec in (("DeltaNet", DELTA_NET), ("linear attention", LINEAR), ("GLA", GLA), ("heads of 80", NANO))
+        for name, spec in (OTHERS | {"heads of 80": NANO}).items()
         for error, figure in check_errors(rng, "float32", times=(5, 8), spec=spec, tree=True).items()
     },
     "a_kda_step_of_a_tree_is_xlas": lambda rng: check_errors(rng, "float32", times=(5, 8), spec=KDA, tree=True),
