@@ -2,6 +2,7 @@
 read its keys and values, or if that is longer to multiply them."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import time
@@ -370,25 +371,25 @@ def main(arguments: Sequence[str]) -> int:
         if options.json:
             report.write(options.json, record | {"targets": judge(figures), "left_out": left_out, "figures": figures})
 
-    with Progress(console=notes, redirect_stdout=False, transient=True) as progress:
+    with Progress(console=notes, redirect_stdout=False, transient=True) as progress, contextlib.ExitStack() as stack:
         task = progress.add_task("comparing", total=len(cases) + options.peers)
+        record |= bandwidths()  # while nothing is compiled
+        read = record["read_bytes_per_s"]
         first = [case for case in cases if case.implementation == options.implementation]
         layers = {case: options.layers or case.layers for case in cases}
         compilers = futures.ThreadPoolExecutor(COMPILERS)
+        stack.callback(compilers.shutdown, wait=False, cancel_futures=True)
         programs = {case: compilers.submit(compile_case, case, layers[case]) for case in cases}
         errors, bounds = check(first, rng)
         record["errors"] = errors
         if any(not error <= bounds[name] for name, error in errors.items()):
-            compilers.shutdown(wait=False, cancel_futures=True)
             expected = max(bounds.values())
             console.print(f"WRONG: at most {expected} is expected, got {errors}; nothing is timed", soft_wrap=True)
             return 1
+        notes.print(f"read {read / 1e12:.2f} TB/s; largest relative error {max(errors.values(), default=0):.1e}")
         progress.update(task, description="compiling")
         # All before the first is timed: what is compiled meanwhile would hold up the host, and be in the traces.
         futures.wait(programs.values(), timeout=max(0.0, options.budget / 2 - (time.perf_counter() - began)))
-        record |= bandwidths()
-        read = record["read_bytes_per_s"]
-        notes.print(f"read {read / 1e12:.2f} TB/s; largest relative error {max(errors.values(), default=0):.1e}")
         for case in cases:
             progress.update(task, description=f"{case.implementation}, {case.batch} x {case.longest}, {case.time}")
             if time.perf_counter() - began > options.budget:

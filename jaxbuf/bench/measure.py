@@ -64,18 +64,18 @@ def durations(directory: Path) -> dict[str, list[float]]:
 def device_time(kernels: dict[str, list[float]], calls: int, implementation: str, second: str | None = None) -> Row:
     """Microseconds of device time a call, nothing without a GPU's kernels.
 
-    XLA's path is all kernels of the loop. Ours is the longest that Mosaic made, and of an operation that launches two
-    another one, whose name begins with `second`. Their means count, so that an event which the profiler lost does not.
+    XLA's path is all kernels of the loop. Ours is the longest that Mosaic made, and, if `second` is given, those whose
+    names begin with it. Means count, so that an event which the profiler lost does not.
     """
     if implementation == "xla":
         total = sum(map(sum, kernels.values()))
         return {"device_us": total / calls, "launches": sum(map(len, kernels.values())) / calls} if kernels else {}
     ours = {name: taken for name, taken in kernels.items() if OURS.search(name)}
+    behind = [time for name in list(ours) if second and name.startswith(second) for time in ours.pop(name)]
     if not ours:
         return {}
     name = max(ours, key=lambda name: sum(ours[name]))
     taken, each = np.array(ours[name]), max(1, round(len(ours[name]) / calls))
-    behind = [time for other in ours if second and other.startswith(second) for time in ours[other]]
     rest = (sum(map(sum, kernels.values())) - taken.sum() - sum(behind)) / calls
     spread = {"least_us": taken.min(), "median_us": np.median(taken), "most_us": taken.max(), "rest_us": rest}
     if second:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxbuf.attention.paged import PagedKV
 
-ALL = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 1e-5}  # bounds of `error_of_all`
+MANY = 40  # committed tokens of the rows of which `mean_error` tells
 LISTED = 16  # places in a slot's list of next tokens, where launches are trees
 
 
@@ -122,6 +122,20 @@ def error_of_all(out, launch: Launch) -> float:
     """The error of all outputs of real queries together, relative to their norm."""
     found, wanted = np.asarray(out, np.float64)[launch.real], launch.out[launch.real]
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def mean_error(out, launch: Launch) -> float:
+    """The root mean square of the relative errors of heads' outputs, of real queries in rows of MANY tokens or more:
+    with few keys a kernel that rounds weights hardly differs from one that does not."""
+    real = launch.real & (np.asarray(launch.integers["start"]) >= MANY)[:, None]
+    found, wanted = np.asarray(out, np.float64)[real], launch.out[real]
+    errors = np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+    return float(np.sqrt(np.mean(errors**2)))
+
+
+def rounding_error(launch: Launch) -> float:
+    """`mean_error` of the exact outputs, rounded to the dtype of the launch's queries."""
+    return mean_error(jnp.asarray(launch.out, launch.arrays[0].dtype), launch)
 
 
 def worst_error(out, launch: Launch) -> float:

@@ -611,7 +611,7 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
         for figure, value in check_at_once(rng, "bfloat16", spec=spec).items()
     },
     "nan_reaches_no_row_of_the_other_families_that_it_does_not_belong_to": lambda rng: {
-        name: value for spec in OTHERS.values() for name, value in check_poison(rng, spec).items()
+        f"{name}, {figure}": value for name, spec in OTHERS.items() for figure, value in check_poison(rng, spec).items()
     },
     "rejected_drafts_of_the_other_families_that_are_not_finite_change_no_bit": lambda rng: {
         f"{name}, {figure}": value

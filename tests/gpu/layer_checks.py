@@ -40,11 +40,11 @@ MERGED, ALL = {"float16": 1e-3, "bfloat16": 6e-3}, {"float16": 4e-4, "bfloat16":
 
 
 def check_attention(rng) -> Figures:
-    """What softmax layers give of launches of all kinds, against float64: of each head, and of all together; the pages
-    bit for bit."""
+    """What softmax layers give of launches of all kinds, against float64: of each head, and in the mean, in which it
+    is as near as exact outputs are that are rounded; the pages bit for bit."""
     lengths, found = (9, 1024, 1000, 63, 64, 65, 0, 300), {}
-    shapes = (16, 4, 256, 1), (16, 4, 256, 16), (32, 8, 128, 5), (40, 8, 128, 1), (8, 4, 64, 3)
-    shapes += (16, 4, 256, 2), (24, 8, 128, 3), (14, 2, 64, 12), (4, 1, 128, 1)
+    shapes = (16, 4, 256, 1), (16, 4, 256, 16), (32, 8, 128, 5), (40, 8, 128, 1), (8, 4, 64, 4)
+    shapes += (16, 4, 256, 7), (24, 8, 128, 3), (14, 2, 64, 12), (4, 1, 128, 1)
     for heads, kv_heads, head_dim, time in shapes:
         for dtype, trees in (("bfloat16", False), ("bfloat16", True), ("float16", True)):
             sizes = launches.Sizes(lengths, time, heads, kv_heads, head_dim, trees=trees, dtype=dtype)
@@ -52,7 +52,7 @@ def check_attention(rng) -> Figures:
             out, kv = append_and_attend(*launch.arrays, **launch.integers, implementation="gpu")
             errors = {
                 f"{dtype}, a head": (launches.worst_error(out, launch), BOUNDS[dtype]),
-                f"{dtype}, all": (launches.error_of_all(out, launch), launches.ALL[dtype]),
+                f"{dtype}, mean": (launches.mean_error(out, launch), 1.1 * launches.rounding_error(launch)),
             }
             _hold(errors, found, str(sizes))
             assert same_bits(kv.keys, launch.pool.keys) and same_bits(kv.values, launch.pool.values), f"{sizes}: pages"

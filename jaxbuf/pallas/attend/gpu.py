@@ -6,9 +6,9 @@ rows' lengths. One warpgroup of a worker brings the pages of block after block t
 keys of a block on the tensor cores, an online softmax, and the weights with the values. Blocks that hold committed
 tokens alone are not masked. In the others, what is dead is selected away, in the scores and in the values' shared
 memory. (Blocks of all heads of fewer places, so that pages are read from end to end, are not faster: 150 us where these
-take 136, 128 rows of 1,024 tokens with 4 heads of 256. Nor is it faster to keep a tenth of the blocks back for those
-workers that end first, of which a fifth end 15 us before the others: 133 to 135 us where equal shares take 134. Memory
-is busy all the same.)
+take 136, 128 rows of 1,024 tokens with 4 heads of 256. A fifth of the workers end 15 us before the others. But it is
+not faster, either, to keep a tenth of the blocks back and to deal them to workers that end first: in another run 133 to
+135 us where equal shares take 134. Memory is busy all the same.)
 
 New tokens are not read from the pages. They are a block of their own behind an item's last one, from the launch's
 inputs.
@@ -20,8 +20,9 @@ Floor: (keys and values of the committed tokens + k, v, their appends + q + out)
 
 Precision: products of 2-byte operands with float32 sums; the softmax is in float32, and its weights are two summands of
 the pages' dtype for the second product. Where at most 32 queries read the same keys the second summands are rows of the
-same tile, which would be empty (`jaxbuf.pallas.attend.gpu_rows`); else they are multiplied by themselves. In bfloat16
-the outputs of random keys and values are off by 1.7e-3 of their norm, as exact outputs are that are rounded.
+same tile, which would be empty (`jaxbuf.pallas.attend.gpu_rows`); else another product multiplies them with the values.
+In bfloat16 the outputs of random keys and values are off by 1.7e-3 of their norm, as exact outputs are that are
+rounded.
 """
 
 import dataclasses
@@ -168,8 +169,8 @@ def pitch(n: int) -> int:
 
 
 def groups(call: Call) -> int:
-    """Of eight queries, of an item's that are in one tile, spaced as `jaxbuf.pallas.attend.gpu_rows` says; 0: they are
-    too many, and lie one below the other."""
+    """How many groups of eight queries an item's tile has, spaced as `jaxbuf.pallas.attend.gpu_rows` says; 0 if more
+    than 32 queries lie one below the other."""
     return in_eights(call.queries) // GROUP if call.queries <= REAL_ROWS else 0
 
 

@@ -169,7 +169,7 @@ def add_values(total: Array, weights: Sequence, values, interpret: bool) -> Arra
       interpret: Whether this runs in Pallas' interpreter.
     """
     if interpret:
-        a, b = (sum(x[...].astype(jnp.float32) for x in summands) for summands in (weights, (values,)))
+        a, b = (sum(x[...].astype(jnp.float32) for x in several) for several in (weights, (values,)))
         return total + jnp.dot(a, b, precision="highest")
 
     def add(ref):

@@ -41,7 +41,8 @@ def real_rows(x: Array, interpret: bool) -> Array:
 
 
 def as_pairs(x: Array, dtype, interpret: bool) -> Array:
-    """float32 x [32, n], in layout `HALF`, as `summands`: the real rows of [64, n], in layout WGMMA, and the others."""
+    """The `summands` of float32 x [32, n], in layout `HALF`: the rounded numbers in the real rows of [64, n], in layout
+    WGMMA, and the rests in the others."""
     rounded, rest = summands(x, dtype)
     dims = TILE, x.shape[1]
     if interpret:
