@@ -10,6 +10,7 @@ import numpy as np
 from jaxbuf.attention.paged import PagedKV
 
 MANY = 40  # committed tokens of the rows of which `mean_error` tells
+AS_ROUNDED = 1.1  # times `rounding_error` a kernel may be off; it is 1.25 times where weights are rounded, too
 LISTED = 16  # places in a slot's list of next tokens, where launches are trees
 
 
@@ -128,9 +129,7 @@ def mean_error(out, launch: Launch) -> float:
     """The root mean square of the relative errors of heads' outputs, of real queries in rows of MANY tokens or more:
     with few keys a kernel that rounds weights hardly differs from one that does not."""
     real = launch.real & (np.asarray(launch.integers["start"]) >= MANY)[:, None]
-    found, wanted = np.asarray(out, np.float64)[real], launch.out[real]
-    errors = np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
-    return float(np.sqrt(np.mean(errors**2)))
+    return float(np.sqrt(np.mean(_head_errors(np.asarray(out, np.float64), launch, real) ** 2)))
 
 
 def rounding_error(launch: Launch) -> float:
@@ -144,5 +143,10 @@ def worst_error(out, launch: Launch) -> float:
     found = np.asarray(out, np.float64)
     assert np.isfinite(found).all(), "an output is not finite"
     assert not found[np.asarray(launch.integers["slots"]) == 0].any(), "the null slot's outputs are not zeros"
-    found, wanted = found[launch.real], launch.out[launch.real]
-    return float(np.max(np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)))
+    return float(np.max(_head_errors(found, launch, launch.real)))
+
+
+def _head_errors(found: np.ndarray, launch: Launch, real: np.ndarray) -> np.ndarray:
+    """The error of each head's output of the queries that are `real`, relative to its norm."""
+    wanted = launch.out[real]
+    return np.linalg.norm(found[real] - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)

@@ -74,6 +74,16 @@ def fold(spec, cache, slots, *, implementation, interpret=False):
     return buffered.fold(spec, cache, slots=slots, implementation=implementation, interpret=interpret)
 
 
+def ring_arrays(spec: RecurrenceSpec) -> tuple[str, ...]:
+    """The names of a pool's arrays that hold a ring's entries; without a decay there are no gates."""
+    return ("keys", "updates") if spec.decay == "none" else ("keys", "updates", "gates")
+
+
+def of_each(specs: dict[str, RecurrenceSpec], check: Callable[[RecurrenceSpec], Figures]) -> Figures:
+    """What a check finds of each recurrence, under its name."""
+    return {f"{name}, {figure}": value for name, spec in specs.items() for figure, value in check(spec).items()}
+
+
 def same_bits(a, b) -> bool:
     a, b = np.asarray(a), np.asarray(b)
     return a.shape == b.shape and a.tobytes() == b.tobytes()
@@ -236,7 +246,7 @@ def check_at_once(
             token = jax.tree.map(lambda x, t=t: x[:, t : t + 1], inputs)
             _, one_by_one = extend(spec, one_by_one, token, slots, ones, implementation=implementation)
             one_by_one = buffered.commit(one_by_one, ones, slots=slots)
-        for name in ("keys", "updates", "gates")[: 2 + (spec.decay != "none")]:
+        for name in ring_arrays(spec):
             found, expected = (np.asarray(getattr(x.pool, name)) for x in (at_once, one_by_one))
             different = np.unpackbits(np.bitwise_xor(found.view(np.uint8), expected.view(np.uint8))).sum()
             with np.errstate(invalid="ignore"):  # -inf less -inf
@@ -247,11 +257,6 @@ def check_at_once(
     return {"different bits": 0.0}
 
 
-def poison(x, where: np.ndarray):
-    """x [rows, T, ...] with NaN in the tokens `where` (bool [rows, T])."""
-    return jnp.where(jnp.asarray(where).reshape(*where.shape, *[1] * (x.ndim - 2)), jnp.nan, x)
-
-
 def check_poison(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") -> Figures:
     """Ragged steps of some slots among NaN: finite where there are tokens, zero elsewhere, other slots untouched."""
     time, cache = 5, poisoned(spec)
@@ -260,7 +265,7 @@ def check_poison(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") 
         slots = np.where(rng.random(ROWS) < 0.3, 0, rng.permutation(ROWS) + 1)
         lengths = rng.integers(0, time + 1, ROWS)
         real = (np.arange(time) < lengths[:, None]) & (slots > 0)[:, None]
-        inputs = jax.tree.map(lambda x, past=~real: poison(x, past), inputs)
+        inputs = jax.tree.map(lambda x, past=~real: replaced(x, past, jnp.nan), inputs)
         rows = jnp.asarray(slots, jnp.int32), jnp.asarray(lengths, jnp.int32)
         out, after = extend(spec, cache, inputs, *rows, implementation=implementation)
         out = np.asarray(out, np.float32)
@@ -268,8 +273,7 @@ def check_poison(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") 
         assert (out[~real] == 0).all(), "the output past a row's tokens is not zero"
         resting = np.setdiff1d(np.arange(ROWS + 1), slots[(lengths > 0) & (slots > 0)])
         blocks = np.asarray(cache.cursor.block_table)[resting].ravel()
-        places = {"checkpoints": resting, "keys": blocks, "updates": blocks}
-        for name, held in (places if spec.decay == "none" else places | {"gates": blocks}).items():
+        for name, held in (("checkpoints", resting), *((name, blocks) for name in ring_arrays(spec))):
             old, new = (np.asarray(getattr(x.pool, name))[held] for x in (cache, after))
             assert same_bits(old, new), f"{name} of a slot that rested, or of the null slot, changed"
         accepted = jnp.asarray(np.where(slots > 0, lengths, 0), jnp.int32)
@@ -280,7 +284,12 @@ def check_poison(rng, spec: RecurrenceSpec = QWEN, implementation: str = "gpu") 
 def spoil(rng, x, where: np.ndarray):
     """x [rows, T, ...] with NaN and infinities in the tokens `where` (bool [rows, T])."""
     bad = jnp.asarray(rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), x.shape), x.dtype)
-    return jnp.where(jnp.asarray(where).reshape(*where.shape, *[1] * (x.ndim - 2)), bad, x)
+    return replaced(x, where, bad)
+
+
+def replaced(x, where: np.ndarray, by):
+    """x [rows, T, ...] with other numbers in the tokens `where` (bool [rows, T])."""
+    return jnp.where(jnp.asarray(where).reshape(*where.shape, *[1] * (x.ndim - 2)), by, x)
 
 
 @jax.jit
@@ -605,19 +614,15 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_step_without_a_decay_is_xlas": lambda rng: (
         check_errors(rng, "float32", spec=DELTA_NET) | check_errors(rng, "bfloat16", "split", spec=LINEAR)
     ),
-    "tokens_at_once_of_the_other_families_store_the_bits_of_one_by_one": lambda rng: {
-        f"{name}, {figure}": value
-        for name, spec in OTHERS.items()
-        for figure, value in check_at_once(rng, "bfloat16", spec=spec).items()
-    },
-    "nan_reaches_no_row_of_the_other_families_that_it_does_not_belong_to": lambda rng: {
-        f"{name}, {figure}": value for name, spec in OTHERS.items() for figure, value in check_poison(rng, spec).items()
-    },
-    "rejected_drafts_of_the_other_families_that_are_not_finite_change_no_bit": lambda rng: {
-        f"{name}, {figure}": value
-        for name, spec in OTHERS.items()
-        for figure, value in check_rejected(rng, spec=spec).items()
-    },
+    "tokens_at_once_of_the_other_families_store_the_bits_of_one_by_one": lambda rng: of_each(
+        OTHERS, lambda spec: check_at_once(rng, "bfloat16", spec=spec)
+    ),
+    "nan_reaches_no_row_of_the_other_families_that_it_does_not_belong_to": lambda rng: of_each(
+        OTHERS, lambda spec: check_poison(rng, spec)
+    ),
+    "rejected_drafts_of_the_other_families_that_are_not_finite_change_no_bit": lambda rng: of_each(
+        OTHERS, lambda spec: check_rejected(rng, spec=spec)
+    ),
     "a_recurrent_step_without_a_decay_is_xlas": lambda rng: (
         check_recurrent(rng, "float32", spec=DELTA_NET) | check_recurrent(rng, "float32", spec=LINEAR)
     ),
@@ -629,10 +634,9 @@ CHECKS: dict[str, Callable[[np.random.Generator], Figures]] = {
     "a_mamba_2_step_of_a_tree_is_xlas": lambda rng: check_errors(
         rng, "float32", times=(5, 16), spec=MAMBA, tree=True, max_pending=16, limit=16
     ),
-    "a_step_of_a_tree_of_the_other_families_is_xlas": lambda rng: {
-        f"{name}, {error}": figure
-        for name, spec in (OTHERS | {"heads of 80": NANO}).items()
-        for error, figure in check_errors(rng, "float32", times=(5, 8), spec=spec, tree=True).items()
-    },
+    "a_step_of_a_tree_of_the_other_families_is_xlas": lambda rng: of_each(
+        OTHERS | {"heads of 80": NANO},
+        lambda spec: check_errors(rng, "float32", times=(5, 8), spec=spec, tree=True),
+    ),
     "a_kda_step_of_a_tree_is_xlas": lambda rng: check_errors(rng, "float32", times=(5, 8), spec=KDA, tree=True),
 }

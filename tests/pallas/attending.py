@@ -12,10 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxbuf.attention.paged_launch import append_and_attend
 from jaxbuf.pallas.attend import gpu
-from tests.attention.launches import Sizes, make_launch, mean_error, rounding_error, worst_error
+from tests.attention.launches import AS_ROUNDED, Sizes, make_launch, mean_error, rounding_error, worst_error
 
 BOUNDS = {"bfloat16": 4e-3, "float16": 1e-3}  # as those of `tests.gpu.checks`
-AS_ROUNDED = 1.1  # times the error of exact outputs that are rounded; 1.25 where weights are rounded, too
 # How the TPU kernel is interpreted: as plain JAX; or with what its memories hold, copies that are late or early, and
 # races found. Copies have clocks, of so many: where two have one, waiting for either of them seems to be enough.
 LATE, EARLY = (

@@ -71,7 +71,7 @@ from jaxbuf.pallas.attend.gpu_parts import (
     vector_layout,
     weigh,
 )
-from jaxbuf.pallas.attend.gpu_rows import GROUP, HALF, PITCH, REAL_ROWS, as_pairs, multiply_pairs, real_rows, sum_pairs
+from jaxbuf.pallas.attend.gpu_rows import GROUP, HALF, PITCH, REAL_ROWS, as_tile, multiply_rows, real_rows, sum_pairs
 from jaxbuf.pallas.threads import COMPILER, load, store, store_inside
 
 PROCESSORS = 132  # of an H100 or H200
@@ -406,8 +406,11 @@ def _compute(worker: Worker, role, integers, found, interpret: bool, segment: Se
         plgpu.barrier_arrive(free)
         used = None if kind is Kind.CLEAN else sight.is_used(kind, block)
         weights, kept, highest, total = weigh(scores, used, highest, total, layout)
-        weights = (as_pairs(weights, call.dtype, interpret),) if spaced else summands(weights, call.dtype)
-        out = multiply_pairs(out, kept, interpret) if spaced else out * spread(kept, 0, out_dims)
+        weights = summands(weights, call.dtype)
+        if spaced:
+            weights, out = (as_tile(*weights, interpret),), multiply_rows(out, kept, interpret, others=True)
+        else:
+            out = out * spread(kept, 0, out_dims)
         values, full, free, cleared = worker.tile(tile + 1)
         plgpu.barrier_wait(full)
         if kind is not Kind.CLEAN:

@@ -454,7 +454,8 @@ def _weigh(worker: Worker, integers, found, segment: Segment, state):
         used = None if kind is Kind.CLEAN else sight.is_used(kind, unit - 1)
         weights, kept, highest, total = weigh(scores, used, highest, total, plan.layout)
         weights = weights.astype(call.dtype)
-        weights = as_tile(weights, interpret) if plan.spaced else weights
+        if plan.spaced:
+            weights = as_tile(weights, filled(0, weights.shape, HALF, weights.dtype), interpret)
         tell(kept, weights, units + number)
         out = worker.multiply(out, kept)
         if kind is not Kind.CLEAN:

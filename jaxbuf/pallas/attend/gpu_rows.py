@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from jaxbuf.axes import Array
 from jaxbuf.pallas.attend.call import TILE
-from jaxbuf.pallas.attend.gpu_parts import WGMMA, summands
+from jaxbuf.pallas.attend.gpu_parts import WGMMA
 from jaxbuf.pallas.threads import inline_mlir
 
 REAL_ROWS = 32  # of a tile
@@ -34,30 +33,10 @@ def real_rows(x: Array, interpret: bool) -> Array:
     def take(_, x):
         layout = HALF.to_mgpu()
         registers = np.empty(layout.registers_shape(dims), object)
-        registers.flat = _real(x.registers).flat
+        registers.flat = _both(x.registers)[0].flat
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return inline_mlir(take, (WGMMA,), plgpu.ShapeDtypeStruct(dims, x.dtype, layout=HALF))(x)
-
-
-def as_pairs(x: Array, dtype, interpret: bool) -> Array:
-    """The `summands` of float32 x [32, n], in layout `HALF`: the rounded numbers in the real rows of [64, n], in layout
-    WGMMA, and the rests in the others."""
-    rounded, rest = summands(x, dtype)
-    dims = TILE, x.shape[1]
-    if interpret:
-        pairs = (y.reshape(-1, GROUP, x.shape[1]) for y in (rounded, rest))
-        return jnp.concatenate(list(pairs), axis=1).reshape(dims)
-
-    def place(_, rounded, rest):
-        layout = WGMMA.to_mgpu()
-        registers = np.empty(layout.registers_shape(dims), object)
-        for rows, y in zip(_both(registers), (rounded, rest), strict=True):
-            rows[...] = y.registers.reshape(rows.shape)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    out = plgpu.ShapeDtypeStruct(dims, dtype, layout=WGMMA)
-    return inline_mlir(place, (HALF, HALF), out)(rounded, rest)
 
 
 def sum_pairs(x: Array, interpret: bool) -> Array:
@@ -77,34 +56,34 @@ def sum_pairs(x: Array, interpret: bool) -> Array:
     return inline_mlir(add, (WGMMA,), plgpu.ShapeDtypeStruct(dims, x.dtype, layout=HALF))(x)
 
 
-def as_tile(x: Array, interpret: bool) -> Array:
-    """x [32, n], in layout `HALF`, as the real rows of [64, n] in layout WGMMA; the others are zeros."""
-    dims = TILE, x.shape[1]
+def as_tile(real: Array, others: Array, interpret: bool) -> Array:
+    """[64, n] in layout WGMMA, of its real rows and the others, [32, n] in layout `HALF` each."""
+    dims = TILE, real.shape[1]
     if interpret:
-        x = x.reshape(-1, GROUP, x.shape[1])
-        return jnp.concatenate([x, jnp.zeros_like(x)], axis=1).reshape(dims)
+        rows = [x.reshape(-1, GROUP, real.shape[1]) for x in (real, others)]
+        return jnp.concatenate(rows, axis=1).reshape(dims)
 
-    def place(_, x):
+    def place(_, *given):
         layout = WGMMA.to_mgpu()
         registers = np.empty(layout.registers_shape(dims), object)
-        kind = ir.VectorType(x.registers.flat[0].type)
-        zero = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, 0.0))
-        registers[...] = arith.constant(kind, zero)
-        _real(registers)[...] = x.registers.reshape(_real(registers).shape)
+        for rows, x in zip(_both(registers), given, strict=True):
+            rows[...] = x.registers.reshape(rows.shape)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return inline_mlir(place, (HALF,), plgpu.ShapeDtypeStruct(dims, x.dtype, layout=WGMMA))(x)
+    return inline_mlir(place, (HALF, HALF), plgpu.ShapeDtypeStruct(dims, real.dtype, layout=WGMMA))(real, others)
 
 
-def multiply_rows(x: Array, factors: Array, interpret: bool) -> Array:
-    """x [64, n], in layout WGMMA, whose real rows are multiplied with factors [32] in layout `HALF`.reduce(1)."""
+def multiply_rows(x: Array, factors: Array, interpret: bool, *, others: bool = False) -> Array:
+    """x [64, n], in layout WGMMA, whose real rows are multiplied with factors [32] in layout `HALF`.reduce(1); with
+    `others` the other row of each thread is multiplied with the same factor."""
     if interpret:
-        return x * as_tile(jnp.broadcast_to(factors[:, None], (REAL_ROWS, x.shape[1])), interpret)
+        wide = jnp.broadcast_to(factors[:, None], (REAL_ROWS, x.shape[1]))
+        return x * as_tile(wide, wide if others else jnp.ones_like(wide), interpret)
 
     def multiply(_, x, factors):
         registers = x.registers.copy()
         (factor,) = factors.registers.flat
-        found = _real(registers)
+        found = registers if others else _both(registers)[0]
         for i, numbers in np.ndenumerate(found):
             found[i] = arith.mulf(numbers, vector.broadcast(numbers.type, vector.extract(factor, [], [0])))
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
@@ -113,29 +92,6 @@ def multiply_rows(x: Array, factors: Array, interpret: bool) -> Array:
     return inline_mlir(multiply, (WGMMA, HALF.reduce(1)), out)(x, factors)
 
 
-def multiply_pairs(x: Array, factors: Array, interpret: bool) -> Array:
-    """x [64, n], in layout WGMMA; a real row and the other one of its threads are multiplied with the same factor, of
-    factors [32] in layout `HALF`.reduce(1)."""
-    if interpret:
-        factors = jnp.repeat(factors.reshape(-1, 1, GROUP), 2, axis=1).reshape(TILE, 1)
-        return x * jnp.broadcast_to(factors, x.shape)
-
-    def multiply(_, x, factors):
-        registers = x.registers.copy()
-        (factor,) = factors.registers.flat
-        for i, numbers in np.ndenumerate(registers):
-            registers[i] = arith.mulf(numbers, vector.broadcast(numbers.type, vector.extract(factor, [], [0])))
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
-
-    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=WGMMA)
-    return inline_mlir(multiply, (WGMMA, HALF.reduce(1)), out)(x, factors)
-
-
 def _both(registers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Those registers of an array in layout WGMMA that hold real rows, and the others: views."""
-    return _real(registers), registers[:, :, :, :, 1:]
-
-
-def _real(registers: np.ndarray) -> np.ndarray:
-    """Those registers of an array in layout WGMMA that hold real rows: a view."""
-    return registers[:, :, :, :, :1]
+    return registers[:, :, :, :, :1], registers[:, :, :, :, 1:]
