@@ -727,14 +727,15 @@ def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *,
 
 
 def store_wide(x: Array, layout, ref, first, first_column, interpret: bool, *, end) -> None:
-    """As `store_inside`, in sixteen bytes a thread: four threads of a row, each of which has two of every eight
-    neighbouring columns, exchange them until each has eight.
+    """As `store_inside`, in sixteen bytes a thread: threads of a row, each of which has two of every eight neighbouring
+    columns, exchange them until each has sixteen bytes that are neighbours.
 
     Args:
-      x: [64, length] of two bytes each in `layout`, that of the tensor cores' results; length in multiples of 32.
+      x: [n, length] of float32 or of two bytes each; length in multiples of 32.
       ref: [n, m] in global memory, m a multiple of 8 and at least first_column + length.
       first_column: A scalar, a multiple of 8.
-      layout, first, interpret, end: As in `store_inside`.
+      layout: That of the tensor cores' results, [64, length], or of every other eight rows of them, [32, length].
+      first, interpret, end: As in `store_inside`.
     """
     if interpret:
         store_inside(x, layout, ref, first, first_column, interpret, end=end)
@@ -744,29 +745,46 @@ def store_wide(x: Array, layout, ref, first, first_column, interpret: bool, *, e
         i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
         first, first_column, end = [arith.index_cast(ir.IndexType.get(), s.registers.flat[0]) for s in scalars]
         thread, places = mgpu.utils.thread_idx(), [*x.layout.thread_idxs(x.shape)]
+        words = mgpu.utils.bitwidth(x.mlir_dtype) // 16  # of a register, which has two numbers
+        registers = [vector.bitcast(ir.VectorType.get((words,), i32), n) for n in x.registers.flat]
+        registers = [[vector.extract(n, [], [i]) for i in range(words)] for n in registers]
+        together = 4 // words  # threads that exchange registers, and how many each
+        distances = [distance for distance in (1, 2) if distance < together]
         bits = [
             arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, arith.constant(i32, bit)), arith.constant(i32, 0))
-            for bit in (1, 2)
+            for bit in distances
         ]
-        quarter = arith.index_cast(ir.IndexType.get(), arith.andi(thread, arith.constant(i32, 3)))
-        packed = [vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), n), [], [0]) for n in x.registers.flat]
-        # Of a thread's registers, neighbours are eight rows apart, and those two further eight columns.
-        for begin in range(0, len(packed), 8):
-            for half in range(2):
-                numbers = packed[begin + half : begin + 8 : 2]
-                for distance, bit in zip((1, 2), bits, strict=True):
-                    for i in (0, 2) if distance == 1 else (0, 1):
-                        mine, other = numbers[i], numbers[i + distance]
-                        found = mgpu.utils.shfl_bfly(arith.select(bit, mine, other), distance)
-                        numbers[i] = arith.select(bit, found, mine)
-                        numbers[i + distance] = arith.select(bit, other, found)
-                row = arith.addi(places[begin + half][0], first)
+
+        def part(mask: int, shift: int, columns: int):
+            """Columns times those bits of the thread's number that are in the mask."""
+            bits = arith.shrui(arith.andi(thread, arith.constant(i32, mask)), arith.constant(i32, shift))
+            return arith.muli(arith.index_cast(ir.IndexType.get(), bits), _number(columns))
+
+        # Of several times eight columns, a thread has some of those of its number among the threads that exchange.
+        inside = part(together - 1, 0, 8)
+        if words == 2:
+            inside = arith.addi(inside, part(2, 1, 4))
+        # Of a thread's registers, neighbours are eight rows apart if it has several rows, and the others eight columns.
+        rows = len(registers) * 8 // x.shape[1]
+        for begin in range(0, len(registers), together * rows):
+            for which in range(rows):
+                numbers = registers[begin + which : begin + together * rows : rows]
+                for distance, bit in zip(distances, bits, strict=True):
+                    for i in range(together):
+                        if not i & distance:
+                            pairs = [*zip(numbers[i], numbers[i + distance], strict=True)]
+                            found = [
+                                mgpu.utils.shfl_bfly(arith.select(bit, mine, other), distance) for mine, other in pairs
+                            ]
+                            both = [*zip(pairs, found, strict=True)]
+                            numbers[i] = [arith.select(bit, new, mine) for (mine, _), new in both]
+                            numbers[i + distance] = [arith.select(bit, other, new) for (_, other), new in both]
+                row = arith.addi(places[begin + which][0], first)
                 stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, row, end))
-                # Of the four times eight columns, a thread has those of its number among the four.
-                column = arith.addi(first_column, _number(begin * 4))
-                column = arith.addi(column, arith.muli(quarter, _number(8)))
+                column = arith.addi(arith.addi(first_column, _number(begin // rows * 8)), inside)
                 text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5};}"
-                operands, constraints = [stores, target.point(row, column), *numbers], "r,l,r,r,r,r,~{memory}"
+                operands = [stores, target.point(row, column), *itertools.chain(*numbers)]
+                constraints = "r,l,r,r,r,r,~{memory}"
                 llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 
     scalar = plgpu.Layout.WG_SPLAT

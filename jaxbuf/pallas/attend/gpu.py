@@ -72,7 +72,7 @@ from jaxbuf.pallas.attend.gpu_parts import (
     weigh,
 )
 from jaxbuf.pallas.attend.gpu_rows import GROUP, HALF, PITCH, REAL_ROWS, as_tile, multiply_rows, real_rows, sum_pairs
-from jaxbuf.pallas.threads import COMPILER, load, store, store_inside
+from jaxbuf.pallas.threads import COMPILER, load, store, store_wide
 
 PROCESSORS = 132  # of an H100 or H200
 HEAD_DIMS = 64, 128, 256
@@ -442,12 +442,12 @@ def _compute(worker: Worker, role, integers, found, interpret: bool, segment: Se
     @pl.when(alone)
     def _():
         result = (out * spread(share(total, of_queries), 0, out.shape, layout)).astype(call.dtype)
-        store_inside(result, layout, outs.at[item], role * TILE, np.int32(0), interpret)
+        store_wide(result, layout, outs.at[item], role * TILE, np.int32(0), interpret, end=np.int32(call.queries))
 
     @pl.when(~alone)
     def _():
         at = item + worker.number
-        store_inside(out, layout, parts.at[at], role * TILE, np.int32(0), interpret)
+        store_wide(out, layout, parts.at[at], role * TILE, np.int32(0), interpret, end=np.int32(call.queries))
         store(all_sums.at[at, 0, pl.ds(role * TILE, size)], highest)
         store(all_sums.at[at, 1, pl.ds(role * TILE, size)], total)
 

@@ -25,6 +25,7 @@ ROWS = WGMMA.reduce(1)
 SCORES = TILE, KEYS  # of a tile of queries and a block
 PART = 64  # columns of values that are cleared at once
 JOINING = 16  # blocks of threads that share the queries of an item that is joined
+JOINED = 4  # queries that a block joins at once
 
 
 class Kind(enum.Enum):
@@ -45,6 +46,7 @@ class Sight:
       first_query: The tile's first query.
       first_new: Where the first new token lies in the block that has new tokens.
       queries, layout: How many queries the tile has, and the layout of an array of these and a block's keys.
+      seen: From `load_seen`, if that was called before; else `is_used` does it.
     """
 
     call: Call
@@ -58,6 +60,11 @@ class Sight:
     first_new: int = 0
     queries: int = TILE
     layout: Any = WGMMA
+    seen: Array | None = None
+
+    def load_seen(self) -> Array:
+        """int32 [queries]: which new tokens each query sees, a bit each."""
+        return load(self.visible.at[self.row, pl.ds(self.first_query, self.queries)], self.layout.reduce(1))
 
     def is_live(self, axis: int, kind: Kind, block: Array) -> Array:
         """bool [64, 64]: whether there is something at the place that the index along the axis numbers."""
@@ -78,7 +85,7 @@ class Sight:
         """bool [queries, 64]: whether a query sees a key."""
         inside = index(1, self.queries, self.layout)
         if kind is Kind.NEW:
-            seen = load(self.visible.at[self.row, pl.ds(self.first_query, self.queries)], self.layout.reduce(1))
+            seen = self.load_seen() if self.seen is None else self.seen
             return self._has_bit(spread(seen, 0, inside.shape, self.layout), inside)
         return self._is_live(inside, self.layout, kind, block)
 
@@ -208,14 +215,18 @@ def join_segments(
       interpret: Whether it runs in Pallas' interpreter.
     """
     layout, blocks = vector_layout(width), min(queries, JOINING)
+    together = min(JOINED, -(-queries // blocks))
 
     def join_segments(joins, parts, sums, out):  # A profile shows this name.
         line = lax.axis_index("worker")
         item, first, last = (joins[line, field] for field in (ITEM, FIRST_WORKER, LAST_WORKER))
 
-        def join(query, worker, carry):
-            highest, total, x = carry
+        def join(kept, worker, carries):
             segment = place(jnp.maximum(item, 0), first, worker)
+            return [join_one(segment, query, carry) for query, carry in zip(kept, carries, strict=True)]
+
+        def join_one(segment, query, carry):
+            highest, total, x = carry
             its, its_total = sums[segment, 0, query], sums[segment, 1, query]
             part = load(parts.at[segment, query], layout)
             before, highest = highest, jnp.maximum(highest, its)
@@ -223,19 +234,23 @@ def join_segments(
             x = x * jnp.broadcast_to(kept, x.shape) + part * jnp.broadcast_to(weight, x.shape)
             return highest, total * kept + its_total * weight, x
 
-        def join_query(i, _):
-            query = lax.axis_index("query") + i * blocks
-            carry = jnp.float32(MASKED), jnp.float32(0), filled(0, (width,), layout)
-            for worker in (first, first + 1):  # There are two at least, and their loads do not wait for each other.
-                carry = join(query, worker, carry)
-            _, total, x = lax.fori_loop(first + 2, last + 1, functools.partial(join, query), carry)
-            x = x / jnp.broadcast_to(jnp.where(total > 0, total, 1), x.shape)
-            store(out.at[item, query], x.astype(dtype))
+        def join_some(i, _):
+            # No load waits for that of another query, or for that of the other of two workers, whom there are at least.
+            which = [lax.axis_index("query") + (i * together + j) * blocks for j in range(together)]
+            kept = [jnp.minimum(query, queries - 1) for query in which]
+            carries = [(jnp.float32(MASKED), jnp.float32(0), filled(0, (width,), layout))] * together
+            for worker in (first, first + 1):
+                carries = join(kept, worker, carries)
+            carries = lax.fori_loop(first + 2, last + 1, functools.partial(join, kept), carries)
+            for query, (_, total, x) in zip(which, carries, strict=True):
+                x = x / jnp.broadcast_to(jnp.where(total > 0, total, 1), x.shape)
+                pl.when(query < queries)(lambda query=query, x=x: store(out.at[item, query], x.astype(dtype)))
 
         @pl.when(item >= 0)
         def _():
-            count = lax.div(queries - lax.axis_index("query") + (blocks - 1), np.int32(blocks))
-            lax.fori_loop(0, count, join_query, None)
+            each = blocks * together
+            count = lax.div(queries - lax.axis_index("query") + (each - 1), np.int32(each))
+            lax.fori_loop(0, count, join_some, None)
 
     return plgpu.kernel(
         join_segments,
