@@ -149,8 +149,8 @@ def heads_of_80() -> Table:
 
 def latent_attention() -> Table:
     rows = [["rows x tokens", "jaxbuf", "floor", "of the floor", "XLA"]]
-    for figure in record("attention_latent")["figures"]:
-        if figure["implementation"] == "gpu":
+    for figure in record("attention")["figures"]:
+        if figure["implementation"] == "gpu" and figure["rank"]:
             case = {key: figure[key] for key in ("batch", "context", "time")}
             other = told(find("attention_latent", implementation="xla", **case), "us")
             rows.append([f"{figure['batch']} x {figure['context']:,}", *against_floor(figure), other])
@@ -176,9 +176,9 @@ def kv_only() -> Table:
 
 def attention() -> Table:
     rows = [["heads", "rows x tokens", "new tokens", "jaxbuf, paged", "of the floor", "torch flash", "cuDNN", "XLA"]]
-    for name in ("attention_pairs", "attention", "attention_llama"):
+    for name in ("attention", "attention_llama"):
         for figure in record(name)["figures"]:
-            if figure["implementation"] != "gpu":
+            if figure["implementation"] != "gpu" or figure["rank"]:
                 continue
             same = ("heads", "kv_heads", "head_dim", "batch", "context", "longest", "time")
             case = {key: figure[key] for key in same}
@@ -499,18 +499,17 @@ SECTIONS = (
     Section(
         "A softmax layer's step",
         "Keys and values in pages of 16 tokens, bfloat16; microseconds. torch's kernels read keys that lie in one "
-        "piece. The first two rows are of the kernel as it is, the next three of the one before, on a GPU that reads "
-        "1.5 % less. Both leave out the launch that joins what the workers of a row have found, 2.4 to 3.2 us in a run "
-        "that was not kept; the rows of 32 heads have it.",
-        ("attention_pairs", "attention", "attention_llama"),
+        "piece. A dash: the run ended before, or torch has no such rows.",
+        ("attention", "attention_llama"),
         attention,
         (("attention.png", "A softmax layer's step against the bytes of its keys and values."),),
     ),
     Section(
         "Latent attention's step",
         "Kimi-Linear's sizes: 32 heads on a latent of 512 numbers with 64 for positions, bfloat16, one new token, "
-        "behind the projections; microseconds. The floor is the larger of the bytes' time and the products'.",
-        ("attention_latent",),
+        "behind the projections; microseconds. The floor is the larger of the bytes' time and the products'. XLA's "
+        "path is of an earlier run.",
+        ("attention", "attention_latent"),
         latent_attention,
     ),
     Section(
