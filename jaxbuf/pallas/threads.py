@@ -772,13 +772,8 @@ def store_wide(x: Array, layout, ref, first, first_column, interpret: bool, *, e
                 for distance, bit in zip(distances, bits, strict=True):
                     for i in range(together):
                         if not i & distance:
-                            pairs = [*zip(numbers[i], numbers[i + distance], strict=True)]
-                            found = [
-                                mgpu.utils.shfl_bfly(arith.select(bit, mine, other), distance) for mine, other in pairs
-                            ]
-                            both = [*zip(pairs, found, strict=True)]
-                            numbers[i] = [arith.select(bit, new, mine) for (mine, _), new in both]
-                            numbers[i + distance] = [arith.select(bit, other, new) for (_, other), new in both]
+                            pair = numbers[i], numbers[i + distance]
+                            numbers[i], numbers[i + distance] = _exchange(*pair, bit, distance)
                 row = arith.addi(places[begin + which][0], first)
                 stores = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.ult, row, end))
                 column = arith.addi(arith.addi(first_column, _number(begin // rows * 8)), inside)
@@ -789,6 +784,21 @@ def store_wide(x: Array, layout, ref, first, first_column, interpret: bool, *, e
 
     scalar = plgpu.Layout.WG_SPLAT
     inline_mlir(write, (layout, plgpu.RefType(), scalar, scalar, scalar), None)(x, ref, first, first_column, end)
+
+
+def _exchange(low: list, high: list, bit, distance: int) -> tuple[list, list]:
+    """Two registers, as words, in place of which a thread has both its own and its partner's low ones, or both high
+    ones.
+
+    Args:
+      low, high: The thread's.
+      bit: Whether it is the one of the two threads that gets the high ones.
+      distance: From a thread's number to its partner's, a power of two.
+    """
+    found = [mgpu.utils.shfl_bfly(arith.select(bit, *words), distance) for words in zip(low, high, strict=True)]
+    first = [arith.select(bit, new, mine) for mine, new in zip(low, found, strict=True)]
+    second = [arith.select(bit, mine, new) for mine, new in zip(high, found, strict=True)]
+    return first, second
 
 
 def store_sum(x: Array, layout, ref, row, first_column, interpret: bool) -> None:
