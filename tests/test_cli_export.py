@@ -24,7 +24,9 @@ def test_a_known_model_is_exported_for_a_chip_that_is_not_there(tmp_path):
     assert manifest["settings"]["rows"] == 1 and manifest["settings"]["prompt_tokens"] == 64
 
 
-@pytest.mark.parametrize(("target", "dtype"), [("v6e", "bfloat16"), ("cpu", "float32")])
+@pytest.mark.parametrize(
+    ("target", "dtype"), [pytest.param("v6e", "bfloat16", marks=pytest.mark.slow), ("cpu", "float32")]
+)
 def test_parameters_are_as_the_target_has_them_not_this_machine(tmp_path, target, dtype):
     done = invoke(tmp_path / "demo", "--target", target, *SMALL)
     assert done.exit_code == 0, done.stderr

@@ -113,7 +113,7 @@ def test_what_the_tool_cannot_do_is_one_line(tool, capsys):
     assert "measured no launch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ended_by", ["time", "signal"])
+@pytest.mark.parametrize("ended_by", [pytest.param("time", marks=pytest.mark.slow), "signal"])
 def test_what_a_tool_that_is_ended_has_started_ends_with_it(tool, monkeypatch, capsys, ended_by):
     child = "import pathlib, sys, time; time.sleep(3); pathlib.Path(sys.argv[1]).touch()"
     (tool / counters.TOOL).write_text(

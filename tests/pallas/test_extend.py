@@ -98,7 +98,7 @@ def test_the_gpu_kernel_lowers_for_trees(spec, time):
     "time, limit, max_pending, state",
     [
         (1, 1, 1, "float32"),
-        (1, 16, 8, "float32"),
+        pytest.param(1, 16, 8, "float32", marks=pytest.mark.slow),
         pytest.param(5, 32, 5, "float32", marks=pytest.mark.slow),
         pytest.param(9, 32, 16, "bfloat16", marks=pytest.mark.slow),
         pytest.param(1, 256, 8, "float32", marks=pytest.mark.exhaustive),

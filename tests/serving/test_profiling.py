@@ -12,6 +12,8 @@ from jaxbuf.cli import app
 from jaxbuf.recurrence import RecurrenceSpec, buffered
 from jaxbuf.serving import profiling
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def profiled(lm, tmp_path_factory):

@@ -93,6 +93,7 @@ def test_the_threshold_of_a_share_of_heads_is_a_quantile_over_all_layers(lm, tok
         threshold_for_share(with_gates(lm, Admission(WriteGate(8), 4)), 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, width", [("hidden", 6), *(pytest.param(name, None, marks=pytest.mark.exhaustive) for name in RECIPES)]
 )

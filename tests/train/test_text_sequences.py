@@ -91,6 +91,7 @@ def data_set(tmp_path_factory):
     return directory, texts
 
 
+@pytest.mark.slow
 @pytest.mark.foreign
 @pytest.mark.filterwarnings("default")  # of libraries that read the data set
 def test_a_streamed_data_set_is_packed_in_its_order_and_goes_on_where_it_was(demo, data_set):
@@ -116,6 +117,7 @@ def test_a_streamed_data_set_is_packed_in_its_order_and_goes_on_where_it_was(dem
         np.testing.assert_array_equal(fresh.batch(step + 1), expected[step + 1])
 
 
+@pytest.mark.slow
 @pytest.mark.foreign
 @pytest.mark.filterwarnings("default")
 def test_what_is_no_data_set_of_texts_is_an_error_that_says_so(demo, data_set, tmp_path):
