@@ -726,7 +726,7 @@ def store_inside(x: Array, layout, ref, first, first_column, interpret: bool, *,
     inline_mlir(write, arguments, None)(x, ref, first, first_column, begin, end)
 
 
-def store_wide(x: Array, layout, ref, first, first_column, interpret: bool, *, end) -> None:
+def store_wide(x: Array, layout, ref, first, first_column, interpret: bool, *, end=None) -> None:
     """As `store_inside`, in sixteen bytes a thread: threads of a row, each of which has two of every eight neighbouring
     columns, exchange them until each has sixteen bytes that are neighbours.
 
@@ -740,6 +740,7 @@ def store_wide(x: Array, layout, ref, first, first_column, interpret: bool, *, e
     if interpret:
         store_inside(x, layout, ref, first, first_column, interpret, end=end)
         return
+    end = jnp.int32(ref.shape[0]) if end is None else end
 
     def write(_, x, ref, *scalars):
         i32, target = ir.IntegerType.get_signless(32), _Rows(ref)
@@ -755,15 +756,16 @@ def store_wide(x: Array, layout, ref, first, first_column, interpret: bool, *, e
             for bit in distances
         ]
 
-        def part(mask: int, shift: int, columns: int):
-            """Columns times those bits of the thread's number that are in the mask."""
-            bits = arith.shrui(arith.andi(thread, arith.constant(i32, mask)), arith.constant(i32, shift))
-            return arith.muli(arith.index_cast(ir.IndexType.get(), bits), _number(columns))
+        def times(columns: int, mask: int):
+            """Columns times the number that those bits of the thread's number make which are in the mask."""
+            number = arith.andi(thread, arith.constant(i32, mask))
+            return arith.muli(arith.index_cast(ir.IndexType.get(), number), _number(columns))
 
-        # Of several times eight columns, a thread has some of those of its number among the threads that exchange.
-        inside = part(together - 1, 0, 8)
+        # Of several times eight columns, a thread has some of those of its number among the threads that exchange: all
+        # eight, or the first or last four.
+        inside = times(8, together - 1)
         if words == 2:
-            inside = arith.addi(inside, part(2, 1, 4))
+            inside = arith.addi(inside, times(2, 2))
         # Of a thread's registers, neighbours are eight rows apart if it has several rows, and the others eight columns.
         rows = len(registers) * 8 // x.shape[1]
         for begin in range(0, len(registers), together * rows):

@@ -442,12 +442,12 @@ def _compute(worker: Worker, role, integers, found, interpret: bool, segment: Se
     @pl.when(alone)
     def _():
         result = (out * spread(share(total, of_queries), 0, out.shape, layout)).astype(call.dtype)
-        store_wide(result, layout, outs.at[item], role * TILE, np.int32(0), interpret, end=np.int32(call.queries))
+        store_wide(result, layout, outs.at[item], role * TILE, np.int32(0), interpret)
 
     @pl.when(~alone)
     def _():
         at = item + worker.number
-        store_wide(out, layout, parts.at[at], role * TILE, np.int32(0), interpret, end=np.int32(call.queries))
+        store_wide(out, layout, parts.at[at], role * TILE, np.int32(0), interpret)
         store(all_sums.at[at, 0, pl.ds(role * TILE, size)], highest)
         store(all_sums.at[at, 1, pl.ds(role * TILE, size)], total)
 

@@ -248,19 +248,18 @@ class Worker:
     def write(self, out: Array, first_column: int, segment: Segment, outs, parts) -> None:
         """Writes what a warpgroup has added up of a segment, from a column on."""
         first_query, column, layout = self.tile * TILE, np.int32(first_column), self.plan.layout
-        queries = np.int32(self.plan.call.queries)
         if self.plan.spaced:
             out = sum_pairs(out, self.interpret)
 
         @pl.when(segment.alone)
         def _():
             result = out.astype(self.plan.call.dtype)
-            store_wide(result, layout, outs.at[segment.row], first_query, column, self.interpret, end=queries)
+            store_wide(result, layout, outs.at[segment.row], first_query, column, self.interpret)
 
         @pl.when(~segment.alone)
         def _():
             at = _part(self.group, segment.first == 0)
-            store_wide(out, layout, parts.at[at], first_query, column, self.interpret, end=queries)
+            store_wide(out, layout, parts.at[at], first_query, column, self.interpret)
 
 
 def _attend_latents(plan: Arrangement, interpret: bool):
